@@ -1,0 +1,60 @@
+"""Find the fastest safe way to train a model on this GPU once; start every later run with it.
+
+    advice = advisor.apply("model.py:Net", shape=(64, 3, 256, 256))
+
+See `apply` for the rest of the loop, and `advisor tune --help` for the measuring.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from advisor.api import apply, lookup, tune
+    from advisor.errors import (
+        AdvisorError,
+        AdvisorWarning,
+        NoRecord,
+        StoreError,
+        TargetError,
+        UsageError,
+        WorkerError,
+    )
+    from advisor.tuners.advice import Advice
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Advice",
+    "AdvisorError",
+    "AdvisorWarning",
+    "NoRecord",
+    "StoreError",
+    "TargetError",
+    "UsageError",
+    "WorkerError",
+    "__version__",
+    "apply",
+    "lookup",
+    "tune",
+]
+
+_HOMES = {
+    "apply": "advisor.api",
+    "lookup": "advisor.api",
+    "tune": "advisor.api",
+    "Advice": "advisor.tuners.advice",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: `import advisor` costs milliseconds, and torch is loaded when something needs it.
+    import importlib
+
+    if name not in __all__:
+        raise AttributeError(f"module 'advisor' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "advisor.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

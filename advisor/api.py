@@ -1,0 +1,835 @@
+"""The public functions; the only place where stores and studies meet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import advisor
+from advisor.cache.config import Config, Value
+from advisor.cache.key import Key, Permits, Sample
+from advisor.cache.match import Difference, Match, Query, best, compare
+from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial
+from advisor.cache.store import Records, Store, open_store
+from advisor.errors import (
+    AdvisorError,
+    AdvisorWarning,
+    Busy,
+    NoRecord,
+    StoreDamaged,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from advisor.tuners.advice import Advice
+    from advisor.tuners.space import Space
+    from advisor.tuners.worker.wire import Facts
+
+_log = logging.getLogger("advisor")
+
+BUDGET_S = 180.0
+RESERVED = 0.35
+"""Share of the budget kept for the final race and the input pipeline."""
+
+
+def apply(
+    target: str | nn.Module | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    batch: int | str | None = None,
+    dtype: str | None = None,
+    mode: str = "train",
+    device: str | None = None,
+    optimizer: str | None = None,
+    model_args: Mapping[str, Value] | None = None,
+    deterministic: bool | None = None,
+    precisions: Sequence[str] | None = None,
+    max_memory: int | str | None = None,
+    cache: str | None = None,
+    strict: bool = False,
+) -> Advice:
+    """Set the process-wide flags that were found best, and return the advice for the rest.
+
+    Never breaks a run: without a fitting record the advice changes nothing, and one
+    AdvisorWarning says why. Creates no CUDA context and starts no process.
+
+    Args:
+        target: as given to `advisor tune`, or the model itself; None for what was tuned for the
+            running script or a module beside it.
+        shape: of one batch, e.g. (64, 3, 256, 256); the first number is the batch size.
+        batch: another batch size than shape's, or 'free' for the best one that was found
+            (`advice.batch_size` says which).
+        dtype: of the input, e.g. 'int64'; default: whatever was tuned.
+        mode: 'train' or 'infer'.
+        device: 'cuda:0', 'cpu', ...; default: this rank's CUDA device, else the CPU.
+        optimizer: 'sgd' or 'adamw'; default: whatever was tuned.
+        model_args: what `--model-arg` gave; default: whatever was tuned.
+        deterministic: only deterministic configs; implied where the process already asks
+            PyTorch for deterministic algorithms.
+        precisions: only these precisions.
+        max_memory: bytes, or '20GiB': only configs whose measured peak is at most this.
+        cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
+        strict: raise instead of warning.
+
+    Raises:
+        AdvisorError: with strict=True, why there is no advice.
+    """
+    advice = _lookup(
+        target,
+        shape=shape,
+        batch=batch,
+        dtype=dtype,
+        mode=mode,
+        device=device,
+        optimizer=optimizer,
+        model_args=model_args,
+        deterministic=deterministic,
+        precisions=precisions,
+        max_memory=max_memory,
+        cache=cache,
+        strict=strict,
+    )
+    advice.set_flags()
+    return advice
+
+
+def lookup(
+    target: str | nn.Module | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    batch: int | str | None = None,
+    dtype: str | None = None,
+    mode: str = "train",
+    device: str | None = None,
+    optimizer: str | None = None,
+    model_args: Mapping[str, Value] | None = None,
+    deterministic: bool | None = None,
+    precisions: Sequence[str] | None = None,
+    max_memory: int | str | None = None,
+    cache: str | None = None,
+    strict: bool = False,
+) -> Advice:
+    """As `apply`, without touching any flag of the process."""
+    return _lookup(
+        target,
+        shape=shape,
+        batch=batch,
+        dtype=dtype,
+        mode=mode,
+        device=device,
+        optimizer=optimizer,
+        model_args=model_args,
+        deterministic=deterministic,
+        precisions=precisions,
+        max_memory=max_memory,
+        cache=cache,
+        strict=strict,
+    )
+
+
+def _lookup(
+    target: str | nn.Module | None,
+    *,
+    shape: Sequence[int] | None,
+    batch: int | str | None,
+    dtype: str | None,
+    mode: str,
+    device: str | None,
+    optimizer: str | None,
+    model_args: Mapping[str, Value] | None,
+    deterministic: bool | None,
+    precisions: Sequence[str] | None,
+    max_memory: int | str | None,
+    cache: str | None,
+    strict: bool,
+) -> Advice:
+    from advisor.tuners.advice import Advice
+    from advisor.tuners.environment import default_device, detect
+
+    _set_up_logging()
+    where = device or default_device()
+    known_batch = batch if isinstance(batch, int) else (int(shape[0]) if shape else None)
+    if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+        return Advice(
+            Config(),
+            device=where,
+            batch_size=known_batch,
+            status="disabled",
+            reason="ADVISOR_DISABLE is set",
+        )
+    try:
+        query = Query(
+            environment=detect(where),
+            model=_fingerprint(target),
+            shape=tuple(int(n) for n in shape[1:]) if shape else None,
+            dtype=dtype,
+            mode=mode,
+            optimizer=optimizer,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            deterministic=True if deterministic is None and _is_deterministic() else deterministic,
+            precisions=tuple(precisions) if precisions is not None else None,
+        )
+        records = Records(open_store(cache))
+        match = _find(records, target, query, model_args)
+        if match.record is None:
+            raise NoRecord(_why_missed(target, shape, match, query))
+        record = match.record
+        config, reason = _answer(record, known_batch, batch == "free", parse_bytes(max_memory))
+    except AdvisorError as exc:
+        if strict:
+            raise
+        _warn(f"{exc}. Training goes on with torch's defaults")
+        return Advice(
+            Config(), device=where, batch_size=known_batch, status="miss", reason=str(exc)
+        )
+    status = "exact"
+    if match.kind == "compatible":
+        status = "stale"
+        changed = ", ".join(map(str, match.differs))
+        reason += f"; measured elsewhere: {changed}"
+        _warn(
+            f"{record.target.name} was tuned under other conditions ({changed}); its advice is "
+            f"used and may be out of date. To measure again: {tune_line(record)}"
+        )
+    _log.info("record %s (%s): %s", record.id, status, reason)
+    size = config["batch_size"]
+    assert isinstance(size, int)
+    return Advice(
+        config, device=where, batch_size=size, status=status, reason=reason, record=record
+    )
+
+
+def _fingerprint(target: str | nn.Module | None) -> str | None:
+    if target is None or isinstance(target, str):
+        return None
+    from advisor.tuners import fingerprint
+
+    return fingerprint.of_model(target)
+
+
+def _is_deterministic() -> bool:
+    """The user has already asked PyTorch for determinism: that is not for advice to undo."""
+    import torch
+
+    return bool(torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic)
+
+
+def _find(
+    records: Records, target: object, query: Query, arguments: Mapping[str, Value] | None
+) -> Match:
+    """The best match among the records of a target, whatever their keys."""
+    if isinstance(target, str):
+        found = _of_target(records, target)
+    elif target is None:
+        found = _of_script(records)
+    else:
+        found = records.find(model=query.model)
+    if arguments is not None:
+        found = [record for record in found if record.target.arguments == Config(arguments)]
+    match = best(query, found)
+    if match.record is None or not isinstance(target, str | None):
+        return match
+    # Several targets or samples fit: which one is meant is not for a cache to guess.
+    rivals: dict[object, Record] = {}
+    for record in found:
+        if best(query, [record]).record is not None:
+            key = record.key
+            rivals[record.target, key.sample] = record
+    if len(rivals) > 1:
+        listed = "; ".join(
+            f"{record.target.name} {record.key.sample}" for record in rivals.values()
+        )
+        raise NoRecord(f"several records fit: {listed}. Name one in apply(target, shape=...)")
+    return match
+
+
+def _of_target(records: Records, text: str) -> list[Record]:
+    from advisor.tuners.target import parse
+
+    base = _script().parent if _script() is not None else None
+    try:
+        spec = parse(text)
+    except UsageError:
+        if base is None:
+            raise
+        spec = parse(text, base=base)  # beside the script, wherever it was started from
+    if spec.attribute:
+        found = records.find(target=spec.name)
+    else:
+        found = [r for r in records.all() if r.target.name.split(":")[0] == spec.name]
+    # The very file first; another of the same name where it has moved (another mount, a copy).
+    return [r for r in found if r.target.origin == spec.origin] or found
+
+
+def _script() -> Path:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).resolve() if file else Path.cwd() / "(no script)"
+
+
+def _of_script(records: Records) -> list[Record]:
+    from advisor.tuners.target import origin_of
+
+    script = _script()
+    mine = {origin_of(script)}
+    if script.parent.is_dir():
+        mine |= {origin_of(path) for path in script.parent.glob("*.py")}
+    return [record for record in records.all() if record.target.origin in mine]
+
+
+def _why_missed(target: object, shape: Sequence[int] | None, match: Match, query: Query) -> str:
+    name = target if isinstance(target, str) else "TARGET"
+    if target is None:
+        what = f"nothing was tuned for {_script().name} or a module beside it"
+    elif isinstance(target, str):
+        what = f"{target} was not tuned for this"
+    else:
+        what = f"this {type(target).__name__} was not tuned for this"
+    what += f" on {query.environment.device.name}"
+    if match.differs:
+        what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
+    size = "x".join(map(str, shape)) if shape else "BATCHxSAMPLE"
+    return f"{what}; run: advisor tune {name} --shape {size}"
+
+
+def _answer(record: Record, batch: int | None, free: bool, max_memory: int) -> tuple[Config, str]:
+    """A config of the record for these constraints, and what it is.
+
+    Raises:
+        NoRecord: no measured trial satisfies them.
+    """
+    if free:
+        choice = record.free or record.at_batch
+        batch = choice.batch
+    else:
+        choice = record.at_batch
+        batch = record.batch if batch is None else batch
+    if batch == choice.batch and (not max_memory or choice.peak_bytes <= max_memory):
+        return (
+            Config(choice.config | record.input),
+            f"{choice.speedup:.2f}x torch's default at batch {record.batch}",
+        )
+    return _from_trials(record, batch, max_memory)
+
+
+def _from_trials(record: Record, batch: int, max_memory: int) -> tuple[Config, str]:
+    fitting = [
+        trial
+        for trial in record.trials
+        if trial.stage == "compute"
+        and trial.measurement.ok
+        and trial.origin != "reference"
+        and trial.config["batch_size"] == batch
+        and (not max_memory or trial.measurement.peak_bytes <= max_memory)
+    ]
+    wanted = f"batch {batch}" + (f" within {max_memory / 2**30:.3g} GiB" if max_memory else "")
+    default = record.baseline.config.replace(batch_size=batch)
+    reference = next((t.measurement for t in record.trials if t.config == default), None)
+    if not fitting or reference is None or not reference.ok:
+        measured = sorted({int(t.config["batch_size"] or 0) for t in record.trials})
+        raise NoRecord(
+            f"{record.target.name} was not measured at {wanted} beside torch's default (batches "
+            f"measured: {', '.join(map(str, measured))}); run: advisor tune {record.target.name} "
+            f"--shape {'x'.join(map(str, (batch, *record.key.sample.shape)))}"
+        )
+    trial = max(fitting, key=lambda t: t.measurement.samples_per_s)
+    # Single measurements, not a race: only a difference beyond their own spread counts.
+    if trial.measurement.low <= 1.03 * reference.high and any(t.config == default for t in fitting):
+        return Config(
+            default | record.input
+        ), f"torch's default: nothing measured beats it at {wanted}"
+    speedup = trial.measurement.samples_per_s / reference.samples_per_s
+    return (
+        Config(trial.config | record.input),
+        f"{speedup:.2f}x torch's default at batch {batch}, each measured once",
+    )
+
+
+def _warn(message: str) -> None:
+    """One warning for a whole job: rank 0 speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        # apply or lookup, _lookup, _warn: the line that is named is the user's.
+        warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=4)
+    else:
+        _log.debug(message)
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("ADVISOR_LOG", "")
+    if level and not _log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("advisor %(levelname)s %(message)s"))
+        _log.addHandler(handler)
+        named = logging.getLevelNamesMapping().get(level.upper())
+        _log.setLevel(named if named is not None else logging.INFO)
+
+
+def parse_bytes(text: int | str | None) -> int:
+    """'20GiB', '512MB' or a number of bytes; 0 for None.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return 0
+    units = {"": 1, "b": 1}
+    for power, prefix in enumerate("kmgt", start=1):
+        units |= {f"{prefix}ib": 1024**power, f"{prefix}b": 1000**power, prefix: 1024**power}
+    value = str(text).strip().lower()
+    number = value.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = value[len(number) :].strip()
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"memory size {text!r}: expected a positive size such as 40GiB or 512MiB")
+    return size
+
+
+def script_line(record: Record) -> str:
+    """The line that applies a record in a script."""
+    shape = ", ".join(map(str, (record.batch, *record.key.sample.shape)))
+    extra = "" if record.key.mode == "train" else f', mode="{record.key.mode}"'
+    if record.key.permits.deterministic:
+        extra += ", deterministic=True"
+    return f'advice = advisor.apply("{record.target.name}", shape=({shape}){extra})'
+
+
+def tune_line(record: Record) -> str:
+    """The command that measures a record again."""
+    shape = "x".join(map(str, (record.batch, *record.key.sample.shape)))
+    return f"advisor tune {record.target.name} --shape {shape}"
+
+
+class Progress:
+    """What `tune` reports while it works; every method may be overridden."""
+
+    def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
+        """The workload runs; the search begins."""
+
+    def tried(self, trial: Trial, spent_s: float) -> None:
+        """A trial is over."""
+
+    def phase(self, what: str) -> None:
+        """Another part of the work begins."""
+
+    def notice(self, text: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What `tune` found. `known`: it was there already and nothing was measured."""
+
+    record: Record
+    known: bool
+
+
+def tune(
+    target: str,
+    shape: Sequence[int],
+    *,
+    dtype: str = "float32",
+    vocab: int = 1000,
+    mode: str = "train",
+    device: str | None = None,
+    optimizer: str = "sgd",
+    model_args: Mapping[str, Value] | None = None,
+    budget_s: float = BUDGET_S,
+    trials: int | None = None,
+    precisions: Sequence[str] | None = None,
+    deterministic: bool = False,
+    max_memory: int | str | None = None,
+    batches: Sequence[int] | None = None,
+    fixed_batch: bool = False,
+    full_space: bool = False,
+    force: bool = False,
+    cache: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Measure, choose and remember; goes on where an interrupted call of the same kind stopped.
+
+    Args:
+        target: model.py, model.py:Net, package.module:factory or torchvision:NAME.
+        shape: of one batch; the first number is the user's batch.
+        dtype: of the input. `vocab` bounds integer inputs.
+        mode: 'train' or 'infer'.
+        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
+        optimizer: 'sgd' or 'adamw', for mode 'train'.
+        model_args: keyword arguments of the factory.
+        budget_s: wall seconds, worker start not counted.
+        trials: search trials at most.
+        precisions: those permitted; default: default, tf32, bf16, fp16.
+        deterministic: only deterministic configs.
+        max_memory: bytes or '40GiB': the limit within which configs must run.
+        batches: batch sizes to try beside the user's; `fixed_batch` for none.
+        full_space: also what is known to be bad (cuDNN off).
+        force: measure again although the key is tuned.
+        cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
+        seed: of all randomness.
+
+    Raises:
+        UsageError: an argument is wrong. TargetFailed: the user's code raised.
+        WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
+        Busy: another process tunes the same key.
+    """
+    from advisor.tuners.environment import cpu_has_bf16, default_device, detect, host_cpu
+    from advisor.tuners.knobs import PERMITTED, PRECISIONS, Situation
+    from advisor.tuners.space import Space
+    from advisor.tuners.target import parse
+    from advisor.tuners.worker.parent import Worker
+    from advisor.tuners.worker.wire import Job
+    from advisor.tuners.workload import DTYPES, OPTIMIZERS
+
+    _set_up_logging()
+    progress = progress or Progress()
+    _check("mode", mode, ("train", "infer"))
+    _check("optimizer", optimizer, tuple(OPTIMIZERS))
+    _check("dtype", dtype, DTYPES)
+    for precision in precisions or ():
+        _check("precision", precision, PRECISIONS)
+    if len(shape) < 2 or any(n < 1 for n in shape):
+        raise UsageError(
+            f"shape {'x'.join(map(str, shape))!r}: expected a batch and a sample, each number at "
+            "least 1, e.g. 64x3x256x256"
+        )
+    for batch in batches or ():
+        if batch < 1:
+            raise UsageError(f"batch {batch}: expected at least 1")
+    if trials is not None and trials < 1:
+        raise UsageError(f"trials {trials}: expected at least 1")
+    if vocab < 1:
+        raise UsageError(f"vocab {vocab}: expected at least 1")
+    limit = parse_bytes(max_memory)
+    spec = parse(target)
+    where = device or default_device()
+    environment = detect(where)
+    store = _writable(cache, progress)
+    arguments = Config(dict(model_args or {}))
+    permits = Permits(
+        deterministic=deterministic,
+        precisions=tuple(p for p in PRECISIONS if p in (precisions or PERMITTED)),
+    )
+    job = Job(
+        target=target,
+        arguments=dict(arguments),
+        shape=tuple(shape[1:]),
+        dtype=dtype,
+        vocab=vocab,
+        batch=shape[0],
+        mode=mode,
+        optimizer=optimizer,
+        deterministic=deterministic,
+        device=where,
+        max_memory=limit,
+        seed=seed,
+    )
+    with Worker(job, deadline_s=max(30.0, budget_s / 3)) as worker:
+        facts = worker.describe()
+        _same_device(where, facts.device_uuid)
+        key = Key(
+            environment=environment,
+            model=facts.model,
+            sample=Sample(shape=job.shape, dtype=dtype),
+            mode=mode,
+            optimizer=optimizer if mode == "train" else "",
+            world_size=1,
+            permits=permits,
+        )
+        named = Target(name=facts.name, origin=spec.origin, arguments=arguments)
+        records = Records(store)
+        known = [r for r in records.find(model=facts.model) if r.id == key.id]
+        if known and not force and known[0].batch == shape[0]:
+            return Tuned(record=known[0], known=True)
+        here = Situation(
+            device=environment.device.kind,
+            capability=_capability(environment.device.capability),
+            cpu_bf16=cpu_has_bf16(),
+            cores=environment.device.multiprocessors,
+            threads=facts.threads,
+            dimensions=len(shape),
+            convolves=facts.convolves,
+            training=mode == "train",
+            batches=_batches(facts, environment.device.memory_gib, job, batches, fixed_batch),
+            deterministic=deterministic,
+            precisions=permits.precisions,
+            full=full_space,
+        )
+        return Tuned(
+            record=_tune(
+                worker,
+                Space.of(here),
+                key,
+                named,
+                facts,
+                records,
+                _Effort(
+                    budget_s=budget_s, trials=trials, seed=seed, force=force, host_cpu=host_cpu()
+                ),
+                progress,
+            ),
+            known=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    budget_s: float
+    trials: int | None
+    seed: int
+    force: bool
+    host_cpu: str
+
+
+def _tune(
+    worker: Any,
+    space: Space,
+    key: Key,
+    target: Target,
+    facts: Facts,
+    records: Records,
+    effort: _Effort,
+    progress: Progress,
+) -> Record:
+    from advisor.tuners import choose
+    from advisor.tuners.study import Search, open_study
+
+    budget_s = effort.budget_s
+    if budget_s < 12 * facts.step_s:
+        raise UsageError(
+            f"budget {budget_s:g}s is too small for one trial: a step takes {facts.step_s:.1f} s; "
+            f"give at least {max(30.0, 60 * facts.step_s):.0f}s"
+        )
+    user = space.batches[0]
+    began = time.monotonic()
+    name = f"{key.id}-{user}-{space.digest}"
+    folder = records.store.studies
+    with _locked(folder, name):
+        study = open_study(folder, name, fresh=effort.force)
+        nearly = best(_query(key), [r for r in records.find(model=key.model)])
+        search = Search(
+            worker,
+            space,
+            study,
+            share_s=min(2.0, max(0.3, budget_s / 120)),
+            budget_s=budget_s * (1 - RESERVED),
+            limit=effort.trials,
+            seed=effort.seed,
+            first=(nearly.record.at_batch.config,) if nearly.record else (),
+            on_trial=lambda trial: progress.tried(trial, search.spent_s),
+        )
+        progress.started(facts, key, space, len(search.trials))
+        trials = search.run()
+        left = budget_s - search.spent_s
+        progress.phase("the finalists and torch's default, measured in turn")
+        finalists = choose.finalists(space, trials)
+        rates = choose.race(
+            worker,
+            finalists,
+            share_s=min(1.0, max(0.2, 0.5 * left / (choose.ROUNDS * len(finalists)))),
+            budget_s=0.7 * left,
+        )
+        peaks = {t.config: t.measurement.peak_bytes for t in trials}
+        verdict = choose.decide(space, rates, peaks)
+        extra: list[Trial] = []
+        chosen_input = space.default_input
+        if len(chosen_input):
+            progress.phase("the input pipeline, through a DataLoader")
+            chosen_input, seen = choose.choose_input(
+                worker,
+                space,
+                verdict.at_batch.config,
+                share_s=min(1.0, max(0.2, budget_s / 120)),
+                budget_s=0.15 * budget_s,
+            )
+            extra += _input_trials(seen, len(trials))
+        extra += _reference(worker, space, len(trials) + len(extra))
+        record = Record(
+            key=key,
+            target=target,
+            batch=user,
+            baseline=verdict.baseline,
+            at_batch=verdict.at_batch,
+            free=verdict.free,
+            input=chosen_input,
+            trials=(*trials, *extra),
+            provenance=Provenance(
+                created=time.time(),
+                seconds=time.monotonic() - began,
+                trials=len(trials),
+                advisor=advisor.__version__,
+                device_uuid=facts.device_uuid,
+                host_cpu=effort.host_cpu,
+                seed=effort.seed,
+                study=name,
+                budget_s=budget_s,
+                modules=facts.modules,
+                parameters=facts.parameters,
+            ),
+        )
+        records.put(record)
+    return record
+
+
+def _input_trials(seen: dict[Config, list[float]], number: int) -> list[Trial]:
+    found: list[Trial] = []
+    for config, rates in seen.items():
+        batch = int(config["batch_size"] or 1)
+        middle = sorted(rates)[len(rates) // 2] if rates else 0.0
+        measured = (
+            Measurement(
+                outcome="ok",
+                samples_per_s=middle,
+                low=min(rates),
+                high=max(rates),
+                step_s=batch / middle,
+                blocks=tuple(batch / rate for rate in rates),
+            )
+            if rates
+            else Measurement(outcome="failed", reason="it failed in the input race")
+        )
+        found.append(
+            Trial(
+                number=number + len(found),
+                config=config,
+                measurement=measured,
+                stage="input",
+                origin="race",
+                seconds=0.0,
+            )
+        )
+    return found
+
+
+def _reference(worker: Any, space: Space, number: int) -> list[Trial]:
+    """Strict fp32, measured to compare with; advised only where it is permitted."""
+    if "tf32" not in space.choices["precision"] or "fp32" in space.choices["precision"]:
+        return []
+    config = space.default.replace(precision="fp32")
+    began = time.monotonic()
+    measured = worker.measure(config, seconds=0.5)
+    return [
+        Trial(
+            number=number,
+            config=config,
+            measurement=measured,
+            stage="compute",
+            origin="reference",
+            seconds=time.monotonic() - began,
+        )
+    ]
+
+
+def _check(what: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{what} {value!r}: expected one of {', '.join(allowed)}")
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, dot, minor = text.partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
+
+
+def _writable(cache: str | None, progress: Progress) -> Store:
+    """The store, moved aside first where it is damaged."""
+    store = open_store(cache)
+    try:
+        store.check_writable()
+    except StoreDamaged as exc:
+        aside = store.set_aside()
+        progress.notice(f"the store was damaged ({exc}); it is now in {aside}, a new one is begun")
+    return store
+
+
+def _same_device(where: str, seen: str) -> None:
+    """The device that was measured must be the one that the key names."""
+    from advisor.tuners.environment import device_uuid
+
+    named = device_uuid(where)
+    if seen and named and seen.lower() != named.lower():
+        raise UsageError(
+            f"device {where!r}: the driver's order of the GPUs is not CUDA's here; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
+        )
+
+
+def _batches(
+    facts: Facts, memory_gib: int, job: Any, asked: Sequence[int] | None, fixed: bool
+) -> tuple[int, ...]:
+    from advisor.tuners.space import ladder
+
+    if fixed:
+        return (job.batch,)
+    if asked is not None:
+        return (job.batch, *sorted(set(asked) - {job.batch}))
+    per_sample = max(1.0, facts.peak_bytes / job.batch)
+    if facts.memory_bytes:
+        # Reduced precision needs down to half of the default's memory.
+        memory = job.max_memory or facts.memory_bytes
+        return ladder(job.batch, fits=int(2 * memory / per_sample))
+    memory = min(job.max_memory or memory_gib * 2**30, memory_gib * 2**30) // 2
+    return ladder(job.batch, fits=min(4 * job.batch, int(memory / per_sample)))
+
+
+def _query(key: Key) -> Query:
+    return Query(
+        environment=key.environment,
+        model=key.model,
+        shape=key.sample.shape,
+        dtype=key.sample.dtype,
+        mode=key.mode,
+        optimizer=key.optimizer,
+        world_size=key.world_size,
+        deterministic=key.permits.deterministic,
+        precisions=key.permits.precisions,
+    )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FileLock(folder / f"{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as exc:
+        raise Busy("another advisor tune measures this very key now; wait for it") from exc
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def staleness(record: Record) -> tuple[Difference, ...]:
+    """What has changed on this machine since a record of its device was measured."""
+    from advisor.tuners.environment import default_device, detect
+
+    device = record.key.environment.device
+    here = detect("cpu" if device.kind == "cpu" else default_device())
+    if here.device != device:
+        return ()
+    query = dataclasses.replace(_query(record.key), environment=here)
+    return compare(query, record.key)[1]
+
+
+def choices(record: Record) -> list[tuple[str, Choice]]:
+    """The chosen configs of a record with their names, for reports."""
+    found = [("torch default", record.baseline)]
+    if record.at_batch != record.baseline:
+        found.append(("at your batch", record.at_batch))
+    if record.free is not None and record.free != record.at_batch:
+        found.append(("batch free", record.free))
+    return found

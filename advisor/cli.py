@@ -1,0 +1,340 @@
+"""The command line: arguments, exit codes; the only place that prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import click
+from click.shell_completion import get_completion_class
+from rich.console import Console
+
+import advisor
+from advisor import api
+from advisor.cache.config import Value
+from advisor.cache.store import Records, open_store
+from advisor.errors import AdvisorError, UsageError
+
+DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Shape(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
+    name = "BATCHxSAMPLE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).lower().split("x")
+        if len(parts) < 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+            self.fail(
+                f"{value!r}: expected a batch and a sample, each number at least 1, "
+                "e.g. 64x3x256x256"
+            )
+        return tuple(map(int, parts))
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
+    name = "TIME"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        found = re.fullmatch(
+            r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(value).strip()
+        )
+        if not value or found is None or not any(found.groups()):
+            self.fail(f"{value!r}: expected a time such as 90s, 5m or 1h30m")
+        hours, minutes, seconds = (float(part or 0) for part in found.groups())
+        total = 3600 * hours + 60 * minutes + seconds
+        if total <= 0:
+            self.fail(f"{value!r}: expected a time above zero, such as 90s, 5m or 1h30m")
+        return total
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
+    """Comma-separated values."""
+
+    def __init__(self, name: str, *, numbers: bool = False) -> None:
+        self.name = name
+        self._numbers = numbers
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(parts):
+            self.fail(f"{value!r}: expected values with commas between, e.g. {self.name}")
+        if self._numbers:
+            if not all(part.isdigit() and int(part) > 0 for part in parts):
+                self.fail(f"{value!r}: expected numbers of at least 1, e.g. 16,32,64")
+            return tuple(map(int, parts))
+        return tuple(parts)
+
+
+cache_option = click.option(
+    "--cache", metavar="URL", help="Where records are kept (default: $ADVISOR_CACHE)."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the fastest safe way to train a model here, by measuring, and remember it.",
+)
+@click.version_option(advisor.__version__, message="advisor %(version)s")
+def cli() -> None:
+    pass
+
+
+@cli.command()
+@click.argument("target")
+@click.option(
+    "--shape", type=Shape(), required=True, help="Your batch and the sample: 64x3x256x256."
+)
+@click.option("--dtype", default="float32", show_default=True, help="Of the input.")
+@click.option("--vocab", type=int, default=1000, show_default=True, help="Bound of integer inputs.")
+@click.option("--mode", type=click.Choice(["train", "infer"]), default="train", show_default=True)
+@click.option(
+    "--device", metavar="cuda:N|cpu", help="Default: the first CUDA device, else the CPU."
+)
+@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
+@click.option(
+    "--model-arg",
+    "model_args",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Keyword argument of the factory; repeat for more.",
+)
+@click.option(
+    "--budget",
+    type=Duration(),
+    default="3m",
+    show_default=True,
+    help="Wall time for all measuring, e.g. 90s, 5m, 1h30m.",
+)
+@click.option("--trials", type=click.IntRange(min=1), help="Search trials at most.")
+@click.option(
+    "--precisions",
+    type=Listed("default,tf32,bf16,fp16"),
+    help="Those permitted, of default, tf32, bf16, fp16, fp32  [default: all but fp32]",
+)
+@click.option("--deterministic", is_flag=True, help="Only deterministic configs.")
+@click.option("--max-memory", metavar="SIZE", help="Configs must run within this, e.g. 40GiB.")
+@click.option("--batches", type=Listed("16,32,64", numbers=True), help="Batch sizes to try.")
+@click.option("--fixed-batch", is_flag=True, help="Try no batch size but yours.")
+@click.option(
+    "--space",
+    type=click.Choice(["normal", "full"]),
+    default="normal",
+    show_default=True,
+    help="full: also what is known to be bad (cuDNN off).",
+)
+@click.option("--force", is_flag=True, help="Measure again although this is tuned.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all randomness.")
+@cache_option
+@json_option
+@click.option("--quiet", is_flag=True, help="No progress, only the result.")
+def tune(
+    target: str,
+    shape: tuple[int, ...],
+    model_args: tuple[str, ...],
+    budget: float,
+    space: str,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Measure TARGET and remember the fastest safe config.
+
+    TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
+    """
+    from advisor import report
+    from advisor.progress import Shown
+
+    if options["fixed_batch"] and options["batches"]:
+        raise click.UsageError("--fixed-batch and --batches exclude each other")
+    stderr = _console(stderr=True, quiet=quiet)
+    with Shown(stderr, budget_s=budget) as progress:
+        found = api.tune(
+            target,
+            shape,
+            model_args=_keywords(model_args),
+            budget_s=budget,
+            full_space=space == "full",
+            progress=progress,
+            **options,
+        )
+    if as_json:
+        status = "known" if found.known else "tuned"
+        click.echo(json.dumps({"status": status, "record": report.as_data(found.record)}))
+        return
+    out = _console()
+    if found.known:
+        made = report.age(found.record.provenance.created)
+        old = "just now" if made == "now" else f"{made} ago"
+        out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
+    else:
+        out.print()
+    out.print(report.verdict(found.record))
+    out.print()
+    for line in report.summary(found.record):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@cli.command()
+@click.argument("key", required=False)
+@cache_option
+@json_option
+def show(key: str | None, cache: str | None, as_json: bool) -> None:
+    """List what is tuned, or show the record KEY whole."""
+    from advisor import report
+
+    records = Records(open_store(cache))
+    out = _console()
+    if key is not None:
+        record = records.get(key)
+        if as_json:
+            click.echo(json.dumps(report.as_data(record)))
+            return
+        target = record.target
+        out.print(
+            f"[bold]{target.name}[/bold]  {record.key.sample}  {record.key.mode}", highlight=False
+        )
+        for name, value in report.environment(record.key.environment):
+            out.print(f"  {name:<16}{value}", highlight=False, markup=False)
+        out.print()
+        out.print(report.verdict(record))
+        out.print()
+        out.print(report.trials(record))
+        out.print()
+        for line in report.summary(record):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+        return
+    newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
+    found = [(record, api.staleness(record)) for record in newest_first]
+    for damaged in records.damaged:
+        click.echo(f"advisor: record {damaged}", err=True)
+    if as_json:
+        rows = [report.as_data(r) | {"stale": [str(d) for d in differs]} for r, differs in found]
+        click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
+    elif not found:
+        click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
+    else:
+        out.print(report.listing(found))
+
+
+@cli.command()
+@click.argument("key", required=False)
+@click.option("--all", "everything", is_flag=True, help="Every record.")
+@cache_option
+@json_option
+def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) -> None:
+    """Remove the record KEY, or all."""
+    if (key is None) == (not everything):
+        raise click.UsageError("name one KEY, or --all")
+    records = Records(open_store(cache))
+    chosen = records.all() if everything else [records.get(str(key))]
+    for record in chosen:
+        records.delete(record)
+    if as_json:
+        click.echo(json.dumps({"forgotten": [record.id for record in chosen]}))
+    else:
+        click.echo(
+            "\n".join(f"forgot {r.id} {r.target.name}" for r in chosen) or "nothing to forget"
+        )
+
+
+@cli.command()
+@click.option(
+    "--device", metavar="cuda:N|cpu", help="Default: the first CUDA device, else the CPU."
+)
+@cache_option
+@json_option
+def env(device: str | None, cache: str | None, as_json: bool) -> None:
+    """Show the environment as a key sees it, and the store."""
+    from advisor import report
+    from advisor.cache.codec import to_plain
+    from advisor.tuners.environment import default_device, detect
+
+    store = open_store(cache)
+    found = detect(device or default_device())
+    if as_json:
+        about = {"url": store.url, "health": store.health()}
+        click.echo(json.dumps({"environment": to_plain(found), "store": about}))
+        return
+    rows = [*report.environment(found), ("store", store.url), ("store health", store.health())]
+    for name, value in rows:
+        click.echo(f"{name:<16}{value}")
+
+
+@cli.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Show advisor's version."""
+    click.echo(json.dumps({"version": advisor.__version__}) if as_json else advisor.__version__)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print shell completion: eval "$(advisor completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "advisor", "_ADVISOR_COMPLETE").source())
+
+
+def _console(**how: Any) -> Console:
+    """Wide where no terminal says otherwise, so that a log or a pipe gets whole lines."""
+    console = Console(**how)
+    return console if console.is_terminal else Console(width=140, **how)
+
+
+def _keywords(pairs: tuple[str, ...]) -> dict[str, Value]:
+    """--model-arg values: numbers, true, false and none as such, anything else as text."""
+    found: dict[str, Value] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"model argument {pair!r}: expected NAME=VALUE, e.g. num_classes=10")
+        found[name] = _value(text)
+    return found
+
+
+def _value(text: str) -> Value:
+    known: dict[str, Value] = {"true": True, "false": False, "none": None}
+    if text.lower() in known:
+        return known[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    try:
+        code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
+        return code if isinstance(code, int) else DONE
+    except click.ClickException as exc:
+        return _refuse(exc.format_message(), WRONG_USAGE)
+    except UsageError as exc:
+        return _refuse(str(exc), WRONG_USAGE, getattr(exc, "details", ""))
+    except AdvisorError as exc:
+        return _refuse(str(exc), FAILED, getattr(exc, "details", ""))
+    except (KeyboardInterrupt, click.Abort):
+        return _refuse("interrupted; the same command goes on from here", INTERRUPTED)
+
+
+def _refuse(message: str, code: int, details: str = "") -> int:
+    if details:
+        click.echo(details.rstrip(), err=True)
+    click.echo("advisor: " + " ".join(message.split()), err=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

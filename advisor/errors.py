@@ -1,0 +1,76 @@
+"""Every error and warning of advisor.
+
+AdvisorError
+├── UsageError            an argument, option or variable is wrong (exit code 2)
+│   └── TargetError       the target's own code or name is wrong
+├── TargetFailed          the target was loaded, and its code failed when run
+├── StoreError            the store cannot be read or written
+│   ├── StoreDamaged      it is no store any more; `advisor tune` moves it aside
+│   └── RecordDamaged     one record in it cannot be read
+├── NoRecord              nothing tuned fits
+├── WorkerError           no worker could measure
+└── Busy                  another process tunes the same key
+AdvisorWarning            why `apply` changes nothing, or serves a stale record
+
+All but UsageError and its kind mean exit code 1. Each message is one line: value, rule, remedy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class AdvisorError(Exception):
+    """What advisor raises on purpose; its text is for the user."""
+
+
+class UsageError(AdvisorError):
+    """Something was asked in a wrong way."""
+
+
+class TargetError(UsageError):
+    """The target cannot be loaded. `details`: the traceback of the user's code, or ''."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class TargetFailed(AdvisorError):
+    """The target was loaded but fails. `details`: the traceback of the user's code, or ''."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class StoreError(AdvisorError):
+    """The store cannot be used now: unwritable, unreadable or locked."""
+
+
+class StoreDamaged(StoreError):
+    """The store at `path` is corrupt."""
+
+    def __init__(self, message: str, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class RecordDamaged(StoreError):
+    """Stored data is no record that this version can read."""
+
+
+class NoRecord(AdvisorError):
+    """Nothing that was tuned answers the question."""
+
+
+class WorkerError(AdvisorError):
+    """No worker process could be started, or none survived."""
+
+
+class Busy(AdvisorError):
+    """Another process tunes the same key now."""
+
+
+class AdvisorWarning(UserWarning):
+    """Advice is missing or stale; the training run is unharmed."""

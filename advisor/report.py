@@ -1,0 +1,211 @@
+"""Numbers with units to text, tables and plain data; nothing here prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from advisor.api import choices, script_line
+from advisor.cache.codec import plain
+from advisor.cache.config import Config
+from advisor.cache.key import Environment
+from advisor.cache.match import Difference
+from advisor.cache.record import Choice, Measurement, Record
+
+OUTCOMES = {
+    "out_of_memory": "out of memory",
+    "timed_out": "timed out",
+    "crashed": "crashed",
+    "failed": "failed",
+    "wrong": "wrong result",
+}
+
+
+def rate(samples_per_s: float) -> str:
+    """'12,764' or '3.27': samples per second, three digits at least."""
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes as '1.4 GiB'; '-' where not known."""
+    if count <= 0:
+        return "-"
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """'4.2 ms', '12 s', '3m 20s'."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)}m {int(seconds % 60):02d}s"
+
+
+def age(created: float, now: float | None = None) -> str:
+    """'3 min', '5 h', '12 d'."""
+    seconds = max(0.0, (time.time() if now is None else now) - created)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "now"
+
+
+def changes(config: Config, default: Config) -> str:
+    """What a config does differently from the default: 'bf16, channels_last'."""
+    parts = []
+    for name, value in config.items():
+        if name == "batch_size" or default.get(name, False) == value:
+            continue
+        if name == "precision":
+            parts.append(str(value))
+        elif isinstance(value, bool):
+            parts.append(name if value else f"no {name}")
+        else:
+            parts.append(f"{name}={value}")
+    return ", ".join(parts) or "torch default"
+
+
+def outcome(measured: Measurement) -> str:
+    return OUTCOMES.get(measured.outcome, measured.outcome)
+
+
+def spread(choice: Choice) -> str:
+    """'1.38x (1.36-1.41)'."""
+    return f"{choice.speedup:.2f}x ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"
+
+
+def verdict(record: Record) -> Table:
+    """What was found: at the user's batch and with the batch free."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"):
+        numeric = heading in ("batch", "samples/s", "peak")
+        table.add_column(
+            heading, justify="right" if numeric else "left", no_wrap=heading != "config"
+        )
+    for name, choice in choices(record):
+        table.add_row(
+            name,
+            changes(choice.config, record.baseline.config),
+            str(choice.batch),
+            rate(choice.samples_per_s),
+            f"{rate(choice.low)}-{rate(choice.high)}",
+            "1" if choice == record.baseline else spread(choice),
+            size(choice.peak_bytes),
+        )
+    return table
+
+
+def summary(record: Record) -> list[str]:
+    """The lines below the verdict: the input pipeline, what it cost, and what to write."""
+    lines = []
+    if record.at_batch == record.baseline:
+        lines.append("Nothing measured is clearly faster at your batch: the advice is the default.")
+    if record.input:
+        default = Config(dict.fromkeys(record.input, False))
+        said = changes(record.input, default)
+        lines.append(f"input pipeline: {'DataLoader default' if said == 'torch default' else said}")
+    lines.append(
+        f"record {record.id}: {record.provenance.trials} trials in "
+        f"{duration(record.provenance.seconds)}"
+    )
+    lines += ["", "In your script:", f"    {script_line(record)}"]
+    if record.free is not None and record.free != record.at_batch:
+        lines.append(
+            f'    or, with the batch free: batch="free" ({record.free.batch} samples a step; '
+            "another batch is another optimisation)"
+        )
+    return lines
+
+
+def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
+    """One line a record."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in (
+        "key",
+        "device",
+        "target",
+        "mode",
+        "sample",
+        "batch",
+        "speed-up",
+        "age",
+        "state",
+    ):
+        table.add_column(heading, overflow="fold")
+    for record, differs in records:
+        table.add_row(
+            record.id,
+            record.key.environment.device.name,
+            record.target.name,
+            record.key.mode,
+            str(record.key.sample),
+            str(record.batch),
+            f"{record.at_batch.speedup:.2f}x",
+            age(record.provenance.created),
+            Text("stale: " + ", ".join(map(str, differs)), "yellow") if differs else "fresh",
+        )
+    return table
+
+
+def trials(record: Record) -> Table:
+    """Each trial of a record, fastest first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how"):
+        numeric = heading not in ("what", "how")
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    order = sorted(record.trials, key=lambda t: (t.stage, -t.measurement.samples_per_s, t.number))
+    inputs = [t for t in record.trials if t.stage == "input"]
+    for trial in order:
+        measured = trial.measurement
+        base = inputs[0].measurement if trial.stage == "input" else record.baseline
+        default = record.baseline.config
+        good = measured.ok
+        table.add_row(
+            str(trial.number),
+            ("input: " if trial.stage == "input" else "") + changes(trial.config, default),
+            str(trial.config.get("batch_size", "")),
+            rate(measured.samples_per_s) if good else outcome(measured),
+            f"{measured.samples_per_s / base.samples_per_s:.2f}" if good else "",
+            duration(measured.step_s) if good else "",
+            duration(measured.first_step_s) if good and measured.first_step_s else "",
+            size(measured.peak_bytes),
+            trial.origin if good else measured.reason,
+        )
+    return table
+
+
+def environment(found: Environment) -> list[tuple[str, str]]:
+    """The environment as the key sees it."""
+    device, software = found.device, found.software
+    rows = [
+        ("device", device.name),
+        ("kind", device.kind),
+        ("capability", device.capability),
+        ("multiprocessors" if device.kind == "cuda" else "cores", str(device.multiprocessors)),
+        ("memory", f"{device.memory_gib} GiB"),
+        ("MIG profile", device.mig),
+        ("driver", software.driver),
+        ("CUDA", software.cuda),
+        ("cuDNN", software.cudnn),
+        ("torch", software.torch),
+        ("power limit", f"{software.power_limit_w} W" if software.power_limit_w else ""),
+        ("clock cap", f"{software.clock_cap_mhz} MHz" if software.clock_cap_mhz else ""),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def as_data(record: Record) -> dict[str, Any]:
+    """A record as JSON has it, with its id and the line for a script."""
+    return {"id": record.id, "script": script_line(record), **plain(record)}

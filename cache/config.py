@@ -1,0 +1,79 @@
+"""Config: one value per knob, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+
+import msgpack
+
+from advisor.errors import UsageError
+
+Value = str | int | float | bool | None
+
+_ALLOWED = (str, int, float, bool, type(None))
+
+
+class Config(Mapping[str, Value]):
+    """Immutable, hashable, sorted by name; True, 1 and 1.0 are three different values.
+
+    Raises:
+        UsageError: a name is no str, or a value is no finite str, int, float, bool or None.
+    """
+
+    __slots__ = ("_hash", "_identity", "_values")
+
+    def __init__(self, mapping: Mapping[str, Value] | None = None, /, **values: Value) -> None:
+        merged = dict(mapping or {}) | values
+        for name, value in merged.items():
+            if type(name) is not str:
+                raise UsageError(f"config name {name!r}: expected a str")
+            if type(value) not in _ALLOWED:
+                raise UsageError(
+                    f"config value {name}={value!r}: expected str, int, float, bool or None"
+                )
+            if type(value) is float and not math.isfinite(value):
+                raise UsageError(f"config value {name}={value!r}: expected a finite number")
+        self._values = {name: merged[name] for name in sorted(merged)}
+        self._identity = tuple((name, type(v), v) for name, v in self._values.items())
+        self._hash = hash(self._identity)
+
+    def __or__(self, other: Mapping[str, Value]) -> Config:
+        """Both; the other's values count."""
+        return Config({**self._values, **other})
+
+    def replace(self, **changes: Value) -> Config:
+        """A copy with these values set."""
+        return Config(self._values, **changes)
+
+    def without(self, *names: str) -> Config:
+        """A copy without these names; one that is not there does not matter."""
+        return Config({name: v for name, v in self._values.items() if name not in names})
+
+    @property
+    def digest(self) -> str:
+        """12 hex characters, the same in every process: the start of `key.fingerprint(self)`."""
+        return hashlib.sha256(msgpack.packb(self._values)).hexdigest()[:12]
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity == other._identity if isinstance(other, Config) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+    def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Value]]]:
+        # Types and strings hash differently in another process: build it anew there.
+        return Config, (self._values,)

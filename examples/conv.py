@@ -1,0 +1,19 @@
+"""One convolution, to tune in a minute or two.
+
+    advisor tune examples/conv.py --shape 64x3x256x256
+
+train_conv.py trains it with what was found.
+"""
+
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Images (N, 3, H, W) to features (N, 64, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)

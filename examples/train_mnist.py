@@ -1,0 +1,72 @@
+"""Trains and evaluates mnist.py on made-up digits with what `advisor tune` found for it.
+
+advisor tune examples/mnist.py --shape 128x1x28x28
+python examples/train_mnist.py
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import advisor
+from mnist import Net
+
+SAMPLE = (1, 28, 28)
+
+
+def make_digits(prototypes: torch.Tensor, count: int) -> TensorDataset:
+    """`count` noisy copies of ten fixed images, each with its class."""
+    labels = torch.randint(10, (count,))
+    return TensorDataset(prototypes[labels] + torch.randn(count, *SAMPLE), labels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="at least 2; the first is not timed")
+    parser.add_argument("--batch", type=int, default=128)
+    args = parser.parse_args()
+    if args.steps < 2 or args.batch < 1:
+        parser.error("--steps must be at least 2 and --batch at least 1")
+
+    target = f"{Path(__file__).with_name('mnist.py')}:Net"
+    advice = advisor.apply(target, shape=(args.batch, *SAMPLE))
+    print(f"advice: {advice.status} ({advice.reason})")
+    torch.manual_seed(0)
+
+    model = advice.prepare(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **advice.optimizer)
+    prototypes = torch.randn(10, *SAMPLE)
+    train, test = make_digits(prototypes, 4096), make_digits(prototypes, 1024)
+    sampler = RandomSampler(train, replacement=True, num_samples=args.steps * args.batch)
+    train_loader = DataLoader(train, sampler=sampler, **advice.loader)
+    test_loader = DataLoader(test, **advice.loader)
+
+    model.train()
+    started = 0.0
+    for step, (x, y) in enumerate(advice.batches(train_loader)):
+        with advice.autocast():
+            loss = cross_entropy(model(x), y)
+        advice.step(loss, optimizer)
+        if step == 0:
+            loss.item()  # waits for the device
+            started = time.perf_counter()
+    final = loss.item()
+    seconds = time.perf_counter() - started
+    print(f"{(args.steps - 1) * args.batch / seconds:.1f} samples/s, loss {final:.4f}")
+
+    model.eval()
+    correct = 0
+    with torch.inference_mode():
+        for x, y in advice.batches(test_loader):
+            with advice.autocast():
+                logits = model(x)
+            correct += int((logits.argmax(1) == y).sum())
+    print(f"accuracy {correct / len(test):.1%} on {len(test)} unseen samples")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Records to test with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advisor.cache.config import Config
+from advisor.cache.key import Device, Environment, Key, Permits, Sample, Software
+from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial
+
+DEVICE = Device(
+    kind="cuda", name="NVIDIA H200", capability="9.0", multiprocessors=132, memory_gib=139
+)
+SOFTWARE = Software(driver="580.1", cuda="13.0", cudnn="91900", torch="2.11.0", power_limit_w=700)
+ENVIRONMENT = Environment(device=DEVICE, software=SOFTWARE)
+KEY = Key(
+    environment=ENVIRONMENT,
+    model="ab" * 32,
+    sample=Sample(shape=(3, 256, 256), dtype="float32"),
+    mode="train",
+    optimizer="sgd",
+    world_size=1,
+    permits=Permits(deterministic=False, precisions=("default", "tf32", "bf16")),
+)
+DEFAULT = Config(batch_size=64, precision="default", channels_last=False, cudnn_benchmark=False)
+
+
+def changed(key: Key, name: str, value: object) -> Key:
+    """The key with the field of this dotted name set."""
+
+    def put(owner: object, path: list[str]) -> object:
+        here = value if len(path) == 1 else put(getattr(owner, path[0]), path[1:])
+        return replace(owner, **{path[0]: here})  # type: ignore[type-var]
+
+    found = put(key, name.split("."))
+    assert isinstance(found, Key)
+    return found
+
+
+def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0) -> Choice:
+    return Choice(
+        config=config,
+        batch=int(config["batch_size"] or 1),
+        samples_per_s=rate,
+        low=0.99 * rate,
+        high=1.01 * rate,
+        speedup=speedup,
+        speedup_low=0.98 * speedup,
+        speedup_high=1.02 * speedup,
+        peak_bytes=2**30,
+        rounds=(rate, 1.01 * rate),
+    )
+
+
+def trial(number: int = 0, config: Config = DEFAULT, outcome: str = "ok") -> Trial:
+    ok = outcome == "ok"
+    return Trial(
+        number=number,
+        config=config,
+        measurement=Measurement(
+            outcome=outcome,
+            reason="" if ok else "said so",
+            samples_per_s=2000.0 if ok else 0.0,
+            steps=40,
+            blocks=(0.03, 0.031, 0.0305, 0.0302),
+        ),
+        stage="compute",
+        origin="guess",
+        seconds=1.5,
+    )
+
+
+def record(
+    key: Key = KEY, name: str = "model.py:Net", created: float = 1.7e9, trials: int = 3
+) -> Record:
+    fast = DEFAULT.replace(precision="bf16")
+    return Record(
+        key=key,
+        target=Target(name=name, origin="0123456789abcdef", arguments=Config(num_classes=10)),
+        batch=64,
+        baseline=choice(),
+        at_batch=choice(fast, 3000.0, 1.5),
+        free=None,
+        input=Config(pin_memory=True),
+        trials=tuple(trial(n, DEFAULT.replace(threads=n)) for n in range(trials)),
+        provenance=Provenance(
+            created=created,
+            seconds=180.0,
+            trials=trials,
+            advisor="0.1.0",
+            device_uuid="GPU-1",
+            host_cpu="Xeon",
+            seed=0,
+            study="s",
+            budget_s=180.0,
+            modules=2,
+            parameters=1728,
+        ),
+    )

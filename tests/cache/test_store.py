@@ -1,0 +1,407 @@
+"""What every store promises, and what the disk promises beyond it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.disk import DiskStore
+from advisor.cache.store import Records, Store, open_store, record_key
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
+from tests.cache.examples import KEY, changed, record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TestContract:
+    """A further store is one more entry in `params`."""
+
+    @pytest.fixture(params=["disk"])
+    def url(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+        return {"disk": f"disk:{tmp_path / 'store'}"}[request.param]
+
+    @pytest.fixture
+    def store(self, url: str) -> Store:
+        return open_store(url)
+
+    def test_reading_creates_nothing(self, store: Store, tmp_path: Path) -> None:
+        assert store.keys() == []
+        assert store.get("a") is None
+        assert not store.delete("a")
+        assert store.health() == "empty"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_put_get_delete(self, store: Store, url: str) -> None:
+        store.put("b", b"1")
+        store.put("a", b"\0" * 200_000)
+        store.put("b", b"2")
+        again = open_store(url)
+        for one in (store, again):
+            assert one.keys() == ["a", "b"]
+            assert one.get("b") == b"2"
+            assert one.get("a") == b"\0" * 200_000
+            assert one.get("c") is None
+        assert again.delete("b")
+        assert not store.delete("b")
+        assert store.keys() == ["a"]
+        assert store.health() == "ok"
+
+    def test_url_opens_it_again(self, store: Store) -> None:
+        store.put("a", b"1")
+        assert open_store(store.url).get("a") == b"1"
+
+    def test_check_writable_creates_it(self, store: Store) -> None:
+        store.check_writable()
+        assert store.keys() == []
+        assert store.health() == "empty"
+
+    def test_set_aside(self, store: Store) -> None:
+        for value in (b"1", b"2"):
+            store.put("a", value)
+            assert store.set_aside().exists()
+            assert store.keys() == []
+        store.put("a", b"3")
+        assert store.get("a") == b"3"
+
+    def test_threads(self, store: Store) -> None:
+        store.put("a", b"1")
+        seen: list[bytes | None] = []
+        threads = [threading.Thread(target=lambda: seen.append(store.get("a"))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [b"1"] * 8
+
+    def test_records(self, store: Store) -> None:
+        records = Records(store)
+        driver = changed(KEY, "environment.software.driver", "590.2")
+        one, two = record(), record(key=driver)
+        named = record(name="other.py:Net", created=1.8e9)
+        for each in (one, two, named):
+            records.put(each)
+        assert len(records.all()) == 3
+        assert records.find(target="other.py:Net") == [named]
+        assert len(records.find(model=KEY.model)) == 3
+        assert records.find(model="cd" * 32) == []
+        assert records.get(two.id[:6]) == two
+        assert records.get(one.id) == named  # the same key: the newest
+        with pytest.raises(UsageError, match="no such record"):
+            records.get("zzz")
+        assert records.delete(two)
+        assert not records.delete(two)
+        assert len(records.all()) == 2
+
+    def test_a_prefix_of_several_is_refused(self, store: Store) -> None:
+        records = Records(store)
+        keys = [changed(KEY, "world_size", n) for n in range(1, 40)]
+        for first in keys:
+            for second in keys:
+                if first.id != second.id and first.id[0] == second.id[0]:
+                    records.put(record(key=first))
+                    records.put(record(key=second))
+                    with pytest.raises(UsageError, match=f"{first.id}|{second.id}"):
+                        records.get(first.id[0])
+                    return
+        raise AssertionError("40 ids with different first digits")
+
+    def test_a_damaged_record_is_skipped_and_named(self, store: Store) -> None:
+        records = Records(store)
+        good, bad = record(), record(key=changed(KEY, "mode", "infer"))
+        records.put(good)
+        store.put(record_key(bad), b"rubbish")
+        assert records.all() == [good]
+        (line,) = records.damaged
+        assert line.startswith(f"{bad.id}: record: not msgpack")
+        with pytest.raises(RecordDamaged, match=bad.id):
+            records.get(bad.id)
+        assert records.delete_damaged() == 1
+        assert records.all() == [good]
+        assert records.damaged == []
+
+
+def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_store(str(tmp_path)).url == f"disk:{tmp_path}"
+    assert open_store(f"disk://{tmp_path}").url == f"disk:{tmp_path}"
+    monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path}/env")
+    assert open_store(None).url == f"disk:{tmp_path}/env"
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    if sys.platform == "linux":
+        assert open_store(None).url == f"disk:{tmp_path}/xdg/advisor"
+    with pytest.raises(UsageError, match=r"redis://x.*expected disk.*ADVISOR_CACHE"):
+        open_store("redis://x")
+    with pytest.raises(UsageError, match="names no place"):
+        open_store("disk:")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "store")
+
+
+def database(store: DiskStore) -> Path:
+    return store.path / "records" / "cache.db"
+
+
+def execute(store: DiskStore, sql: str, *values: object) -> None:
+    connection = sqlite3.connect(database(store))
+    with connection:
+        connection.execute(sql, values)
+    connection.close()
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, int]]:
+        return os.mkdir, (str(self.mark), 0o700)
+
+
+@pytest.mark.parametrize("where", ["value", "key"])
+def test_a_planted_pickle_does_not_run(disk: DiskStore, tmp_path: Path, where: str) -> None:
+    mark = tmp_path / "ran"
+    payload = pickle.dumps(Bomb(mark))
+    records = Records(disk)
+    records.put(record())
+    key = record_key(record())
+    if where == "value":
+        execute(disk, "UPDATE Cache SET mode = 4, value = ?", payload)
+        with pytest.raises(RecordDamaged, match="refused"):
+            disk.get(key)
+        assert records.all() == []
+        assert len(records.damaged) == 1
+    else:
+        execute(disk, "UPDATE Cache SET raw = 0, key = ?", payload)
+        assert disk.keys() == []
+    assert "did not write" in disk.health()
+    disk.check_writable()  # one bad row does not cost the others
+    disk.put(key, b"1")
+    assert disk.delete(key)
+    assert not mark.exists()
+
+
+def test_diskcache_itself_refuses_pickles(disk: DiskStore, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    disk.put("a", b"1")
+    execute(disk, "UPDATE Cache SET mode = 4, value = ?", pickle.dumps(Bomb(mark)))
+    with disk._writing() as cache:
+        with pytest.raises(RecordDamaged):
+            cache.get("a")
+        with pytest.raises(RecordDamaged):
+            cache.set("b", {"not": "bytes"})
+        with pytest.raises(RecordDamaged):
+            cache.set(("not", "text"), b"1")
+    assert not mark.exists()
+
+
+def test_a_planted_file_name_is_not_removed(disk: DiskStore, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    disk.put("a", b"1")
+    execute(disk, "UPDATE Cache SET filename = '../../victim'")
+    disk.put("a", b"2")
+    disk.delete("a")
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("how", ["rubbish", "header", "middle", "cut"])
+def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
+    for n in range(20):
+        disk.put(f"record/{n}", b"x" * 3000)
+    data = database(disk).read_bytes()
+    broken = {
+        "rubbish": b"This is no database. " * 1000,
+        "header": b"\0" * 100 + data[100:],
+        "middle": data[:4096] + b"\xff" * (len(data) - 4096),
+        "cut": data[: len(data) // 2],
+    }[how]
+    database(disk).write_bytes(broken)
+    store = DiskStore(disk.path)
+    with pytest.raises(StoreDamaged) as caught:
+        store.keys()
+        store.check_writable()
+    assert caught.value.path == store.path / "records"
+    assert "\n" not in str(caught.value)
+    assert store.health().startswith("damaged: ")
+    aside = store.set_aside()
+    assert (aside / "cache.db").read_bytes() == broken
+    store.check_writable()
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+
+
+def test_a_foreign_database(disk: DiskStore) -> None:
+    database(disk).parent.mkdir(parents=True)
+    execute(disk, "CREATE TABLE Cache (something)")
+    with pytest.raises(StoreDamaged):
+        disk.keys()
+
+
+def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.put("a", b"1")
+    monkeypatch.setattr("advisor.cache.disk._BUSY_S", 0.05)
+    connection = sqlite3.connect(database(disk), isolation_level=None)
+    # Locked after opening, because opening retries for a minute.
+    with pytest.raises(StoreError, match="locked by another process") as caught:  # noqa: SIM117
+        with disk._writing() as cache:
+            connection.execute("BEGIN IMMEDIATE")
+            assert disk.get("a") == b"1"  # readers do not wait for writers
+            cache.set("b", b"2")
+    assert not isinstance(caught.value, StoreDamaged)
+    other = sqlite3.connect(database(disk), timeout=0)
+    with pytest.raises(sqlite3.OperationalError, match="locked") as raised:
+        other.execute("BEGIN IMMEDIATE")
+    assert type(disk._mapped(raised.value)) is StoreError
+    other.close()
+    connection.close()
+
+
+def test_folders_are_private(disk: DiskStore) -> None:
+    disk.put("a", b"1")
+    assert disk.path.stat().st_mode & 0o777 == 0o700
+    assert (disk.path / "records").stat().st_mode & 0o777 == 0o700
+
+
+def test_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = DiskStore(tmp_path / "file" / "store")
+    for act in (lambda: store.put("a", b"1"), store.check_writable, store.keys):
+        with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
+            act()
+        assert not isinstance(caught.value, StoreDamaged)
+    assert store.health().startswith("unusable: ")
+
+
+@contextlib.contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Makes a folder and what is in it read-only: for root, who ignores modes, by a mount."""
+    if os.geteuid() != 0:
+        inside = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        for path in inside:
+            path.chmod(0o500)
+        try:
+            yield
+        finally:
+            for path in inside:
+                path.chmod(0o700)
+        return
+    if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
+        pytest.skip("root, and no bind mount is allowed here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_read_only_store_is_read(disk: DiskStore) -> None:
+    disk.put("a", b"1")
+    with unwritable(disk.path):
+        assert disk.keys() == ["a"]
+        assert disk.get("a") == b"1"
+        assert disk.health() == "ok, read-only"
+        for act in (lambda: disk.put("b", b"2"), disk.check_writable, disk.set_aside):
+            with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
+                act()
+            assert not isinstance(caught.value, StoreDamaged)
+    disk.put("b", b"2")
+    assert disk.keys() == ["a", "b"]
+
+
+def test_a_read_only_store_in_use_is_read(disk: DiskStore) -> None:
+    disk.put("a", b"1")
+    with disk._writing() as cache:
+        cache.set("b", b"2")  # in the log, not yet in the database
+        with unwritable(disk.path):
+            assert DiskStore(disk.path).keys() == ["a", "b"]
+
+
+def test_a_read_only_store_cut_off_in_writing_says_so(disk: DiskStore, tmp_path: Path) -> None:
+    disk.put("a", b"1")
+    copy = DiskStore(tmp_path / "copy")
+    database(copy).parent.mkdir(parents=True)
+    with disk._writing() as cache:
+        cache.set("b", b"2")
+        for name in ("cache.db", "cache.db-wal"):
+            shutil.copy(disk.path / "records" / name, copy.path / "records")
+    with unwritable(copy.path), pytest.raises(StoreError, match="advisor show") as caught:
+        copy.keys()
+    assert not isinstance(caught.value, StoreDamaged)
+    assert copy.keys() == ["a", "b"]
+
+
+def test_a_child_after_fork_reads(disk: DiskStore) -> None:
+    disk.put("a", b"1")
+    assert disk.get("a") == b"1"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if disk.get("a") == b"1" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert disk.get("a") == b"1"
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE
+    )
+
+
+def test_32_processes_at_once(disk: DiskStore) -> None:
+    code = """
+import sys
+from advisor.cache.disk import DiskStore
+path, me = sys.argv[1:]
+store = DiskStore(path)
+for turn in range(3):
+    store.put(f"record/{me}", bytes([turn]) * 20_000)
+    store.put("record/shared", me.encode() * 5_000)
+    for key in store.keys():
+        data = store.get(key)
+        assert data is not None and len(set(data[i:i+2] for i in range(0, len(data), 2))) == 1, key
+"""
+    running = [start(code, str(disk.path), f"{n:02}") for n in range(32)]
+    assert [process.wait(200) for process in running] == [0] * 32
+    for process in running:
+        process.communicate()
+    assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(32)), "record/shared"])
+    assert disk.health() == "ok"
+
+
+def test_kill_leaves_whole_or_absent(disk: DiskStore) -> None:
+    code = """
+import sys
+from advisor.cache.disk import DiskStore
+store = DiskStore(sys.argv[1])
+print("go", flush=True)
+for n in range(10_000):
+    store.put(f"record/{n % 50}", bytes([n % 256]) * 100_000)
+"""
+    for attempt in range(5):
+        process = start(code, str(disk.path))
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + 0.04 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        keys = disk.keys()
+        for key, data in [(key, disk.get(key)) for key in keys]:
+            assert data is not None, key
+            assert len(data) == 100_000
+            assert len(set(data)) == 1
+        assert disk.health() in ("ok", "empty")
+    disk.put("record/after", b"1")
+    assert disk.get("record/after") == b"1"

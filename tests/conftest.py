@@ -1,0 +1,30 @@
+"""What every test stands on: a store of its own, and no leftovers of the caller's shell."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # here, because it takes seconds and most selections do not need it
+
+    if torch.cuda.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
+    folder = tmp_path_factory.mktemp("advisor") / "cache"
+    monkeypatch.setenv("ADVISOR_CACHE", str(folder))
+    for name in ("ADVISOR_DISABLE", "ADVISOR_LOG", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return folder

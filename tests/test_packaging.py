@@ -1,0 +1,65 @@
+"""The built wheel holds the whole house, under one name."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"advisor": "advisor", "tuners": "advisor/tuners", "cache": "advisor/cache"}
+LINKS = ("tuners", "cache")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The files in a wheel built from a copy, so that no earlier build/ leaks into it."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"
+    source.mkdir()
+    for folder in FOLDERS:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, source)
+
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place)]
+    built = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = place.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def tree_modules() -> set[str]:
+    """Every module in the three folders, by its path in a wheel; links are not followed."""
+    return {
+        f"{inside}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder, inside in FOLDERS.items()
+        for file in (ROOT / folder).rglob("*.py")
+        if not any(link in file.parents for link in (ROOT / "advisor" / name for name in LINKS))
+    }
+
+
+def test_wheel_holds_every_module(wheel_names: set[str]) -> None:
+    assert {name for name in wheel_names if name.endswith(".py")} == tree_modules()
+
+
+def test_wheel_is_marked_as_typed(wheel_names: set[str]) -> None:
+    assert "advisor/py.typed" in wheel_names
+
+
+def test_nothing_else_is_installed_at_the_top_level(wheel_names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"advisor"}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_are_relative(name: str) -> None:
+    link = ROOT / "advisor" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert (link / "__init__.py").is_file()

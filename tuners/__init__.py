@@ -1,0 +1,1 @@
+"""How a config acts on a workload, is measured and is found."""

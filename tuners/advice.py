@@ -1,0 +1,192 @@
+"""Advice: a config at work in a training loop.
+
+The worker that measures and the script that trains use the same methods of this class, so that
+what is measured is what is applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advisor.cache.config import Config
+from advisor.cache.record import Record
+from advisor.errors import AdvisorWarning
+from advisor.tuners import fingerprint
+from advisor.tuners.knobs import KNOBS, Knob
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Advice:
+    """How to train: every piece stands alone, and an empty config changes nothing.
+
+    Attributes:
+        config: one value per knob; empty when there is no advice.
+        batch_size: samples per step, or None when neither script nor record says.
+        device: where to train.
+        status: 'exact', 'stale' (measured under another driver or version), 'miss' or 'disabled'.
+        reason: one line: what was served, or why nothing was.
+        record: the record behind it, or None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str,
+        batch_size: int | None = None,
+        status: str = "exact",
+        reason: str = "",
+        record: Record | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self.status = status
+        self.reason = reason
+        self.record = record
+        self._rows: tuple[Knob, ...] = tuple(knob for knob in KNOBS if knob.name in config)
+        self._tensor_rows = [k for k in self._rows if k.tensor is not None]
+        self._autocast_dtype = next(
+            (d for k in self._rows if k.autocast and (d := k.autocast(config[k.name]))), None
+        )
+        self._scaled = any(k.scaled(config[k.name]) for k in self._rows if k.scaled)
+        self._non_blocking = self.device.type == "cuda" and any(
+            k.non_blocking(config[k.name]) for k in self._rows if k.non_blocking
+        )
+        self._scaler: torch.amp.GradScaler | None = None
+        self._copies: torch.cuda.Stream | None = None
+
+    def __repr__(self) -> str:
+        return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
+
+    def set_flags(self) -> None:
+        """Set the process-wide flags of every knob in the config (`advisor.apply` did this)."""
+        for knob in self._rows:
+            if knob.flags is not None:
+                knob.flags(self.config[knob.name])
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model on the device in the advised memory format.
+
+        Warns if the model is not the one that was tuned.
+        """
+        if self.record is not None:
+            self._compare(model, self.record)
+        model = model.to(self.device)
+        for knob in self._rows:
+            if knob.model is not None:
+                model = knob.model(model, self.config[knob.name])
+        return model
+
+    def _compare(self, model: nn.Module, record: Record) -> None:
+        if fingerprint.of_model(model) == record.key.model:
+            return
+        modules, parameters = fingerprint.size(model)
+        known = record.provenance
+        warnings.warn(
+            f"advisor: this model is not the one tuned as {record.target.name}: "
+            f"{modules} modules and {parameters:,} parameters now, "
+            f"{known.modules} and {known.parameters:,} then (equal counts: a hyperparameter "
+            "differs). The advice may not fit; tune again",
+            AdvisorWarning,
+            stacklevel=3,
+        )
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
+        return self._keywords("optimizer")
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
+        known = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        return self._keywords("loader") | known
+
+    def _keywords(self, part: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for knob in self._rows:
+            act = getattr(knob, part)
+            if act is not None:
+                found |= act(self.config[knob.name])
+        return found
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Context for forward pass and loss: torch.autocast, or nothing."""
+        if self._autocast_dtype is None:
+            return _NOTHING
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The GradScaler, enabled for fp16 only: for loops that clip or accumulate gradients."""
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._scaled)
+        return self._scaler
+
+    def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Backward, optimizer step, zero_grad; with fp16 the loss is scaled."""
+        if self._scaled:
+            scaler = self.scaler
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches on the device, in the advised memory format.
+
+        Pinned batches are copied on a stream of their own, beside the step before.
+        """
+        if not self._non_blocking:
+            for batch in loader:
+                yield self.place(batch)
+            return
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        for batch in loader:
+            with torch.cuda.stream(self._copies):
+                placed = self.place(batch)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._copies)
+            for tensor in _tensors(placed):
+                tensor.record_stream(current)
+            yield placed
+
+    def place(self, batch: Any) -> Any:
+        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out."""
+        if isinstance(batch, Tensor):
+            batch = batch.to(self.device, non_blocking=self._non_blocking)
+            for knob in self._tensor_rows:
+                assert knob.tensor is not None
+                batch = knob.tensor(batch, self.config[knob.name])
+            return batch
+        if isinstance(batch, Mapping):
+            placed = {name: self.place(part) for name, part in batch.items()}
+            return placed if type(batch) is dict else type(batch)(placed)  # type: ignore[call-arg]
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*map(self.place, batch))
+        if isinstance(batch, list | tuple):
+            return type(batch)(self.place(part) for part in batch)
+        return batch
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for part in tree.values():
+            yield from _tensors(part)
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _tensors(part)

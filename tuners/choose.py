@@ -1,0 +1,207 @@
+"""The finalists measured in turn, and the verdict."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from advisor.cache.config import Config
+from advisor.cache.record import Choice, Trial
+from advisor.errors import WorkerError
+from advisor.tuners.knobs import INPUT
+from advisor.tuners.runner import Runner
+from advisor.tuners.space import Space
+
+FINALISTS = 4
+WITHIN = 0.85
+"""Slower than this fraction of the leader in the search: no finalist."""
+FREE_WITHIN = 0.97
+"""The smallest batch whose throughput is at least this fraction of the best one's."""
+CLEARLY = 1.01
+"""Faster than the default by at least this, and by more than the noise, or not at all."""
+TIE = 0.99
+"""Configs this close to the fastest: the one that changes least is chosen."""
+ROUNDS = 6
+MIN_ROUNDS = 3
+
+# Student's t, two-sided 95%, by degrees of freedom (any statistics table).
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A paired ratio of two configs measured in turn, with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Geometric mean of the turn-by-turn ratios; the interval is Student's on their logs.
+
+    Fewer than two turns have no interval: it is then from zero to infinity.
+    """
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
+    t = _T95[min(len(logs) - 1, len(_T95)) - 1]
+    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
+
+
+def race(
+    runner: Runner,
+    configs: Sequence[Config],
+    *,
+    share_s: float,
+    budget_s: float,
+    stage: str = "compute",
+    keep: bool = True,
+    now: Callable[[], float] = time.monotonic,
+) -> dict[Config, list[float]]:
+    """Measure configs in turn, there and back (A B B A ...); samples/s of each turn.
+
+    A config that fails any turn is left out. Ends after ROUNDS rounds, or MIN_ROUNDS once
+    `budget_s` is spent.
+    """
+    rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
+    began = now()
+    for turn in range(ROUNDS):
+        order = list(rates) if turn % 2 == 0 else list(reversed(rates))
+        for config in order:
+            measured = runner.measure(config, seconds=share_s, stage=stage, keep=keep)
+            if measured.ok:
+                rates[config].append(measured.samples_per_s)
+            else:
+                del rates[config]
+        if turn + 1 >= MIN_ROUNDS and now() - began >= budget_s:
+            break
+    runner.release()
+    return rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    baseline: Choice
+    at_batch: Choice
+    free: Choice | None
+
+
+def finalists(space: Space, trials: Sequence[Trial]) -> list[Config]:
+    """The default, the leaders at the user's batch, and the leaders with the batch free."""
+    user = space.batches[0]
+    ok = [trial for trial in trials if trial.measurement.ok]
+    rate = {t.config: t.measurement.samples_per_s for t in ok}
+    at_batch = _leaders([c for c in rate if c["batch_size"] == user], rate, WITHIN)
+    found = [space.default, *at_batch[:FINALISTS]]
+    if len(space.batches) > 1:
+        found += _free_leaders(rate)
+    return list(dict.fromkeys(found))
+
+
+def _leaders(configs: Sequence[Config], rate: dict[Config, float], within: float) -> list[Config]:
+    ordered = sorted(configs, key=lambda config: -rate[config])
+    return [config for config in ordered if rate[config] >= within * rate[ordered[0]]]
+
+
+def _free_leaders(rate: dict[Config, float]) -> list[Config]:
+    """The best config of each batch size that comes near the best: smallest batches first."""
+    best: dict[object, Config] = {}
+    for config in rate:
+        held = best.get(config["batch_size"])
+        if held is None or rate[config] > rate[held]:
+            best[config["batch_size"]] = config
+    near = _leaders(list(best.values()), rate, FREE_WITHIN - 0.02)
+    top = near[:1]
+    smallest = sorted(near, key=lambda config: int(config["batch_size"] or 0))[:2]
+    return list(dict.fromkeys([*top, *smallest]))
+
+
+def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, int]) -> Verdict:
+    """Choose on what the race measured, and on nothing else.
+
+    Raises:
+        WorkerError: the default did not finish the race, so that nothing can be compared.
+    """
+    default = space.default
+    if not rates.get(default):
+        raise WorkerError("torch's default did not finish the final race; tune again")
+    reference = rates[default]
+    user = space.batches[0]
+    choices = {config: _choice(config, seen, reference, peaks) for config, seen in rates.items()}
+    baseline = choices[default]
+    at_batch = _clearly_best(space, [c for c in choices.values() if c.batch == user], baseline)
+    free: Choice | None = None
+    if len(space.batches) > 1:
+        fastest = max(choice.samples_per_s for choice in choices.values())
+        near = [c for c in choices.values() if c.samples_per_s >= FREE_WITHIN * fastest]
+        smallest = min(choice.batch for choice in near)
+        free = max((c for c in near if c.batch == smallest), key=lambda c: c.samples_per_s)
+        if free.batch == user or free.samples_per_s < at_batch.samples_per_s * CLEARLY:
+            free = at_batch
+    return Verdict(baseline=baseline, at_batch=at_batch, free=free)
+
+
+def _clearly_best(space: Space, choices: Sequence[Choice], baseline: Choice) -> Choice:
+    better = [c for c in choices if c.speedup >= CLEARLY and c.speedup_low > 1.0]
+    if not better:
+        return baseline
+    fastest = max(choice.samples_per_s for choice in better)
+    tied = [choice for choice in better if choice.samples_per_s >= TIE * fastest]
+    return min(tied, key=lambda c: (len(space.changed(c.config)), -c.samples_per_s))
+
+
+def _choice(
+    config: Config, seen: list[float], reference: list[float], peaks: dict[Config, int]
+) -> Choice:
+    turns = min(len(seen), len(reference))
+    ratio = paired_ratio(seen[:turns], reference[:turns])
+    batch = config["batch_size"]
+    assert isinstance(batch, int)
+    return Choice(
+        config=config,
+        batch=batch,
+        samples_per_s=statistics.median(seen),
+        low=min(seen),
+        high=max(seen),
+        speedup=ratio.mean,
+        speedup_low=ratio.low,
+        speedup_high=ratio.high,
+        peak_bytes=peaks.get(config, 0),
+        rounds=tuple(seen),
+    )
+
+
+def choose_input(
+    runner: Runner, space: Space, config: Config, *, share_s: float, budget_s: float
+) -> tuple[Config, dict[Config, list[float]]]:
+    """Choose the input pipeline's knobs one by one, measured through a real DataLoader.
+
+    Returns the chosen values and each race turn's samples/s by config.
+    """
+    chosen = space.default_input
+    seen: dict[Config, list[float]] = {}
+    for name, values in space.inputs.items():
+        configs = [Config(config | chosen.replace(**{name: value})) for value in values]
+        if len(configs) < 2:
+            continue
+        rates = race(runner, configs, share_s=share_s, budget_s=budget_s, stage=INPUT)
+        seen |= rates
+        held = rates.get(Config(config | chosen))
+        if not held:
+            continue
+        ratios = {
+            c: paired_ratio(rates[c][: len(held)], held)
+            for c in rates
+            if len(rates[c]) == len(held)
+        }
+        better = [c for c in ratios if ratios[c].mean >= CLEARLY and ratios[c].low > 1.0]
+        if better:
+            best = max(better, key=lambda c: ratios[c].mean)
+            chosen = chosen.replace(**{name: best[name]})
+    return chosen, seen

@@ -1,0 +1,60 @@
+"""The configs to try first, and why. FACTS: good first guesses beat a clever sampler."""
+
+from __future__ import annotations
+
+from advisor.cache.config import Config, Value
+from advisor.tuners.space import Space
+
+GUESSES: tuple[tuple[dict[str, Value], str], ...] = (
+    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
+    ({"precision": "bf16"}, "half the traffic, matrix units at full rate"),
+    ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
+    ({"precision": "bf16", "channels_last": True}, "the usual guide, without algorithm search"),
+    ({"channels_last": True}, "layout alone, numerics untouched"),
+    (
+        {"precision": "tf32", "channels_last": True, "fused_optimizer": True},
+        "fewer kernel launches, for steps bound by the host",
+    ),
+    ({"fused_optimizer": True}, "fewer kernel launches alone"),
+    ({"precision": "bf16", "fused_optimizer": True}, "the same for models without convolutions"),
+    (
+        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
+        "everything but the algorithm search",
+    ),
+    (
+        {"precision": "fp16", "channels_last": True, "fused_optimizer": True},
+        "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
+    ),
+)
+"""Knobs left out keep torch's default; what the space does not offer is skipped."""
+
+
+def first(space: Space) -> list[Config]:
+    """The guesses that fit the space, at the user's batch, most valuable first."""
+    found = [space.default.replace(**_offered(space, changes)) for changes, _why in GUESSES]
+    threads = [
+        space.default.replace(threads=value) for value in space.choices.get("threads", ())[1:]
+    ]
+    return [config for config in dict.fromkeys([*found, *threads]) if config != space.default]
+
+
+def searched(space: Space, leader: Config) -> list[Config]:
+    """The dear guess: cudnn.benchmark on the leader, 10-27 s before the first step."""
+    if len(space.choices.get("cudnn_benchmark", ())) < 2:
+        return []
+    return [leader.replace(cudnn_benchmark=True)]
+
+
+def at_large_batch(space: Space, leader: Config, batch: int) -> list[Config]:
+    """What may lead where the device is the limit instead of the host."""
+    half: list[dict[str, Value]] = [
+        {"precision": precision, "channels_last": layout}
+        for precision in ("bf16", "fp16")
+        for layout in (True, False)
+    ]
+    found = [leader, *(leader.replace(**_offered(space, changes)) for changes in half)]
+    return [config.replace(batch_size=batch) for config in dict.fromkeys(found)]
+
+
+def _offered(space: Space, changes: dict[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in changes.items() if value in space.choices.get(name, ())}

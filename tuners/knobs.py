@@ -1,0 +1,208 @@
+"""Every knob in one table: its values, when it is active, and how it acts.
+
+A knob acts on the process (`flags`), the model, the batch, the optimizer's or the loader's keyword
+arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
+the worker, the records, `advisor show` and a training script's `Advice` all read this table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from advisor.cache.config import Value
+from advisor.tuners.tf32 import set_float32
+
+COMPUTE, INPUT = "compute", "input"
+
+PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp32")
+PERMITTED = ("default", "tf32", "bf16", "fp16")
+"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What decides which values make sense: the device, the workload, what the user permits."""
+
+    device: str
+    """'cuda' or 'cpu'."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability."""
+    cpu_bf16: bool = False
+    cores: int = 1
+    threads: int = 1
+    """Intra-op threads that torch itself chooses here."""
+    dimensions: int = 4
+    """Of one batch: 4 is NCHW, 5 is NCDHW."""
+    convolves: bool = True
+    training: bool = True
+    batches: tuple[int, ...] = (1,)
+    """Batch sizes to try, the user's own first."""
+    deterministic: bool = False
+    precisions: tuple[str, ...] = PERMITTED
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One thing that can be tuned."""
+
+    name: str
+    summary: str
+    values: Callable[[Situation], tuple[Value, ...]]
+    """torch's own behaviour first; one value: fixed; none: the knob is absent here."""
+    stage: str = COMPUTE
+    """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
+    flags: Callable[[Value], None] | None = None
+    model: Callable[[nn.Module, Value], nn.Module] | None = None
+    tensor: Callable[[Tensor, Value], Tensor] | None = None
+    optimizer: Callable[[Value], dict[str, object]] | None = None
+    loader: Callable[[Value], dict[str, object]] | None = None
+    autocast: Callable[[Value], torch.dtype | None] | None = None
+    scaled: Callable[[Value], bool] | None = None
+    non_blocking: Callable[[Value], bool] | None = None
+
+
+def _precisions(here: Situation) -> tuple[Value, ...]:
+    possible: tuple[str, ...]
+    if here.device == "cpu":
+        possible = ("default", "bf16") if here.cpu_bf16 else ("default",)
+    else:
+        ampere = here.capability >= (8, 0)
+        possible = tuple(p for p in PRECISIONS if ampere or p not in ("tf32", "bf16"))
+    return tuple(p for p in possible if p == "default" or p in here.precisions)
+
+
+def _set_precision(value: Value) -> None:
+    # Autocast runs over TF32 for what it leaves in float32, as in the measured tables.
+    set_float32("tf32" if value in ("bf16", "fp16") else str(value))
+
+
+def _autocast(value: Value) -> torch.dtype | None:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(value))
+
+
+def _layout(dimensions: int) -> torch.memory_format | None:
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dimensions)
+
+
+def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
+    # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
+    if value:
+        for tensor in (*model.parameters(), *model.buffers()):
+            layout = _layout(tensor.dim())
+            if layout is not None:
+                tensor.data = tensor.data.contiguous(memory_format=layout)
+    return model
+
+
+def _lay_out_tensor(tensor: Tensor, value: Value) -> Tensor:
+    layout = _layout(tensor.dim()) if value and tensor.is_floating_point() else None
+    return tensor if layout is None else tensor.contiguous(memory_format=layout)
+
+
+def _set_benchmark(value: Value) -> None:
+    torch.backends.cudnn.benchmark = bool(value)
+
+
+def _set_deterministic(value: Value) -> None:
+    # https://docs.pytorch.org/docs/stable/notes/randomness.html: all of what training needs.
+    if value:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(bool(value))
+    torch.backends.cudnn.deterministic = bool(value)
+
+
+def _set_cudnn(value: Value) -> None:
+    torch.backends.cudnn.enabled = bool(value)
+
+
+def _set_threads(value: Value) -> None:
+    torch.set_num_threads(int(value or 1))
+
+
+def _threads(here: Situation) -> tuple[Value, ...]:
+    if here.device != "cpu":
+        return ()
+    others = {here.cores, max(1, here.cores // 2), max(1, here.cores // 4), 1}
+    return (here.threads, *sorted(others - {here.threads}, reverse=True))
+
+
+def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[Value, ...]]:
+    return lambda here: (False, True) if active(here) else ()
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        name="precision",
+        summary="number format: torch's default, TF32, bf16 or fp16 autocast, or strict fp32",
+        values=_precisions,
+        flags=_set_precision,
+        autocast=_autocast,
+        scaled=lambda value: value == "fp16",
+    ),
+    Knob(
+        name="channels_last",
+        summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
+        values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
+        model=_lay_out_model,
+        tensor=_lay_out_tensor,
+    ),
+    Knob(
+        name="cudnn_benchmark",
+        summary="search for the fastest cuDNN algorithm at the first step of each shape",
+        # Searching by time picks differently from run to run, so it is not deterministic.
+        values=lambda here: (
+            ((False,) if here.deterministic else (False, True))
+            if here.device == "cuda" and here.convolves
+            else ()
+        ),
+        flags=_set_benchmark,
+    ),
+    Knob(
+        name="cudnn_deterministic",
+        summary="deterministic algorithms only (fixed by --deterministic)",
+        values=lambda here: (here.deterministic,),
+        flags=_set_deterministic,
+    ),
+    Knob(
+        name="cudnn_enabled",
+        summary="cuDNN at all (off is tried with --space full only)",
+        values=lambda here: (
+            ((True, False) if here.full else (True,)) if here.device == "cuda" else ()
+        ),
+        flags=_set_cudnn,
+    ),
+    Knob(
+        name="batch_size",
+        summary="samples per step",
+        values=lambda here: here.batches,
+        loader=lambda value: {"batch_size": value},
+    ),
+    Knob(
+        name="fused_optimizer",
+        summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
+        values=_off_on(lambda here: here.device == "cuda" and here.training),
+        optimizer=lambda value: {"fused": True} if value else {},
+    ),
+    Knob(
+        name="threads",
+        summary="CPU threads inside one operation",
+        values=_threads,
+        flags=_set_threads,
+    ),
+    Knob(
+        name="pin_memory",
+        summary="page-locked host memory with asynchronous copies to the device",
+        values=_off_on(lambda here: here.device == "cuda"),
+        stage=INPUT,
+        loader=lambda value: {"pin_memory": bool(value)},
+        non_blocking=bool,
+    ),
+)
+
+BY_NAME = {knob.name: knob for knob in KNOBS}

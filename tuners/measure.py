@@ -1,0 +1,171 @@
+"""How a step is timed. Knows nothing of models, caching, printing or choosing.
+
+Host and device run side by side, so a single step has no time of its own: blocks of steps are
+timed, synchronised at their ends only, by the wall clock and by device events around the block.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+BLOCK_S = 0.1
+MIN_BLOCKS = 6
+PRECISION = 0.01
+"""Timing ends when the median's confidence interval is within this fraction of it."""
+WARM_STEPS = 3
+WARM_S = 1.0
+
+
+class Clock(Protocol):
+    """Where time comes from; a test gives one that needs no device."""
+
+    def synchronize(self) -> None: ...
+
+    def now(self) -> float:
+        """Wall-clock seconds."""
+
+    def mark(self) -> object:
+        """A point in the device's own stream of work."""
+
+    def between(self, start: object, end: object) -> float:
+        """Device seconds between two marks; 0 where the device has no clock of its own."""
+
+
+class CpuClock:
+    def synchronize(self) -> None:
+        pass
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def mark(self) -> object:
+        return None
+
+    def between(self, start: object, end: object) -> float:
+        return 0.0
+
+
+class CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def mark(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, start: object, end: object) -> float:
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+_: type[Clock] = CpuClock
+__: Callable[[torch.device], Clock] = CudaClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds per step: the median over blocks, its confidence interval, the raw blocks."""
+
+    step_s: float
+    low_s: float
+    high_s: float
+    gpu_s: float
+    first_step_s: float
+    steps: int
+    blocks: tuple[float, ...]
+
+
+def warm_up(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
+    """Run until steps settle; (seconds of the first step, seconds of a settled one).
+
+    Algorithm search and allocation happen in the first steps. Settled: the last three agree
+    within a tenth, or WARM_S is spent on them (one step after the first always runs).
+    """
+    first = _timed(step, clock)
+    times: list[float] = []
+    spent = 0.0
+    while True:
+        times.append(_timed(step, clock))
+        spent += times[-1]
+        last = times[-WARM_STEPS:]
+        if len(times) >= WARM_STEPS and max(last) <= 1.1 * min(last):
+            break
+        if spent >= WARM_S:
+            break
+    return first, min(times[-WARM_STEPS:])
+
+
+def _timed(step: Callable[[], None], clock: Clock) -> float:
+    clock.synchronize()
+    start = clock.now()
+    step()
+    clock.synchronize()
+    return clock.now() - start
+
+
+def time_steps(
+    step: Callable[[], None], clock: Clock, *, seconds: float, first_s: float, expected_s: float
+) -> Timing:
+    """Time a warmed-up step in blocks for at most about `seconds`, less if it is steady.
+
+    Two blocks are always run, so that there is a spread.
+    """
+    per_block = max(1, round(BLOCK_S / max(expected_s, 1e-7)))
+    blocks: list[float] = []
+    gpu: list[float] = []
+    clock.synchronize()
+    began = clock.now()
+    while True:
+        start, mark = clock.now(), clock.mark()
+        for _step in range(per_block):
+            step()
+        end_mark = clock.mark()
+        clock.synchronize()
+        blocks.append((clock.now() - start) / per_block)
+        gpu.append(clock.between(mark, end_mark) / per_block)
+        if len(blocks) >= MIN_BLOCKS:
+            low, high = median_interval(blocks)
+            if high - low <= PRECISION * statistics.median(blocks):
+                break
+        if len(blocks) >= 2 and clock.now() - began >= seconds:
+            break
+    low, high = median_interval(blocks)
+    return Timing(
+        step_s=statistics.median(blocks),
+        low_s=low,
+        high_s=high,
+        gpu_s=statistics.median(gpu),
+        first_step_s=first_s,
+        steps=per_block * len(blocks),
+        blocks=tuple(blocks),
+    )
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Distribution-free 95% confidence interval of the median, from order statistics.
+
+    The widest symmetric ranks that exclude at most 2.5% on each side under Binomial(n, 1/2);
+    below six values that is the whole range (Conover, Practical Nonparametric Statistics, 3.2).
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    below, probability, term = 0, 0.0, 0.5**n
+    while probability + term <= 0.025:
+        probability += term
+        term *= (n - below) / (below + 1)
+        below += 1
+    rank = max(below - 1, 0)
+    return ordered[rank], ordered[n - 1 - rank]

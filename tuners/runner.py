@@ -1,0 +1,92 @@
+"""Runner: whatever turns a config into a measurement."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement
+from advisor.errors import UsageError
+
+
+class Runner(Protocol):
+    """Measures configs, one at a time. A failing config is a Measurement too, never an error."""
+
+    def measure(
+        self, config: Config, *, seconds: float, stage: str = "compute", keep: bool = False
+    ) -> Measurement:
+        """Measure for about `seconds`, warm-up not counted.
+
+        Args:
+            config: a value for every knob of the space, batch_size among them.
+            seconds: time to spend on timed steps.
+            stage: 'compute' (a batch on the device) or 'input' (through a DataLoader).
+            keep: hold the built workload for the next turn of a race.
+        """
+
+    def release(self) -> None:
+        """Drop what `keep` held."""
+
+
+class ReplayRunner:
+    """Plays back a measured table (JSON lines as in `advisor show KEY --json` trials).
+
+    Every row has `config` and `samples_per_s`, or `ok: false`; noise is a log-normal factor.
+
+    Raises:
+        UsageError: the table cannot be read.
+    """
+
+    def __init__(self, table: Path, *, noise: float = 0.005, seed: int = 0) -> None:
+        self._rows: dict[Config, Mapping[str, object]] = {}
+        try:
+            for line in table.read_text().splitlines():
+                row = json.loads(line)
+                self._rows.setdefault(Config(row["config"]), row)
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise UsageError(f"table {str(table)!r} cannot be replayed: {exc}") from exc
+        self._noise = noise
+        self._random = random.Random(seed)
+        self.measured: list[Config] = []
+
+    def configs(self) -> list[Config]:
+        return list(self._rows)
+
+    def measure(
+        self, config: Config, *, seconds: float, stage: str = "compute", keep: bool = False
+    ) -> Measurement:
+        del seconds, stage, keep
+        self.measured.append(config)
+        row = self._rows.get(config)
+        if row is None or not row.get("ok", True):
+            return Measurement(outcome="out_of_memory", reason="not in the table")
+        rate = _number(row["samples_per_s"]) * math.exp(self._random.gauss(0.0, self._noise))
+        batch = config["batch_size"]
+        assert isinstance(batch, int)
+        return Measurement(
+            outcome="ok",
+            samples_per_s=rate,
+            low=rate * (1 - self._noise),
+            high=rate * (1 + self._noise),
+            step_s=batch / rate,
+            gpu_s=_number(row.get("gpu_ms", 0.0)) / 1000,
+            first_step_s=_number(row.get("first_step_s", 0.0)),
+            peak_bytes=int(_number(row.get("peak_bytes", 0))),
+            steps=int(_number(row.get("steps", 1))),
+        )
+
+    def release(self) -> None:
+        pass
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+_: type[Runner] = ReplayRunner

@@ -1,0 +1,264 @@
+"""Target strings to a factory.
+
+`parse` looks only at the string and the file system; `load` imports the user's code, and so runs
+in the worker process alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from advisor.cache.config import Config
+from advisor.cache.key import fingerprint
+from advisor.errors import TargetError, TargetFailed
+
+NAMED = ("model", "build_model", "get_model")
+_FORMS = "model.py, model.py:Net, package.module:factory or torchvision:resnet50"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A target string, taken apart. `attribute` is '' where the file has to say."""
+
+    kind: str
+    """'file', 'module' or 'torchvision'."""
+    place: str
+    """Absolute path, module name, or ''."""
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        """How records call it: a file by its name alone, so that a project can move."""
+        if self.kind == "file":
+            return Path(self.place).name + (f":{self.attribute}" if self.attribute else "")
+        return f"{self.place or 'torchvision'}:{self.attribute}"
+
+    @property
+    def origin(self) -> str:
+        """Digest of the file's absolute path, '' for the others."""
+        return origin_of(Path(self.place)) if self.kind == "file" else ""
+
+
+def origin_of(path: Path) -> str:
+    """A path as records keep it: a digest, because a path names people and machines."""
+    return fingerprint(str(path.resolve()))[:16]
+
+
+def parse(text: str, *, base: Path | None = None) -> Spec:
+    """Take a target string apart; a relative file is looked for in `base` (default: here).
+
+    Raises:
+        TargetError: the string has no known form, or the file is not there.
+    """
+    if text.startswith("torchvision:"):
+        name = text.removeprefix("torchvision:")
+        if not name.isidentifier():
+            raise TargetError(
+                f"target {text!r}: expected torchvision:NAME, e.g. torchvision:resnet50"
+            )
+        return Spec(kind="torchvision", place="", attribute=name)
+    place, colon, attribute = text.rpartition(":")
+    if not colon or (not place.endswith(".py") and text.endswith(".py")):
+        place, attribute = text, ""
+    if place.endswith(".py"):
+        if attribute and not attribute.isidentifier():
+            raise TargetError(f"target {text!r}: {attribute!r} is not a name; write {place}:Net")
+        path = Path(place).expanduser()
+        path = path if path.is_absolute() else (base or Path.cwd()) / path
+        if not path.is_file():
+            raise TargetError(f"target {text!r}: there is no file {path}; expected {_FORMS}")
+        return Spec(kind="file", place=str(path.resolve()), attribute=attribute)
+    if not attribute or not all(part.isidentifier() for part in place.split(".")):
+        raise TargetError(f"target {text!r}: expected {_FORMS}")
+    return Spec(kind="module", place=place, attribute=attribute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A target ready to build. `make_batch` and `loss` are the file's optional hooks."""
+
+    spec: Spec
+    factory: Callable[[], nn.Module]
+    make_batch: Callable[[int, Any], tuple[Any, Any]] | None = None
+    loss: Callable[[Any, Any], Any] | None = None
+
+
+def load(spec: Spec, arguments: Config) -> Loaded:
+    """Import the target and find its factory.
+
+    Raises:
+        TargetError: no such attribute, or several candidates.
+        TargetFailed: the user's code raised; `details` is its traceback, cut to their frames.
+    """
+    if spec.kind == "torchvision":
+        return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
+    module = _import_file(Path(spec.place)) if spec.kind == "file" else _import_module(spec)
+    attribute = spec.attribute or _only_candidate(module, spec, arguments)
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise TargetError(
+            f"target {spec.name!r}: {Path(spec.place).name} has no {attribute!r}; "
+            f"it defines {', '.join(_candidates(module, arguments)) or 'no nn.Module'}"
+        )
+    if isinstance(found, nn.Module):
+        factory: Callable[[], Any] = lambda: copy.deepcopy(found)  # noqa: E731
+    elif callable(found):
+        factory = lambda: found(**arguments)  # noqa: E731
+    else:
+        raise TargetError(f"target {spec.name!r}: {attribute} is neither a callable nor a module")
+    return Loaded(
+        spec=Spec(kind=spec.kind, place=spec.place, attribute=attribute),
+        factory=factory,
+        make_batch=getattr(module, "make_batch", None),
+        loss=getattr(module, "loss", None),
+    )
+
+
+def build(loaded: Loaded) -> nn.Module:
+    """A fresh model.
+
+    Raises:
+        TargetFailed: the factory raised, or what it returned is no nn.Module.
+    """
+    try:
+        model = loaded.factory()
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        raise failed(loaded.spec, "building it raised", exc) from exc
+    if not isinstance(model, nn.Module):
+        raise TargetFailed(
+            f"target {loaded.spec.name!r}: it returned {type(model).__name__}, not an nn.Module"
+        )
+    return model
+
+
+def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
+    """The user's own error as one line, with its traceback cut to their frames."""
+    last = "".join(traceback.format_exception_only(exc)).strip().splitlines()
+    where = _user_frames(exc, spec)
+    line = f" (line {where[-1].lineno})" if where else ""
+    details = "".join(
+        ["Traceback (most recent call last):\n", *traceback.format_list(where), *last[-1:], "\n"]
+    )
+    return TargetFailed(f"target {spec.name!r}: {what} {last[-1]}{line}", details if where else "")
+
+
+def _user_frames(exc: BaseException, spec: Spec) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(exc.__traceback__)
+    if isinstance(exc, SyntaxError):
+        return []
+    folder = str(Path(spec.place).parent) if spec.kind == "file" else ""
+    mine = [
+        frame
+        for frame in frames
+        if (folder and frame.filename.startswith(folder) and "site-packages" not in frame.filename)
+    ]
+    return mine
+
+
+def _import_file(path: Path) -> ModuleType:
+    # As `python model.py` would: the file's folder comes first for its own imports.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"advisor_target_{path.stem}"
+    source = importlib.util.spec_from_file_location(name, path)
+    assert source is not None and source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    sys.modules[name] = module
+    spec = Spec(kind="file", place=str(path), attribute="")
+    try:
+        source.loader.exec_module(module)
+    except SystemExit as exc:
+        raise TargetFailed(
+            f"target {spec.name!r}: importing it called exit(); put the script part under "
+            "if __name__ == '__main__':"
+        ) from exc
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        del sys.modules[name]
+        raise failed(spec, "importing it raised", exc) from exc
+    return module
+
+
+def _import_module(spec: Spec) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(spec.place)
+    except ModuleNotFoundError as exc:
+        if exc.name and spec.place.startswith(exc.name):
+            raise TargetError(
+                f"target {spec.name!r}: there is no module {exc.name!r} here or installed"
+            ) from exc
+        raise failed(spec, "importing it raised", exc) from exc
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        raise failed(spec, "importing it raised", exc) from exc
+
+
+def _takes(found: Callable[..., Any], arguments: Config) -> bool:
+    try:
+        inspect.signature(found).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _candidates(module: ModuleType, arguments: Config) -> list[str]:
+    """A callable by a conventional name speaks for the file; otherwise its nn.Module classes."""
+    named = [name for name in NAMED if callable(getattr(module, name, None))]
+    return named or [
+        name
+        for name, found in vars(module).items()
+        if isinstance(found, type)
+        and issubclass(found, nn.Module)
+        and found.__module__ == module.__name__
+        and _takes(found, arguments)
+    ]
+
+
+def _only_candidate(module: ModuleType, spec: Spec, arguments: Config) -> str:
+    found = _candidates(module, arguments)
+    file = Path(spec.place).name
+    if not found:
+        raise TargetError(
+            f"target {file!r}: it defines no nn.Module class that builds without arguments and no "
+            f"{', '.join(NAMED)}; name one as {file}:Net, with --model-arg for its arguments"
+        )
+    if len(found) > 1:
+        listed = ", ".join(f"{file}:{name}" for name in found)
+        raise TargetError(f"target {file!r}: several candidates; choose one of {listed}")
+    return found[0]
+
+
+def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+    from torchvision import models
+
+    try:
+        builder = models.get_model_builder(name)
+    except ValueError as exc:
+        import difflib
+
+        near = difflib.get_close_matches(name, models.list_models(), n=3)
+        hint = (
+            f"did you mean {', '.join(near)}?" if near else "see torchvision.models.list_models()"
+        )
+        raise TargetError(
+            f"target 'torchvision:{name}': torchvision has no such model; {hint}"
+        ) from exc
+    # Untrained: speed does not depend on the weights, and nothing is downloaded.
+    untrained = {
+        key: None
+        for key in ("weights", "weights_backbone")
+        if key == "weights" or key in inspect.signature(builder).parameters
+    }
+    return lambda: builder(**(untrained | arguments))

@@ -1,0 +1,348 @@
+"""The worker process: `python -P -m advisor.tuners.worker.child FD LIFELINE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import os
+import sys
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from advisor.cache.codec import to_plain
+from advisor.cache.config import Config
+from advisor.cache.key import Sample
+from advisor.cache.record import Measurement
+from advisor.errors import AdvisorError, TargetError, TargetFailed
+from advisor.tuners import fingerprint, target
+from advisor.tuners.advice import Advice
+from advisor.tuners.knobs import INPUT, KNOBS
+from advisor.tuners.measure import Clock, CpuClock, CudaClock, time_steps, warm_up
+from advisor.tuners.worker.wire import Facts, Job, receive, send
+from advisor.tuners.workload import Layers, Workload
+
+# PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+)
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and any(
+        words.lower() in str(exc).lower() for words in OUT_OF_MEMORY
+    )
+
+
+class _Unhealthy(Exception):
+    """This process can no longer promise that a trial leaves nothing for the next."""
+
+
+class _SeesConvolution(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or "convolution" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Bench:
+    """Builds and measures workloads for one job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._device = torch.device(job.device)
+        self._cuda = self._device.type == "cuda"
+        self._threads = torch.get_num_threads()
+        self._clock: Clock = CudaClock(self._device) if self._cuda else CpuClock()
+        self._kept: dict[tuple[Config, str], tuple[Workload, float]] = {}
+        if self._cuda:
+            torch.cuda.set_device(self._device)
+            if job.max_memory:
+                total = torch.cuda.get_device_properties(self._device).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, job.max_memory / total))
+        arguments = Config(job.arguments)
+        self._loaded = target.load(target.parse(job.target), arguments)
+
+    def describe(self) -> Facts:
+        """Run one step as torch does by default.
+
+        Raises:
+            TargetError: the model rejects the sample.
+            TargetFailed: the user's code raised.
+        """
+        config = Config(precision="default", cudnn_deterministic=self._job.deterministic)
+        self._reset_peak()
+        workload = self._build(config.replace(batch_size=self._job.batch), "compute")
+        sees = _SeesConvolution()
+        with sees:
+            workload.step()
+        start = self._clock.now()
+        workload.step()
+        self._clock.synchronize()
+        step_s = self._clock.now() - start
+        modules, parameters = fingerprint.size(workload.model)
+        properties = torch.cuda.get_device_properties(self._device) if self._cuda else None
+        # The model's own fingerprint is taken before any knob touched it, as in a script.
+        facts = Facts(
+            name=self._loaded.spec.name,
+            model=fingerprint.of_model(target.build(self._loaded)),
+            modules=modules,
+            parameters=parameters,
+            convolves=sees.seen,
+            threads=self._threads,
+            device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
+            memory_bytes=int(properties.total_memory) if properties else 0,
+            peak_bytes=self._peak(0),
+            step_s=step_s,
+        )
+        return facts
+
+    def _build(self, config: Config, stage: str) -> Workload:
+        batch = config["batch_size"]
+        assert isinstance(batch, int)
+        advice = Advice(config, device=self._job.device, batch_size=batch)
+        workload = Workload(
+            self._loaded,
+            advice,
+            sample=Sample(shape=self._job.shape, dtype=self._job.dtype),
+            vocab=self._job.vocab,
+            batch=batch,
+            mode=self._job.mode,
+            optimizer=self._job.optimizer,
+            from_loader=stage == INPUT,
+            seed=self._job.seed,
+        )
+        return workload
+
+    def first_step(self) -> None:
+        """One forward and backward at the user's batch, naming the layer that rejects it."""
+        job = self._job
+        advice = Advice(
+            Config(precision="default", cudnn_deterministic=job.deterministic), device=job.device
+        )
+        torch.manual_seed(job.seed)
+        # The layers are known by the model that is run, so it is built before they are watched.
+        built = target.build(self._loaded)
+        loaded = dataclasses.replace(self._loaded, factory=lambda: built)
+        with Layers(built) as layers:
+            try:
+                Workload(
+                    loaded,
+                    advice,
+                    sample=Sample(shape=job.shape, dtype=job.dtype),
+                    vocab=job.vocab,
+                    batch=job.batch,
+                    mode=job.mode,
+                    optimizer=job.optimizer,
+                    from_loader=False,
+                    seed=job.seed,
+                ).step()
+                self._clock.synchronize()
+            except AdvisorError:
+                raise
+            except Exception as exc:  # the user's code may raise anything; it is reported whole
+                where = layers.innermost()
+                if is_out_of_memory(exc):
+                    raise TargetFailed(
+                        f"batch {job.batch} does not fit on {job.device} with torch's default "
+                        "settings: out of memory; give a smaller batch"
+                    ) from exc
+                raw = target.failed(self._loaded.spec, "", exc)
+                said = str(exc).strip().splitlines()
+                message = said[0] if said else type(exc).__name__
+                shape = "x".join(map(str, (job.batch, *job.shape)))
+                raise TargetError(
+                    f"target {self._loaded.spec.name!r} rejects --shape {shape} {job.dtype}"
+                    + (f" at {where}" if where else "")
+                    + f": {message}",
+                    raw.details,
+                ) from exc
+
+    def measure(self, config: Config, seconds: float, stage: str, keep: bool) -> Measurement:
+        """Measure one config; whatever goes wrong is the measurement's outcome.
+
+        Raises:
+            _Unhealthy: the device or its memory did not come back; replace this process.
+        """
+        if not keep:
+            self.release()
+        try:
+            result = self._measure(config, seconds, stage, keep)
+        except Exception as exc:  # a config may fail in any way; the outcome names it
+            result = _failure(exc)
+        if not result.ok and self._kept:
+            # Beside others in memory it may have failed for their sake: once more, alone.
+            self.release()
+            return self.measure(config, seconds, stage, keep)
+        if not keep or not result.ok:
+            self.release()
+            self._check()
+        return result
+
+    def _measure(self, config: Config, seconds: float, stage: str, keep: bool) -> Measurement:
+        held = self._reset_peak()
+        kept = self._kept.get((config, stage))
+        if kept is None:
+            workload = self._build(config, stage)
+            first, expected = warm_up(workload.step, self._clock)
+        else:
+            workload, first = kept
+            workload.advice.set_flags()
+            _again, expected = warm_up(workload.step, self._clock)
+        retries = self._retries()
+        timing = time_steps(
+            workload.step, self._clock, seconds=seconds, first_s=first, expected_s=expected
+        )
+        if keep:
+            self._kept[config, stage] = (workload, first)
+        loss = workload.loss
+        if loss is not None and not math.isfinite(float(loss)):
+            return Measurement(outcome="wrong", reason=f"the loss is {float(loss)}")
+        if self._retries() > retries:
+            return Measurement(
+                outcome="out_of_memory", reason="the allocator kept retrying under memory pressure"
+            )
+        batch = config["batch_size"]
+        assert isinstance(batch, int)
+        return Measurement(
+            outcome="ok",
+            samples_per_s=batch / timing.step_s,
+            low=batch / timing.high_s,
+            high=batch / timing.low_s,
+            step_s=timing.step_s,
+            gpu_s=timing.gpu_s,
+            first_step_s=timing.first_step_s,
+            peak_bytes=self._peak(held),
+            steps=timing.steps,
+            blocks=timing.blocks,
+        )
+
+    def release(self) -> None:
+        """Drop all workloads and give their memory back."""
+        self._kept.clear()
+        gc.collect()
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def _check(self) -> None:
+        if not self._cuda:
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+            (torch.ones(1, device=self._device) + 1).item()
+        except RuntimeError as exc:
+            raise _Unhealthy(str(exc)) from exc
+        if torch.cuda.memory_allocated(self._device) > 64 * 2**20:
+            raise _Unhealthy("memory did not come back")
+
+    def _retries(self) -> int:
+        if not self._cuda:
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+    def _reset_peak(self) -> int:
+        """Start a new peak; bytes in use now, which are not this trial's."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return int(torch.cuda.memory_allocated(self._device))
+        _reset_resident_peak()
+        return 0
+
+    def _peak(self, held: int) -> int:
+        if self._cuda:
+            return int(torch.cuda.max_memory_allocated(self._device)) - held
+        return _resident_peak()
+
+
+def _reset_resident_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # not Linux: the peak is not known there
+
+
+def _resident_peak() -> int:
+    """Peak resident bytes of this process (Linux: VmHWM, proc(5)), 0 where not known."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM:")), 0)
+
+
+def _failure(exc: Exception) -> Measurement:
+    said = str(exc).strip().splitlines()
+    reason = f"{type(exc).__name__}: {said[0] if said else ''}"[:300]
+    return Measurement(
+        outcome="out_of_memory" if is_out_of_memory(exc) else "failed", reason=reason
+    )
+
+
+def _stay_alive_with(lifeline: int) -> None:
+    """End this process when the tuning process is gone, whatever the user's code is doing."""
+
+    def wait() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> int:
+    pipe = Connection(int(sys.argv[1]))
+    _stay_alive_with(int(sys.argv[2]))
+    warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
+    bench: Bench | None = None
+    send(pipe, {"ready": True})
+    while True:
+        try:
+            request = receive(pipe)
+        except EOFError:
+            return 0
+        try:
+            if "job" in request:
+                bench = Bench(Job(**request["job"] | {"shape": tuple(request["job"]["shape"])}))
+                bench.first_step()
+                bench.release()
+                reply: dict[str, Any] = {"facts": dataclasses.asdict(bench.describe())}
+                bench.release()
+            else:
+                assert bench is not None
+                if request.get("release"):
+                    bench.release()
+                    continue
+                config = Config(request["config"])
+                measured = bench.measure(
+                    config, request["seconds"], request["stage"], request["keep"]
+                )
+                reply = {"measurement": to_plain(measured)}
+        except (TargetError, TargetFailed) as exc:
+            reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
+        except _Unhealthy as exc:
+            send(pipe, {"measurement": to_plain(Measurement(outcome="crashed", reason=str(exc)))})
+            return 1
+        send(pipe, reply)
+
+
+assert len({knob.name for knob in KNOBS}) == len(KNOBS)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The step that is measured: a target, a batch and an Advice, as a training script has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from advisor.cache.key import Sample
+from advisor.errors import TargetError, TargetFailed
+from advisor.tuners.advice import Advice
+from advisor.tuners.target import Loaded, build, failed
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
+    "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
+}
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
+
+
+class Workload:
+    """One training or inference step on one config, built as a script would build it."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        advice: Advice,
+        *,
+        sample: Sample,
+        vocab: int,
+        batch: int,
+        mode: str,
+        optimizer: str,
+        from_loader: bool,
+        seed: int,
+    ) -> None:
+        torch.manual_seed(seed)
+        advice.set_flags()
+        self.advice = advice
+        self._loaded = loaded
+        self._training = mode == "train"
+        self.model = advice.prepare(build(loaded))
+        self.model.train(self._training)
+        self.loss: Tensor | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._training:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            if not parameters:
+                raise TargetFailed(
+                    f"target {loaded.spec.name!r}: it has no trainable parameter; use --mode infer"
+                )
+            self._optimizer = OPTIMIZERS[optimizer](parameters, **advice.optimizer)
+        made = self._make_batch(sample, vocab, batch)
+        if from_loader:
+            inputs, target = made
+            if target is None and self._training:
+                target = self._make_target(inputs)
+            self._source = _forever(advice, _Repeated((inputs, target), batch))
+        else:
+            inputs, target = advice.place(made)
+            if target is None and self._training:
+                target = advice.place(self._make_target(inputs))
+            self._source = _same((inputs, target))
+
+    def _make_batch(self, sample: Sample, vocab: int, batch: int) -> tuple[Any, Any]:
+        hook = self._loaded.make_batch
+        if hook is None:
+            return make_input(sample, vocab, batch), None
+        try:
+            made = hook(batch, torch.device("cpu"))
+        except Exception as exc:  # the user's code may raise anything; it is reported whole
+            raise failed(self._loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TargetFailed(
+                f"target {self._loaded.spec.name!r}: make_batch must return (inputs, target)"
+            )
+        return made
+
+    def _make_target(self, inputs: Any) -> Any:
+        """Random labels for a 2-D output, a random tensor of the output's shape otherwise."""
+        with torch.no_grad(), self.advice.autocast():
+            output = self._forward(self.advice.place(inputs))
+        return _map_outputs(output, _random_target)
+
+    def _forward(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs)
+        if isinstance(inputs, tuple | list):
+            return self.model(*inputs)
+        return self.model(inputs)
+
+    def step(self) -> None:
+        """One step, exactly as in a script: batch, autocast, forward, loss, advice.step."""
+        inputs, target = next(self._source)
+        if not self._training:
+            with torch.inference_mode(), self.advice.autocast():
+                self._forward(inputs)
+            return
+        assert self._optimizer is not None
+        with self.advice.autocast():
+            output = self._forward(inputs)
+            loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
+        self.advice.step(loss, self._optimizer)
+        self.loss = loss.detach()
+
+
+def make_input(sample: Sample, vocab: int, batch: int) -> Tensor:
+    """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
+    shape = (batch, *sample.shape)
+    dtype = getattr(torch, sample.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, vocab, shape).to(dtype)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
+    if isinstance(logits, Tensor) and not isinstance(output, tuple):
+        return [logits]
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _outputs(part)]
+    return []
+
+
+def _random_target(output: Tensor) -> Tensor:
+    if output.dim() == 2:
+        return torch.randint(0, output.shape[1], (output.shape[0],), device=output.device)
+    return torch.randn(output.shape, device=output.device)
+
+
+def _map_outputs(output: Any, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    found = _outputs(output)
+    if not found:
+        raise TargetError(
+            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
+            "define loss(output, target) in the target's file"
+        )
+    return [make(tensor) for tensor in found]
+
+
+def _loss(output: Any, target: Any) -> Tensor:
+    targets = [target] if isinstance(target, Tensor) else list(target)
+    parts = [
+        _one_loss(tensor, wanted) for tensor, wanted in zip(_outputs(output), targets, strict=False)
+    ]
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+def _one_loss(output: Tensor, target: Tensor) -> Tensor:
+    if output.dim() == 2 and not target.is_floating_point():
+        return functional.cross_entropy(output, target)
+    return functional.mse_loss(output, target.to(output.dtype))
+
+
+def _same(batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    while True:
+        yield batch
+
+
+class _Repeated(Dataset[Any]):
+    """An in-memory dataset: one made batch, taken apart into samples and repeated."""
+
+    REPEATS = 16
+
+    def __init__(self, batch: tuple[Any, Any], size: int) -> None:
+        self._batch = _to_cpu(batch)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size * self.REPEATS
+
+    def __getitem__(self, index: int) -> Any:
+        return _pick(self._batch, index % self._size)
+
+
+def _to_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.cpu()
+    if isinstance(tree, Mapping):
+        return {name: _to_cpu(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_to_cpu(part) for part in tree]
+    return tree
+
+
+def _pick(tree: Any, index: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[index]
+    if isinstance(tree, dict):
+        return {name: _pick(part, index) for name, part in tree.items()}
+    if isinstance(tree, list):
+        return [_pick(part, index) for part in tree]
+    return 0 if tree is None else tree
+
+
+def _forever(advice: Advice, dataset: Dataset[Any]) -> Iterator[tuple[Any, Any]]:
+    loader = DataLoader(dataset, shuffle=True, drop_last=True, **advice.loader)
+    while True:
+        yield from advice.batches(loader)
+
+
+class Layers:
+    """While active, knows which layer of a model is running: for 'which layer rejected it'."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._stack: list[tuple[str, nn.Module, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Layers:
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave)
+        self._handles = [before, after]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        got = ", ".join(
+            f"{'x'.join(map(str, part.shape))} {str(part.dtype).removeprefix('torch.')}"
+            for part in inputs
+            if isinstance(part, Tensor)
+        )
+        self._stack.append((self._names.get(module, "?"), module, got))
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._stack.pop()
+
+    def innermost(self) -> str:
+        """'layer fc, Linear(in_features=3, ...), got 64x512 float32', or '' outside any."""
+        if not self._stack:
+            return ""
+        name, module, got = self._stack[-1]
+        shown = f"{type(module).__name__}({module.extra_repr()})"
+        return f"layer {name!r}, {shown}, got {got}" if name else f"the model itself, got {got}"
