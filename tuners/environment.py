@@ -6,25 +6,37 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from advisor.cache.key import Device, Environment, Software
-from advisor.errors import UsageError
+from advisor.errors import AdvisorError, UsageError
 
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _CORES_ELSE = 128
 
 
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """What CUDA takes for one device: NVML's handle of it, and of the card it is on."""
+
+    handle: Any
+    card: Any
+    is_slice: bool = False
+    """A MIG slice of the card, not all of it."""
+
+
 def default_device() -> str:
     """This rank's CUDA device where this process sees one, else 'cpu'."""
     rank = os.environ.get("LOCAL_RANK", "0")
-    index = int(rank) if rank.isdigit() else 0
+    index = int(rank) if rank.isdecimal() else 0
     count = _cuda_count()
+    # A launcher that shows each rank its own GPU alone leaves every rank with cuda:0.
     return f"cuda:{index if index < count else 0}" if count else "cpu"
 
 
@@ -32,8 +44,12 @@ def default_device() -> str:
 def detect(device: str) -> Environment:
     """The environment of 'cuda', 'cuda:N' or 'cpu'.
 
+    CUDA devices are counted as NVML does, in the order of their PCI addresses. On a machine with
+    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+
     Raises:
         UsageError: there is no such device.
+        AdvisorError: NVML does not tell about it.
     """
     if device == "cpu":
         return Environment(
@@ -44,42 +60,24 @@ def detect(device: str) -> Environment:
                 multiprocessors=_cores(),
                 memory_gib=round(_memory_bytes() / 2**30),
             ),
-            software=Software(driver="", cuda="", cudnn="", torch=torch.__version__),
+            software=Software(driver="", cuda="", cudnn="", torch=str(torch.__version__)),
         )
     index = cuda_index(device)
     count = _cuda_count()
     if index >= count:
-        there = ", ".join(["cpu", *(f"cuda:{n}" for n in range(count))])
-        raise UsageError(f"device {device!r} is not there; this process sees {there}")
+        raise UsageError(f"device {device!r}: {_what_there_is(count)}")
     nvml = _nvml()
     if nvml is None:
-        raise UsageError(
-            f"device {device!r}: the NVIDIA management library (NVML) does not answer here; "
-            "advisor reads driver and device from it"
+        raise AdvisorError(
+            f"device {device!r}: the NVIDIA management library (NVML) does not answer here, and "
+            "advisor reads driver and device from it; AMD GPUs are not supported"
         )
-    handle = _handle(nvml, index)
-    physical = _physical(nvml, handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(physical)
-    name = _text(nvml.nvmlDeviceGetName(handle))
-    return Environment(
-        device=Device(
-            kind="cuda",
-            name=_text(nvml.nvmlDeviceGetName(physical)),
-            capability=f"{major}.{minor}",
-            multiprocessors=_multiprocessors(nvml, handle, (major, minor)),
-            memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30),
-            mig=name.partition(" MIG ")[2],
-        ),
-        software=Software(
-            driver=_text(nvml.nvmlSystemGetDriverVersion()),
-            cuda=torch.version.cuda or "",
-            cudnn=str(torch.backends.cudnn.version() or ""),
-            torch=torch.__version__,
-            power_limit_w=_read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(physical))
-            // 1000,
-            clock_cap_mhz=_clock_cap(nvml, physical),
-        ),
-    )
+    try:
+        return _ask(nvml, index)
+    except nvml.NVMLError as exc:
+        raise AdvisorError(
+            f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
+        ) from exc
 
 
 def cuda_index(device: str) -> int:
@@ -88,19 +86,30 @@ def cuda_index(device: str) -> int:
     Raises:
         UsageError: the device is neither CUDA nor 'cpu'.
     """
-    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    found = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if found is None:
-        raise UsageError(f"device {device!r}: expected cpu, cuda or cuda:N")
+        raise UsageError(f"device {device!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
     return int(found.group(1) or 0)
 
 
 def device_uuid(device: str) -> str:
-    """As torch.cuda.get_device_properties(...).uuid has it; '' on a CPU or a MIG slice."""
-    nvml = _nvml() if device != "cpu" else None
+    """As torch.cuda.get_device_properties(...).uuid has it; '' on a CPU, a MIG slice, or unknown.
+
+    Raises:
+        UsageError: the device is malformed.
+    """
+    if device == "cpu":
+        return ""
+    index, nvml = cuda_index(device), _nvml()
     if nvml is None:
         return ""
-    found = _text(nvml.nvmlDeviceGetUUID(_handle(nvml, cuda_index(device))))
-    return found.removeprefix("GPU-") if found.startswith("GPU-") else ""
+    try:
+        gpus = _visible(nvml)
+        if index >= len(gpus) or gpus[index].is_slice:
+            return ""
+        return _text(nvml.nvmlDeviceGetUUID(gpus[index].handle)).removeprefix("GPU-")
+    except nvml.NVMLError:
+        return ""
 
 
 @functools.cache
@@ -113,6 +122,46 @@ def host_cpu() -> str:
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware."""
     return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()))
+
+
+def _ask(nvml: Any, index: int) -> Environment:
+    gpu = _visible(nvml)[index]
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
+    milliwatts = _read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
+    mig = _text(nvml.nvmlDeviceGetName(gpu.handle)).partition(" MIG ")[2] if gpu.is_slice else ""
+    return Environment(
+        device=Device(
+            kind="cuda",
+            name=_text(nvml.nvmlDeviceGetName(gpu.card)),
+            capability=f"{major}.{minor}",
+            multiprocessors=_multiprocessors(nvml, gpu, (major, minor)),
+            memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(gpu.handle).total / 2**30),
+            mig=mig,
+        ),
+        software=Software(
+            driver=_text(nvml.nvmlSystemGetDriverVersion()),
+            cuda=torch.version.cuda or "",
+            cudnn=_cudnn_version(),
+            torch=str(torch.__version__),
+            power_limit_w=round(milliwatts / 1000),
+            clock_cap_mhz=_clock_cap(nvml, gpu.card),
+        ),
+    )
+
+
+def _what_there_is(count: int) -> str:
+    if not torch.backends.cuda.is_built():
+        return f"this torch ({torch.__version__}) is built without CUDA; use cpu"
+    if count == 0:
+        return (
+            "this process sees no CUDA device; use cpu, or check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    there = ", ".join(f"cuda:{n}" for n in range(count))
+    return (
+        f"this process sees {count} CUDA device{'s' if count > 1 else ''} ({there}); use one of "
+        "them or cpu, or check CUDA_VISIBLE_DEVICES"
+    )
 
 
 @functools.cache
@@ -134,8 +183,15 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _cudnn_version() -> str:
+    # Not torch.backends.cudnn.version(): newer torch reads every GPU's capability in it, through
+    # torch.cuda, which creates a CUDA context.
+    library: Any = getattr(torch._C, "_cudnn", None)
+    return str(library.getVersionInt()) if library is not None else ""
+
+
 @functools.cache
-def _nvml() -> ModuleType | None:
+def _nvml() -> Any:
     """The started library, or None where there is no NVIDIA driver."""
     import pynvml
 
@@ -143,77 +199,95 @@ def _nvml() -> ModuleType | None:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return None
-    module: ModuleType = pynvml
-    return module
+    return pynvml
 
 
 def _cuda_count() -> int:
     if not torch.backends.cuda.is_built():
         return 0
     nvml = _nvml()
-    if nvml is None:
-        # ROCm, or a container without the library: torch may know better.
-        return torch.cuda.device_count()
-    return len(_visible(nvml))
+    if nvml is not None:
+        try:
+            return len(_visible(nvml))
+        except nvml.NVMLError:
+            pass
+    # ROCm, or a container without the library: torch may know better.
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _visible(nvml: Any) -> list[str | int]:
-    """What CUDA_VISIBLE_DEVICES lets this process see, by index or UUID, in CUDA's order.
+def _visible(nvml: Any) -> list[_Gpu]:
+    """The devices that CUDA gives this process, in its order.
 
-    As CUDA reads it, the first invalid entry ends the list.
+    A process is given one MIG slice, the first, and then no whole card (NVIDIA's MIG user guide,
+    'CUDA Device Enumeration').
     """
-    count = int(nvml.nvmlDeviceGetCount())
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
-        return list(range(count))
-    uuids = [
-        _text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(n))) for n in range(count)
-    ]
-    found: list[str | int] = []
-    for entry in (part.strip() for part in asked.split(",")):
-        if entry.isdigit() and int(entry) < count:
-            found.append(int(entry))
-        elif entry.startswith("MIG-"):
-            found.append(entry)
-        elif entry.startswith("GPU-") and sum(u.startswith(entry) for u in uuids) == 1:
-            found.append(next(u for u in uuids if u.startswith(entry)))
+        cards = range(int(nvml.nvmlDeviceGetCount()))
+        gpus = [gpu for n in cards for gpu in _on_card(nvml, nvml.nvmlDeviceGetHandleByIndex(n))]
+    else:
+        gpus = list(_named(nvml, asked))
+    return next(([gpu] for gpu in gpus if gpu.is_slice), gpus)
+
+
+def _named(nvml: Any, asked: str) -> Iterator[_Gpu]:
+    """What CUDA_VISIBLE_DEVICES names; as CUDA reads it, the first invalid entry ends the list."""
+    entries = [entry.strip() for entry in asked.split(",")]
+    if len(set(entries)) < len(entries):
+        return  # CUDA shows nothing when an entry is repeated
+    cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(int(nvml.nvmlDeviceGetCount()))]
+    for entry in entries:
+        if entry.startswith("MIG-"):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(entry)
+                card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            except nvml.NVMLError:
+                return
+            yield _Gpu(handle, card, is_slice=True)
+            continue
+        if entry.startswith("GPU-"):
+            found = [c for c in cards if _text(nvml.nvmlDeviceGetUUID(c)).startswith(entry)]
+        elif number := re.match(r"\+?[0-9]+", entry):  # CUDA reads '1gpu' as 1
+            found = cards[int(number[0]) :][:1]
         else:
-            break
-    return found
+            return
+        if len(found) != 1:
+            return
+        yield from _on_card(nvml, found[0])
 
 
-def _handle(nvml: Any, index: int) -> Any:
-    name = _visible(nvml)[index]
-    if isinstance(name, int):
-        return nvml.nvmlDeviceGetHandleByIndex(name)
-    return nvml.nvmlDeviceGetHandleByUUID(name)
+def _on_card(nvml: Any, card: Any) -> list[_Gpu]:
+    """The card, or the first of the slices it is cut into."""
+    # Answers (current, pending); a card that cannot be cut answers with an error.
+    if not _read(nvml, lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
+        return [_Gpu(card, card)]
+    for n in range(_read(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card))):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, n)
+        except nvml.NVMLError:
+            continue  # numbers of slices may have gaps
+        return [_Gpu(handle, card, is_slice=True)]
+    return []
 
 
-def _physical(nvml: Any, handle: Any) -> Any:
-    """The whole GPU behind a MIG slice; the handle itself otherwise."""
-    if " MIG " not in _text(nvml.nvmlDeviceGetName(handle)):
-        return handle
-    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-
-
-def _multiprocessors(nvml: Any, handle: Any, capability: tuple[int, int]) -> int:
-    if " MIG " in _text(nvml.nvmlDeviceGetName(handle)):
-        return int(nvml.nvmlDeviceGetAttributes(handle).multiprocessorCount)
-    cores = _read(nvml, lambda: nvml.nvmlDeviceGetNumGpuCores(handle))
+def _multiprocessors(nvml: Any, gpu: _Gpu, capability: tuple[int, int]) -> int:
+    if gpu.is_slice:
+        return int(nvml.nvmlDeviceGetAttributes(gpu.handle).multiprocessorCount)
+    cores = _read(nvml, lambda: nvml.nvmlDeviceGetNumGpuCores(gpu.handle))
     return cores // _CORES.get(capability, _CORES_ELSE)
 
 
-def _clock_cap(nvml: Any, handle: Any) -> int:
-    """The application clock where it is set below the card's own, in MHz; else 0."""
-    top = _read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
-    own = _read(
-        nvml, lambda: nvml.nvmlDeviceGetDefaultApplicationsClock(handle, nvml.NVML_CLOCK_SM)
-    )
-    now = _read(nvml, lambda: nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM))
-    return now if 0 < now < (own or top) else 0
+def _clock_cap(nvml: Any, card: Any) -> int:
+    """The application clock of the multiprocessors, if someone set it below the top; MHz or 0."""
+    sm = nvml.NVML_CLOCK_SM
+    now = _read(nvml, lambda: nvml.nvmlDeviceGetApplicationsClock(card, sm))
+    own = _read(nvml, lambda: nvml.nvmlDeviceGetDefaultApplicationsClock(card, sm))
+    top = _read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(card, sm))
+    # Some cards' own default is below the top, and does not cap them.
+    return now if now != own and now < top else 0
 
 
-def _read(nvml: Any, ask: Any) -> int:
+def _read(nvml: Any, ask: Callable[[], Any]) -> int:
     """0 where a card or a container does not tell."""
     try:
         return int(ask())

@@ -113,7 +113,9 @@ def _set_deterministic(value: Value) -> None:
     # https://docs.pytorch.org/docs/stable/notes/randomness.html: all of what training needs.
     if value:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(bool(value))
+    # Only where it changes something: the setter imports torch.compile's machinery, for seconds.
+    if torch.are_deterministic_algorithms_enabled() != bool(value):
+        torch.use_deterministic_algorithms(bool(value))
     torch.backends.cudnn.deterministic = bool(value)
 
 

@@ -9,11 +9,14 @@ set here, to the same state, whatever was set before.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
 _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
-"""Whether matrix products and whether cuDNN may use TF32."""
+"""Whether matrix products, and whether cuDNN's operations, may use TF32."""
+
+_OPERATIONS = ("matmul", "conv", "rnn")
 
 
 def set_float32(precision: str) -> None:
@@ -28,32 +31,38 @@ def set_float32(precision: str) -> None:
     """
     if precision not in _TF32:
         raise ValueError(f"float32 precision {precision!r}: expected one of {', '.join(_TF32)}")
-    matmul, cudnn = _TF32[precision]
+    matmul_tf32, cudnn_tf32 = _TF32[precision]
+    cudnn: Any = torch.backends.cudnn
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 warns that the old switches will go
-        # Not matmul.allow_tf32: that leaves oneDNN's precision as an earlier 'medium' or 'high'
-        # set it, and then torch.get_float32_matmul_precision() is refused.
-        torch.set_float32_matmul_precision("high" if matmul else "highest")
-        torch.backends.cudnn.allow_tf32 = cudnn
-        if not hasattr(torch.backends.cudnn, "fp32_precision"):
+        warnings.simplefilter("ignore")  # torch 2.9 announces the end of the old switches
+        # 'highest' first: it also takes oneDNN's matmul back from what 'medium' or 'high' made of
+        # it. Left there, changing matmul.allow_tf32, here or in the user's code, would make
+        # torch.get_float32_matmul_precision() refuse.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
+        cudnn.allow_tf32 = cudnn_tf32
+        if not _has_new_switches():
             return
-        # `allow_tf32 = False` makes conv and rnn inherit, which a wider fp32_precision = 'tf32'
-        # turns on again; and leaving `torch.backends.cudnn.flags()` does the same anew. Where
-        # TF32 is on, the wider one stays unset, so that the user's `allow_tf32 = False` works.
-        torch._C._set_fp32_precision_setter("cuda", "all", "none" if cudnn else "ieee")
-        if not cudnn:
-            for op in ("conv", "rnn"):
-                torch._C._set_fp32_precision_setter("cuda", op, "ieee")
+        # conv and rnn inherit where the old switch is off: from this one, else from the user's
+        # torch.backends.fp32_precision. They do so again after `with torch.backends.cudnn.flags()`.
+        # It is not set to tf32, because the old switch could then no longer turn TF32 off.
+        cudnn.fp32_precision = "none" if cudnn_tf32 else "ieee"
+        if not cudnn_tf32:
+            cudnn.conv.fp32_precision = "ieee"
+            cudnn.rnn.fp32_precision = "ieee"
 
 
 def describe() -> str:
     """What is set now, as 'matmul=ieee conv=tf32 rnn=tf32'."""
-    if hasattr(torch.backends.cudnn, "fp32_precision"):
-        found = {
-            op: torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")
-        }
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    if _has_new_switches():
+        found = [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
     else:
-        cudnn = torch.backends.cudnn.allow_tf32
-        allowed = {"matmul": torch.backends.cuda.matmul.allow_tf32, "conv": cudnn, "rnn": cudnn}
-        found = {op: "tf32" if tf32 else "ieee" for op, tf32 in allowed.items()}
-    return " ".join(f"{op}={precision}" for op, precision in found.items())
+        allowed = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.allow_tf32)
+        found = ["tf32" if tf32 else "ieee" for tf32 in allowed]
+    return " ".join(f"{op}={set_}" for op, set_ in zip(_OPERATIONS, found, strict=True))
+
+
+def _has_new_switches() -> bool:
+    return hasattr(torch.backends.cudnn, "fp32_precision")

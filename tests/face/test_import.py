@@ -1,0 +1,41 @@
+"""The face: what is public, and what importing it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import advisor
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(advisor.__all__) == [
+        "Advice",
+        "AdvisorError",
+        "AdvisorWarning",
+        "NoRecord",
+        "StoreError",
+        "TargetError",
+        "UsageError",
+        "WorkerError",
+        "__version__",
+        "apply",
+        "lookup",
+        "tune",
+    ]
+    assert all(getattr(advisor, name) for name in advisor.__all__)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import advisor, sys; print([m for m in ('torch', 'optuna', 'rich') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_apply_loads_no_optuna_torchvision_or_rich() -> None:
+    code = (
+        "import advisor, sys, warnings; warnings.simplefilter('ignore'); advisor.apply('x.py');"
+        "print([m for m in ('optuna', 'torchvision', 'rich', 'click') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

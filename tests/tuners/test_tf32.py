@@ -1,0 +1,123 @@
+"""The float32 switches: set, and then readable and settable through either interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import pytest
+
+EXPECTED = {
+    "default": ("matmul=ieee conv=tf32 rnn=tf32", "highest"),
+    "tf32": ("matmul=tf32 conv=tf32 rnn=tf32", "high"),
+    "fp32": ("matmul=ieee conv=ieee rnn=ieee", "highest"),
+}
+
+
+def test_both_interfaces_stay_readable_and_settable_after_any_earlier_setting() -> None:
+    in_fresh_process("every_sequence")
+
+
+def test_no_warning_reaches_the_user_even_from_the_first_call() -> None:
+    in_fresh_process("first_call")
+
+
+def test_another_precision_is_refused_naming_those_that_exist() -> None:
+    from advisor.tuners.tf32 import set_float32
+
+    with pytest.raises(ValueError, match=r"'bf16': expected one of default, tf32, fp32"):
+        set_float32("bf16")
+
+
+def in_fresh_process(step: str) -> None:
+    """Runs one of the functions below, with warnings as errors: the switches are global."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", __file__, step],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "deprecat" not in done.stderr
+
+
+def first_call() -> None:
+    from advisor.tuners.tf32 import describe, set_float32
+
+    for precision in ("tf32", "fp32", "default"):
+        set_float32(precision)
+        assert describe() == EXPECTED[precision][0]
+
+
+def every_sequence() -> None:
+    import torch
+
+    from advisor.tuners.tf32 import describe, set_float32
+
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    wide: Any = torch.backends
+    new = hasattr(cudnn, "fp32_precision")
+
+    def read(then: str) -> str:
+        try:
+            old = (matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision())
+        except RuntimeError as error:
+            raise AssertionError(then) from error
+        shown = describe()
+        assert old[0] == ("matmul=tf32" in shown), then
+        assert old[1] == ("conv=tf32" in shown) == ("rnn=tf32" in shown), then
+        return str(old[2])
+
+    before: list[tuple[Any, str, Any]] = [
+        (None, "", None),
+        *((torch.set_float32_matmul_precision, "", p) for p in ("medium", "high", "highest")),
+        *((matmul, "allow_tf32", on) for on in (True, False)),
+        *((cudnn, "allow_tf32", on) for on in (True, False)),
+    ]
+    after = list(before)
+    if new:
+        places = (wide, cudnn, cudnn.conv, cudnn.rnn, matmul)
+        before += [(p, "fp32_precision", to) for p in places for to in ("tf32", "ieee", "none")]
+        cpu: Any = torch.backends.mkldnn
+        before += [(cpu.matmul, "fp32_precision", to) for to in ("bf16", "tf32", "ieee")]
+        before += [(wide, "fp32_precision", "bf16")]
+        after += [(p, "fp32_precision", to) for p in (wide, cudnn) for to in ("tf32", "ieee")]
+
+    def act(place: Any, name: str, value: Any) -> None:
+        if name:
+            setattr(place, name, value)
+        elif place is not None:
+            place(value)
+
+    @contextmanager
+    def cleaned() -> Iterator[None]:
+        # What set_float32 leaves to the user.
+        yield
+        if new:
+            wide.fp32_precision = "none"
+
+    for first, precision, then in product(before, EXPECTED, after):
+        with cleaned():
+            act(*first)
+            set_float32(precision)
+            shown, legacy = EXPECTED[precision]
+            told = f"{first} {precision}"
+            assert (describe(), read(told)) == (shown, legacy), told
+            with cudnn.flags(enabled=True):
+                read(f"{told} in flags")
+            assert (describe(), read(f"{told} flags")) == (shown, legacy), told
+            set_float32(precision)
+            assert (describe(), read(f"{told} twice")) == (shown, legacy), told
+            if first[0] is wide and then[:2] == (cudnn, "allow_tf32") and precision != "fp32":
+                continue  # torch refuses this mix of the user's own, with or without us
+            act(*then)
+            read(f"{told} {then}")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
