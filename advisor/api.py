@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("advisor")
 
 BUDGET_S = 180.0
-RESERVED = 0.35
+RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
+RACE_TURN_S = 0.3
+"""Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
 
 
 def apply(
@@ -634,11 +636,13 @@ def _tune(
         trials = search.run()
         left = budget_s - search.spent_s
         progress.phase("the finalists and torch's default, measured in turn")
-        finalists = choose.finalists(space, trials)
+        step_s = search.known(space.default).measurement.step_s
+        turn_s = max(RACE_TURN_S, 2 * step_s)
+        most = max(1, int(0.7 * left / (choose.MIN_ROUNDS * turn_s)) - 1)
         rates = choose.race(
             worker,
-            finalists,
-            share_s=min(1.0, max(0.2, 0.5 * left / (choose.ROUNDS * len(finalists)))),
+            choose.finalists(space, trials, most),
+            share_s=RACE_TURN_S,
             budget_s=0.7 * left,
         )
         peaks = {t.config: t.measurement.peak_bytes for t in trials}
@@ -651,8 +655,8 @@ def _tune(
                 worker,
                 space,
                 verdict.at_batch.config,
-                share_s=min(1.0, max(0.2, budget_s / 120)),
-                budget_s=0.15 * budget_s,
+                share_s=RACE_TURN_S,
+                budget_s=0.1 * budget_s,
             )
             extra += _input_trials(seen, len(trials))
         extra += _reference(worker, space, len(trials) + len(extra))

@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1000)
     parser.add_argument("--mode", default="train")
     parser.add_argument("--optimizer", default="sgd")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timed, of one turn")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all turns")
     parser.add_argument("--free", action="store_true", help="also the advice with the batch free")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     given = parser.parse_args()
@@ -83,7 +84,9 @@ def main() -> None:
             seed=1,
         )
     )
-    rates = race(runner, list(configs.values()), share_s=given.seconds, budget_s=1e9)
+    rates = race(
+        runner, list(configs.values()), share_s=given.seconds, budget_s=given.budget, drop=False
+    )
     rows = {}
     for name, config in configs.items():
         seen = rates.get(config)

@@ -24,8 +24,10 @@ CLEARLY = 1.01
 """Faster than the default by at least this, and by more than the noise, or not at all."""
 TIE = 0.99
 """Configs this close to the fastest: the one that changes least is chosen."""
-ROUNDS = 6
+ROUNDS = 24
 MIN_ROUNDS = 3
+SETTLED = 0.005
+"""A ratio is known when its 95% interval is within this fraction of it, to both sides."""
 
 # Student's t, two-sided 95%, by degrees of freedom (any statistics table).
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -61,28 +63,49 @@ def race(
     share_s: float,
     budget_s: float,
     stage: str = "compute",
-    keep: bool = True,
+    drop: bool = True,
     now: Callable[[], float] = time.monotonic,
 ) -> dict[Config, list[float]]:
     """Measure configs in turn, there and back (A B B A ...); samples/s of each turn.
 
-    A config that fails any turn is left out. Ends after ROUNDS rounds, or MIN_ROUNDS once
-    `budget_s` is spent.
+    The first config is what the others are held against. Ends when all are known to SETTLED,
+    after ROUNDS rounds, or after MIN_ROUNDS once `budget_s` is spent. A config that fails any
+    turn is left out; with `drop`, one that is clearly slower than another of its batch size
+    runs no further, so that its time goes to those that are still close.
     """
+    reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
+    running = list(rates)
     began = now()
     for turn in range(ROUNDS):
-        order = list(rates) if turn % 2 == 0 else list(reversed(rates))
-        for config in order:
-            measured = runner.measure(config, seconds=share_s, stage=stage, keep=keep)
+        for config in list(running if turn % 2 == 0 else reversed(running)):
+            measured = runner.measure(config, seconds=share_s, stage=stage, keep=True)
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
             else:
                 del rates[config]
-        if turn + 1 >= MIN_ROUNDS and now() - began >= budget_s:
+                running.remove(config)
+        if turn + 1 < MIN_ROUNDS or reference not in rates:
+            continue
+        if now() - began >= budget_s or _settled([rates[c] for c in running]):
             break
+        if drop:
+            running = [c for c in running if c == reference or not _beaten(c, running, rates)]
     runner.release()
     return rates
+
+
+def _settled(seen: list[list[float]]) -> bool:
+    ratios = [paired_ratio(rates, seen[0]) for rates in seen[1:]]
+    return all(ratio.high - ratio.low <= 2 * SETTLED * ratio.mean for ratio in ratios)
+
+
+def _beaten(config: Config, running: list[Config], rates: dict[Config, list[float]]) -> bool:
+    return any(
+        paired_ratio(rates[config], rates[other]).high < TIE
+        for other in running
+        if other != config and other["batch_size"] == config["batch_size"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +115,15 @@ class Verdict:
     free: Choice | None
 
 
-def finalists(space: Space, trials: Sequence[Trial]) -> list[Config]:
-    """The default, the leaders at the user's batch, and the leaders with the batch free."""
+def finalists(space: Space, trials: Sequence[Trial], most: int) -> list[Config]:
+    """The default, then at most `most` leaders: at the user's batch, and with the batch free."""
     user = space.batches[0]
     ok = [trial for trial in trials if trial.measurement.ok]
     rate = {t.config: t.measurement.samples_per_s for t in ok}
     at_batch = _leaders([c for c in rate if c["batch_size"] == user], rate, WITHIN)
-    found = [space.default, *at_batch[:FINALISTS]]
-    if len(space.batches) > 1:
-        found += _free_leaders(rate)
-    return list(dict.fromkeys(found))
+    free = _free_leaders(rate) if len(space.batches) > 1 else []
+    found = [space.default, *at_batch[:1], *free[:1], *at_batch[1:FINALISTS], *free[1:]]
+    return list(dict.fromkeys(found))[: 1 + most]
 
 
 def _leaders(configs: Sequence[Config], rate: dict[Config, float], within: float) -> list[Config]:
@@ -190,16 +212,12 @@ def choose_input(
         configs = [Config(config | chosen.replace(**{name: value})) for value in values]
         if len(configs) < 2:
             continue
-        rates = race(runner, configs, share_s=share_s, budget_s=budget_s, stage=INPUT)
+        rates = race(runner, configs, share_s=share_s, budget_s=budget_s, stage=INPUT, drop=False)
         seen |= rates
-        held = rates.get(Config(config | chosen))
+        held = rates.get(configs[0])
         if not held:
             continue
-        ratios = {
-            c: paired_ratio(rates[c][: len(held)], held)
-            for c in rates
-            if len(rates[c]) == len(held)
-        }
+        ratios = {c: paired_ratio(rates[c], held) for c in rates}
         better = [c for c in ratios if ratios[c].mean >= CLEARLY and ratios[c].low > 1.0]
         if better:
             best = max(better, key=lambda c: ratios[c].mean)

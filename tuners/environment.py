@@ -203,6 +203,12 @@ def _nvml() -> Any:
 
 
 def _cuda_count() -> int:
+    return _count(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _count(_asked: str | None) -> int:
+    """The number of CUDA devices; asked once for each setting, as NVML takes milliseconds."""
     if not torch.backends.cuda.is_built():
         return 0
     nvml = _nvml()

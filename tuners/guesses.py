@@ -22,7 +22,7 @@ GUESSES: tuple[tuple[dict[str, Value], str], ...] = (
         "everything but the algorithm search",
     ),
     (
-        {"precision": "fp16", "channels_last": True, "fused_optimizer": True},
+        {"precision": "fp16", "channels_last": True},
         "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
     ),
 )
@@ -35,25 +35,29 @@ def first(space: Space) -> list[Config]:
     threads = [
         space.default.replace(threads=value) for value in space.choices.get("threads", ())[1:]
     ]
-    return [config for config in dict.fromkeys([*found, *threads]) if config != space.default]
+    return _new(space, [*found, *threads])
 
 
 def searched(space: Space, leader: Config) -> list[Config]:
     """The dear guess: cudnn.benchmark on the leader, 10-27 s before the first step."""
     if len(space.choices.get("cudnn_benchmark", ())) < 2:
         return []
-    return [leader.replace(cudnn_benchmark=True)]
+    return _new(space, [leader.replace(cudnn_benchmark=True)])
 
 
 def at_large_batch(space: Space, leader: Config, batch: int) -> list[Config]:
     """What may lead where the device is the limit instead of the host."""
     half: list[dict[str, Value]] = [
-        {"precision": precision, "channels_last": layout}
+        {"precision": precision, "channels_last": layout, "fused_optimizer": False}
         for precision in ("bf16", "fp16")
         for layout in (True, False)
     ]
     found = [leader, *(leader.replace(**_offered(space, changes)) for changes in half)]
-    return [config.replace(batch_size=batch) for config in dict.fromkeys(found)]
+    return _new(space, [config.replace(batch_size=batch) for config in found])
+
+
+def _new(space: Space, configs: list[Config]) -> list[Config]:
+    return [c for c in dict.fromkeys(configs) if space.holds(c) and c != space.default]
 
 
 def _offered(space: Space, changes: dict[str, Value]) -> dict[str, Value]:

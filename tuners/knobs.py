@@ -8,8 +8,8 @@ the worker, the records, `advisor show` and a training script's `Advice` all rea
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class Knob:
     summary: str
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own behaviour first; one value: fixed; none: the knob is absent here."""
+    conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    """Values of other knobs with which only the first value here is sound."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
     flags: Callable[[Value], None] | None = None
@@ -189,6 +191,10 @@ KNOBS: tuple[Knob, ...] = (
         name="fused_optimizer",
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
         values=_off_on(lambda here: here.device == "cuda" and here.training),
+        # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
+        # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
+        # ResNet-50's loss became NaN on an H200.
+        conflicts={"precision": ("fp16",)},
         optimizer=lambda value: {"fused": True} if value else {},
     ),
     Knob(

@@ -117,11 +117,18 @@ def _timed(step: Callable[[], None], clock: Clock) -> float:
 
 
 def time_steps(
-    step: Callable[[], None], clock: Clock, *, seconds: float, first_s: float, expected_s: float
+    step: Callable[[], None],
+    clock: Clock,
+    *,
+    seconds: float,
+    first_s: float,
+    expected_s: float,
+    least: int = 2,
 ) -> Timing:
     """Time a warmed-up step in blocks for at most about `seconds`, less if it is steady.
 
-    Two blocks are always run, so that there is a spread.
+    At least `least` blocks are run: two, so that there is a spread; one is enough where turns of
+    a race give it.
     """
     per_block = max(1, round(BLOCK_S / max(expected_s, 1e-7)))
     blocks: list[float] = []
@@ -140,7 +147,7 @@ def time_steps(
             low, high = median_interval(blocks)
             if high - low <= PRECISION * statistics.median(blocks):
                 break
-        if len(blocks) >= 2 and clock.now() - began >= seconds:
+        if len(blocks) >= least and clock.now() - began >= seconds:
             break
     low, high = median_interval(blocks)
     return Timing(

@@ -17,10 +17,12 @@ class Space:
         self,
         choices: Mapping[str, tuple[Value, ...]],
         *,
-        inputs: Mapping[str, tuple[Value, ...]] = {},
+        inputs: Mapping[str, tuple[Value, ...]] | None = None,
+        conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
-        self.inputs = {name: values for name, values in inputs.items() if values}
+        self.inputs = {name: values for name, values in (inputs or {}).items() if values}
+        self._conflicts = conflicts or {}
 
     @classmethod
     def of(cls, here: Situation) -> Space:
@@ -28,7 +30,8 @@ class Space:
         by_stage: dict[str, dict[str, tuple[Value, ...]]] = {COMPUTE: {}, INPUT: {}}
         for knob in KNOBS:
             by_stage[knob.stage][knob.name] = knob.values(here)
-        return cls(by_stage[COMPUTE], inputs=by_stage[INPUT])
+        conflicts = {knob.name: knob.conflicts for knob in KNOBS if knob.conflicts}
+        return cls(by_stage[COMPUTE], inputs=by_stage[INPUT], conflicts=conflicts)
 
     @property
     def default(self) -> Config:
@@ -51,16 +54,31 @@ class Space:
         return fingerprint({name: list(values) for name, values in self.choices.items()})[:12]
 
     def holds(self, config: Config) -> bool:
-        return set(config) == set(self.choices) and all(
-            any(value == v and type(value) is type(v) for v in self.choices[name])
-            for name, value in config.items()
+        """Whether every knob has a value that is offered, and none conflicts."""
+        return (
+            set(config) == set(self.choices)
+            and all(
+                any(value == v and type(value) is type(v) for v in self.choices[name])
+                for name, value in config.items()
+            )
+            and self._combines(config)
+        )
+
+    def _combines(self, config: Config) -> bool:
+        return not any(
+            config.get(name) != self.choices[name][0] and config.get(other) in values
+            for name, conflicts in self._conflicts.items()
+            if name in self.choices
+            for other, values in conflicts.items()
         )
 
     def configs(self, batch: int) -> Iterator[Config]:
         """All configs at one batch size."""
         names = [name for name in self.choices if name != "batch_size"]
         for values in itertools.product(*(self.choices[name] for name in names)):
-            yield Config(dict(zip(names, values, strict=True)) | {"batch_size": batch})
+            config = Config(dict(zip(names, values, strict=True)), batch_size=batch)
+            if self._combines(config):
+                yield config
 
     def changed(self, config: Config) -> dict[str, Value]:
         """The knobs of a config that differ from torch's default, the batch left out."""

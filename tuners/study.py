@@ -128,6 +128,10 @@ class Search:
         self.trials.append(trial)
         self._known[trial.config] = trial
 
+    def known(self, config: Config) -> Trial:
+        """The trial of a config that was tried."""
+        return self._known[config]
+
     def run(self) -> list[Trial]:
         """All trials, those of earlier runs first.
 

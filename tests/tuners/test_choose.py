@@ -130,7 +130,20 @@ def test_finalists_hold_the_default_and_no_failure() -> None:
         )
 
     trials = [trial(0, DEFAULT, 10.0), trial(1, FAST, 30.0), trial(2, BF16, 0.0)]
-    assert finalists(SPACE, trials) == [DEFAULT, FAST]
+    assert finalists(SPACE, trials, 5) == [DEFAULT, FAST]
+
+
+def test_losers_leave_the_race_and_close_ones_stay() -> None:
+    slow = DEFAULT.replace(channels_last=True)
+    runner = Steady({DEFAULT: 100.0, BF16: 199.0, FAST: 200.0, slow: 50.0}, noise=0.02)
+    rates = run(runner, [DEFAULT, BF16, FAST, slow])
+    assert len(rates[slow]) == 3
+    assert len(rates[DEFAULT]) == len(rates[FAST]) == len(rates[BF16]) > 10
+
+
+def test_a_steady_race_ends_early() -> None:
+    rates = run(Steady({DEFAULT: 100.0, FAST: 200.0}), [DEFAULT, FAST])
+    assert len(rates[DEFAULT]) == 3
 
 
 def test_pinning_is_chosen_only_where_it_pays() -> None:
