@@ -16,14 +16,17 @@ from advisor.tuners.runner import Runner
 from advisor.tuners.space import Space
 
 FINALISTS = 4
-WITHIN = 0.85
-"""Slower than this fraction of the leader in the search: no finalist."""
+WITHIN = 0.7
+"""Slower than this fraction of the leader in the search: no finalist. Wide, because a busy host
+can make a single measurement 30% too fast or slow; the race drops losers after a few turns."""
 FREE_WITHIN = 0.97
 """The smallest batch whose throughput is at least this fraction of the best one's."""
 CLEARLY = 1.01
 """Faster than the default by at least this, and by more than the noise, or not at all."""
 TIE = 0.99
 """Configs this close to the fastest: the one that changes least is chosen."""
+NOISY_TIE = 0.97
+"""The same for configs that the race could not tell from the fastest: its 95% interval holds 1."""
 ROUNDS = 24
 MIN_ROUNDS = 3
 SETTLED = 0.005
@@ -157,7 +160,7 @@ def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, i
     user = space.batches[0]
     choices = {config: _choice(config, seen, reference, peaks) for config, seen in rates.items()}
     baseline = choices[default]
-    at_batch = _clearly_best(space, [c for c in choices.values() if c.batch == user], baseline)
+    at_batch = _clearly_best(space, [c for c in choices.values() if c.batch == user])
     free: Choice | None = None
     if len(space.batches) > 1:
         fastest = max(choice.samples_per_s for choice in choices.values())
@@ -169,13 +172,20 @@ def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, i
     return Verdict(baseline=baseline, at_batch=at_batch, free=free)
 
 
-def _clearly_best(space: Space, choices: Sequence[Choice], baseline: Choice) -> Choice:
+def _clearly_best(space: Space, choices: Sequence[Choice]) -> Choice:
+    """The fastest that is clearly faster than the default, or the least change tied with it."""
     better = [c for c in choices if c.speedup >= CLEARLY and c.speedup_low > 1.0]
     if not better:
-        return baseline
-    fastest = max(choice.samples_per_s for choice in better)
-    tied = [choice for choice in better if choice.samples_per_s >= TIE * fastest]
+        return next(c for c in choices if c.config == space.default)
+    fastest = max(better, key=lambda c: c.samples_per_s)
+    tied = [choice for choice in better if _ties(choice, fastest)]
     return min(tied, key=lambda c: (len(space.changed(c.config)), -c.samples_per_s))
+
+
+def _ties(ours: Choice, fastest: Choice) -> bool:
+    turns = min(len(ours.rounds), len(fastest.rounds))
+    ratio = paired_ratio(ours.rounds[:turns], fastest.rounds[:turns])
+    return ratio.mean >= TIE or (ratio.mean >= NOISY_TIE and ratio.high >= 1.0)
 
 
 def _choice(

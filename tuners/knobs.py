@@ -61,7 +61,7 @@ class Knob:
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
     flags: Callable[[Value], None] | None = None
     model: Callable[[nn.Module, Value], nn.Module] | None = None
-    tensor: Callable[[Tensor, Value], Tensor] | None = None
+    layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
     loader: Callable[[Value], dict[str, object]] | None = None
     autocast: Callable[[Value], torch.dtype | None] | None = None
@@ -94,17 +94,17 @@ def _layout(dimensions: int) -> torch.memory_format | None:
 
 def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
     # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
+    # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
         for tensor in (*model.parameters(), *model.buffers()):
             layout = _layout(tensor.dim())
             if layout is not None:
-                tensor.data = tensor.data.contiguous(memory_format=layout)
+                tensor.data = tensor.data.to(memory_format=layout)
     return model
 
 
-def _lay_out_tensor(tensor: Tensor, value: Value) -> Tensor:
-    layout = _layout(tensor.dim()) if value and tensor.is_floating_point() else None
-    return tensor if layout is None else tensor.contiguous(memory_format=layout)
+def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
+    return _layout(tensor.dim()) if value and tensor.is_floating_point() else None
 
 
 def _set_benchmark(value: Value) -> None:
@@ -154,7 +154,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
         model=_lay_out_model,
-        tensor=_lay_out_tensor,
+        layout=_batch_layout,
     ),
     Knob(
         name="cudnn_benchmark",

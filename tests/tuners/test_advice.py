@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from collections.abc import Iterator
 
@@ -93,6 +94,15 @@ def test_channels_last_reaches_weights_and_batches() -> None:
     x = advice.place(torch.randn(2, 3, 4, 5))
     assert x.is_contiguous(memory_format=torch.channels_last)
     assert advice.place(torch.randn(2, 3)).shape == (2, 3)
+
+
+def test_one_channel_is_laid_out_as_pytorch_does_it() -> None:
+    # Both layouts are contiguous with one channel: only the strides tell cuDNN which is meant.
+    advice = Advice(Config(channels_last=True), device="cpu")
+    x, model = torch.randn(2, 1, 4, 5), nn.Conv2d(1, 4, 3)
+    wanted = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    assert advice.place(x).stride() == x.to(memory_format=torch.channels_last).stride()
+    assert advice.prepare(model).weight.stride() == wanted.weight.stride()
 
 
 def test_place_keeps_the_structure() -> None:

@@ -100,6 +100,19 @@ def test_of_equals_the_one_that_changes_least() -> None:
     assert decide(SPACE, rates, {}).at_batch.config == BF16
 
 
+def test_noise_does_not_buy_a_change() -> None:
+    # FAST is ahead by 2% in turns that scatter by 10%: not told apart, so the simpler one it is.
+    swing = [1.0, 0.9, 1.1, 1.0, 0.9, 1.1]
+    rates = {
+        DEFAULT: [100.0] * 6,
+        BF16: [200.0 * s for s in swing],
+        FAST: [204.0 * s for s in reversed(swing)],
+    }
+    assert decide(SPACE, rates, {}).at_batch.config == BF16
+    steady = rates | {BF16: [200.0] * 6, FAST: [204.0] * 6}
+    assert decide(SPACE, steady, {}).at_batch.config == FAST
+
+
 def test_free_batch_is_the_smallest_near_the_best() -> None:
     rates = {
         DEFAULT: 100.0,
