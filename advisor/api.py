@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("advisor")
 
 BUDGET_S = 180.0
+LEAST_S = 3.0
+"""A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
 RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
 RACE_TURN_S = 0.3
@@ -609,10 +611,10 @@ def _tune(
     from advisor.tuners.study import Search, open_study
 
     budget_s = effort.budget_s
-    if budget_s < 12 * facts.step_s:
+    if budget_s < max(LEAST_S, 12 * facts.step_s):
         raise UsageError(
-            f"budget {budget_s:g}s is too small for one trial: a step takes {facts.step_s:.1f} s; "
-            f"give at least {max(30.0, 60 * facts.step_s):.0f}s"
+            f"budget {budget_s:g}s is too small for one trial beside torch's default: a step takes "
+            f"{facts.step_s:.2g} s; give at least {max(30.0, 60 * facts.step_s):.0f}s"
         )
     user = space.batches[0]
     began = time.monotonic()
@@ -634,11 +636,17 @@ def _tune(
         )
         progress.started(facts, key, space, len(search.trials))
         trials = search.run()
+        if len(trials) == 1 and effort.trials != 1 and space.is_choice:
+            raise UsageError(
+                f"budget {budget_s:g}s is too small: measuring torch's default alone took "
+                f"{search.spent_s:.0f} s of it; give at least {5 * search.spent_s:.0f}s"
+            )
         left = budget_s - search.spent_s
         progress.phase("the finalists and torch's default, measured in turn")
+        # A finalist is built and warmed up, then runs one warm and one timed step a turn at least.
         step_s = search.known(space.default).measurement.step_s
-        turn_s = max(RACE_TURN_S, 2 * step_s)
-        most = max(1, int(0.7 * left / (choose.MIN_ROUNDS * turn_s)) - 1)
+        finalist_s = 4 * step_s + choose.MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
+        most = max(1, int(0.7 * left / finalist_s) - 1)
         rates = choose.race(
             worker,
             choose.finalists(space, trials, most),

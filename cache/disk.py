@@ -80,8 +80,17 @@ class DiskStore:
         problem = self._problem()
         if problem:
             raise self._damaged(problem)
-        with self._writing():
-            pass
+        try:
+            if (self._records / _DATABASE).exists():
+                with self._writing():
+                    return
+            # Nothing is made yet: a command that is refused later leaves nothing behind.
+            there = next(p for p in (self._records, *self._records.parents) if p.exists())
+        except OSError as exc:
+            raise self._mapped(exc) from exc
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "cannot be written" if there.is_dir() else "is not a folder"
+            raise StoreError(f"cache {self.path}: {there} {why}; {_REMEDY}")
 
     def health(self) -> str:
         try:

@@ -44,7 +44,7 @@ class Store(Protocol):
         """Remove a key; whether it was there."""
 
     def check_writable(self) -> None:
-        """Make ready for writing, creating the store where there is none, or raise."""
+        """Raise where `put` would; nothing is made where there is no store yet."""
 
     def health(self) -> str:
         """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""

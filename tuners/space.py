@@ -49,6 +49,11 @@ class Space:
         return tuple(int(value) for value in self.choices["batch_size"] if value is not None)
 
     @property
+    def is_choice(self) -> bool:
+        """Whether there is anything beside torch's default."""
+        return any(len(values) > 1 for values in self.choices.values())
+
+    @property
     def digest(self) -> str:
         """Names a study: the choices of a categorical cannot change within one."""
         return fingerprint({name: list(values) for name, values in self.choices.items()})[:12]

@@ -230,8 +230,9 @@ def _only_candidate(module: ModuleType, spec: Spec, arguments: Config) -> str:
     found = _candidates(module, arguments)
     file = Path(spec.place).name
     if not found:
+        how = f"with {', '.join(arguments)}" if len(arguments) else "without arguments"
         raise TargetError(
-            f"target {file!r}: it defines no nn.Module class that builds without arguments and no "
+            f"target {file!r}: it defines no nn.Module class that builds {how} and no "
             f"{', '.join(NAMED)}; name one as {file}:Net, with --model-arg for its arguments"
         )
     if len(found) > 1:
