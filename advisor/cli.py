@@ -231,19 +231,22 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 @cache_option
 @json_option
 def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) -> None:
-    """Remove the record KEY, or all."""
+    """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
         raise click.UsageError("name one KEY, or --all")
     records = Records(open_store(cache))
     chosen = records.all() if everything else [records.get(str(key))]
     for record in chosen:
         records.delete(record)
+    damaged = records.delete_damaged() if everything else 0
     if as_json:
-        click.echo(json.dumps({"forgotten": [record.id for record in chosen]}))
-    else:
-        click.echo(
-            "\n".join(f"forgot {r.id} {r.target.name}" for r in chosen) or "nothing to forget"
-        )
+        ids = [record.id for record in chosen]
+        click.echo(json.dumps({"forgotten": ids, "damaged": damaged}))
+        return
+    lines = [f"forgot {record.id} {record.target.name}" for record in chosen]
+    if damaged:
+        lines.append(f"removed {damaged} unreadable records")
+    click.echo("\n".join(lines) or "nothing to forget")
 
 
 @cli.command()
