@@ -189,7 +189,10 @@ def _lookup(
         if match.record is None:
             raise NoRecord(_why_missed(target, shape, match, query))
         record = match.record
-        config, reason = _answer(record, known_batch, batch == "free", parse_bytes(max_memory))
+        limits = _Limits(
+            batch=known_batch, max_memory=parse_bytes(max_memory), precisions=query.precisions
+        )
+        config, reason = _answer(record, limits, free=batch == "free")
     except AdvisorError as exc:
         if strict:
             raise
@@ -197,15 +200,18 @@ def _lookup(
         return Advice(
             Config(), device=where, batch_size=known_batch, status="miss", reason=str(exc)
         )
-    status = "exact"
-    if match.kind == "compatible":
-        status = "stale"
-        changed = ", ".join(map(str, match.differs))
-        reason += f"; measured elsewhere: {changed}"
+    # Every record is of one process: that a job has more is no reason to measure again.
+    changed = [d for d in match.differs if d.field != "world_size"]
+    if len(changed) < len(match.differs):
+        reason += f"; measured in one process, this job has {query.world_size}"
+    if changed:
+        listed = ", ".join(map(str, changed))
+        reason += f"; measured elsewhere: {listed}"
         _warn(
-            f"{record.target.name} was tuned under other conditions ({changed}); its advice is "
+            f"{record.target.name} was tuned under other conditions ({listed}); its advice is "
             f"used and may be out of date. To measure again: {tune_line(record)}"
         )
+    status = "stale" if changed else "exact"
     _log.info("record %s (%s): %s", record.id, status, reason)
     size = config["batch_size"]
     assert isinstance(size, int)
@@ -241,15 +247,21 @@ def _find(
         found = records.find(model=query.model)
     if arguments is not None:
         found = [record for record in found if record.target.arguments == Config(arguments)]
-    match = best(query, found)
+    # As asked; else a record of more precisions, whose trials in these are the answer. Where
+    # determinism is not asked for, a record without it comes first.
+    loose = dataclasses.replace(query, precisions=None)
+    if query.deterministic is None:
+        query = dataclasses.replace(query, deterministic=False)
+    match = next(
+        (m for q in (query, loose) if (m := best(q, found)).record is not None), best(loose, found)
+    )
     if match.record is None or not isinstance(target, str | None):
         return match
     # Several targets or samples fit: which one is meant is not for a cache to guess.
     rivals: dict[object, Record] = {}
     for record in found:
-        if best(query, [record]).record is not None:
-            key = record.key
-            rivals[record.target, key.sample] = record
+        if best(loose, [record]).record is not None:
+            rivals[record.target, record.key.sample] = record
     if len(rivals) > 1:
         listed = "; ".join(
             f"{record.target.name} {record.key.sample}" for record in rivals.values()
@@ -306,56 +318,73 @@ def _why_missed(target: object, shape: Sequence[int] | None, match: Match, query
     return f"{what}; run: advisor tune {name} --shape {size}"
 
 
-def _answer(record: Record, batch: int | None, free: bool, max_memory: int) -> tuple[Config, str]:
-    """A config of the record for these constraints, and what it is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """What a script asks of the config it is given."""
+
+    batch: int | None
+    max_memory: int
+    precisions: tuple[str, ...] | None
+
+    def allow(self, config: Config, peak_bytes: int) -> bool:
+        if self.max_memory and peak_bytes > self.max_memory:
+            return False
+        # torch's own precision is what a script has without advice: always allowed.
+        precision = config.get("precision", "default")
+        return self.precisions is None or precision in ("default", *self.precisions)
+
+    def __str__(self) -> str:
+        memory = f" within {self.max_memory / 2**30:.3g} GiB" if self.max_memory else ""
+        return f"batch {self.batch}{memory}"
+
+
+def _answer(record: Record, limits: _Limits, *, free: bool) -> tuple[Config, str]:
+    """A config of the record within the limits, and what it is.
 
     Raises:
         NoRecord: no measured trial satisfies them.
     """
-    if free:
-        choice = record.free or record.at_batch
-        batch = choice.batch
-    else:
-        choice = record.at_batch
-        batch = record.batch if batch is None else batch
-    if batch == choice.batch and (not max_memory or choice.peak_bytes <= max_memory):
+    choice = (record.free or record.at_batch) if free else record.at_batch
+    if free or limits.batch is None:
+        limits = dataclasses.replace(limits, batch=choice.batch if free else record.batch)
+    if limits.batch == choice.batch and limits.allow(choice.config, choice.peak_bytes):
         return (
             Config(choice.config | record.input),
             f"{choice.speedup:.2f}x torch's default at batch {record.batch}",
         )
-    return _from_trials(record, batch, max_memory)
+    return _from_trials(record, limits)
 
 
-def _from_trials(record: Record, batch: int, max_memory: int) -> tuple[Config, str]:
+def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
     fitting = [
         trial
         for trial in record.trials
         if trial.stage == "compute"
         and trial.measurement.ok
         and trial.origin != "reference"
-        and trial.config["batch_size"] == batch
-        and (not max_memory or trial.measurement.peak_bytes <= max_memory)
+        and trial.config["batch_size"] == limits.batch
+        and limits.allow(trial.config, trial.measurement.peak_bytes)
     ]
-    wanted = f"batch {batch}" + (f" within {max_memory / 2**30:.3g} GiB" if max_memory else "")
-    default = record.baseline.config.replace(batch_size=batch)
+    default = record.baseline.config.replace(batch_size=limits.batch)
     reference = next((t.measurement for t in record.trials if t.config == default), None)
     if not fitting or reference is None or not reference.ok:
         measured = sorted({int(t.config["batch_size"] or 0) for t in record.trials})
         raise NoRecord(
-            f"{record.target.name} was not measured at {wanted} beside torch's default (batches "
+            f"{record.target.name} was not measured at {limits} beside torch's default (batches "
             f"measured: {', '.join(map(str, measured))}); run: advisor tune {record.target.name} "
-            f"--shape {'x'.join(map(str, (batch, *record.key.sample.shape)))}"
+            f"--shape {'x'.join(map(str, (limits.batch, *record.key.sample.shape)))}"
         )
     trial = max(fitting, key=lambda t: t.measurement.samples_per_s)
     # Single measurements, not a race: only a difference beyond their own spread counts.
     if trial.measurement.low <= 1.03 * reference.high and any(t.config == default for t in fitting):
-        return Config(
-            default | record.input
-        ), f"torch's default: nothing measured beats it at {wanted}"
+        return (
+            Config(default | record.input),
+            f"torch's default: nothing measured beats it at {limits}",
+        )
     speedup = trial.measurement.samples_per_s / reference.samples_per_s
     return (
         Config(trial.config | record.input),
-        f"{speedup:.2f}x torch's default at batch {batch}, each measured once",
+        f"{speedup:.2f}x torch's default at batch {limits.batch}, each measured once",
     )
 
 
@@ -403,17 +432,32 @@ def parse_bytes(text: int | str | None) -> int:
 
 def script_line(record: Record) -> str:
     """The line that applies a record in a script."""
-    shape = ", ".join(map(str, (record.batch, *record.key.sample.shape)))
-    extra = "" if record.key.mode == "train" else f', mode="{record.key.mode}"'
-    if record.key.permits.deterministic:
+    key = record.key
+    shape = ", ".join(map(str, (record.batch, *key.sample.shape)))
+    extra = "" if key.mode == "train" else f', mode="{key.mode}"'
+    if key.permits.deterministic:
         extra += ", deterministic=True"
     return f'advice = advisor.apply("{record.target.name}", shape=({shape}){extra})'
 
 
 def tune_line(record: Record) -> str:
     """The command that measures a record again."""
-    shape = "x".join(map(str, (record.batch, *record.key.sample.shape)))
-    return f"advisor tune {record.target.name} --shape {shape}"
+    from advisor.tuners.knobs import PERMITTED
+
+    key = record.key
+    options = [f"--shape {'x'.join(map(str, (record.batch, *key.sample.shape)))}"]
+    options += [f"--model-arg {name}={value}" for name, value in record.target.arguments.items()]
+    if key.sample.dtype != "float32":
+        options.append(f"--dtype {key.sample.dtype}")
+    if key.mode != "train":
+        options.append(f"--mode {key.mode}")
+    elif key.optimizer != "sgd":
+        options.append(f"--optimizer {key.optimizer}")
+    if key.permits.deterministic:
+        options.append("--deterministic")
+    if set(key.permits.precisions) != set(PERMITTED):
+        options.append(f"--precisions {','.join(key.permits.precisions)}")
+    return f"advisor tune {record.target.name} {' '.join(options)}"
 
 
 class Progress:
