@@ -81,10 +81,13 @@ class Workload:
         return made
 
     def _make_target(self, inputs: Any) -> Any:
-        """Random labels for a 2-D output, a random tensor of the output's shape otherwise."""
+        """Random labels for a 2-D output, a random tensor of the output's shape otherwise.
+
+        A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
+        """
         with torch.no_grad(), self.advice.autocast():
             output = self._forward(self.advice.place(inputs))
-        return _map_outputs(output, _random_target)
+        return _random_targets(output)
 
     def _forward(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
@@ -140,14 +143,14 @@ def _random_target(output: Tensor) -> Tensor:
     return torch.randn(output.shape, device=output.device)
 
 
-def _map_outputs(output: Any, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    found = _outputs(output)
+def _random_targets(output: Any) -> Tensor | list[Tensor]:
+    found = [_random_target(tensor) for tensor in _outputs(output)]
     if not found:
         raise TargetError(
             f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
             "define loss(output, target) in the target's file"
         )
-    return [make(tensor) for tensor in found]
+    return found[0] if len(found) == 1 else found
 
 
 def _loss(output: Any, target: Any) -> Tensor:
