@@ -1,0 +1,141 @@
+"""A tuning run that is cut off loses at most the trial in flight; two do not run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.store import Records, open_store
+from tests.face.commands import MODEL, SHAPE, advisor, script
+
+TUNE = ("tune", "model.py", "--shape", SHAPE, "--batches", "8,16", "--budget", "10s")
+SLOW = MODEL.replace(
+    "        return self.head", "        import time; time.sleep(0.02)\n        return self.head"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(SLOW)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def tuning(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`advisor tune` in a session of its own, a trial or two after its start."""
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("advisor")), *TUNE],
+            cwd=folder,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: "trial 2:" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def tried(folder: Path) -> int:
+    return (folder / "log").read_text().count("trial ")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
+def test_kill_9_and_go_on(folder: Path) -> None:
+    with tuning(folder) as process:
+        workers = children(process.pid)
+        assert workers
+        process.kill()
+        process.wait()
+        until(lambda: not any(map(alive, workers)))
+    assert Records(open_store(None)).all() == []
+    before = tried(folder)
+    again = advisor(folder, *TUNE, "--json")
+    assert again.returncode == 0, again.stderr
+    record = json.loads(again.stdout)["record"]
+    numbers = [t["number"] for t in record["trials"]]
+    assert len(set(numbers)) == len(numbers)
+    configs = [json.dumps(t["config"], sort_keys=True) for t in record["trials"]]
+    assert len(set(configs)) == len(configs)
+    # What the first run measured is in the record, and was not measured again.
+    assert "trial 0:" not in again.stderr
+    assert again.stderr.count("trial ") <= record["provenance"]["trials"] - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
+def test_ctrl_c_and_go_on(folder: Path) -> None:
+    with tuning(folder) as process:
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        until(lambda: not any(map(alive, workers)))
+    said = (folder / "log").read_text()
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "advisor: interrupted; the same command goes on from here"
+    again = advisor(folder, *TUNE)
+    assert again.returncode == 0, again.stderr
+    assert "trial 0:" not in again.stderr
+
+
+def test_two_at_once(folder: Path) -> None:
+    with tuning(folder):
+        second = advisor(folder, *TUNE)
+    assert second.returncode == 1
+    assert second.stderr.splitlines()[-1].startswith(
+        "advisor: another advisor tune measures this very key now"
+    )
+
+
+@pytest.mark.gpu
+def test_apply_makes_no_cuda_context(tmp_path: Path) -> None:
+    """The driver lists a process that has a context: that is asked, not PyTorch alone."""
+    ran = script(
+        tmp_path,
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "import advisor, pynvml\n"
+        "advice = advisor.apply('torchvision:resnet18', shape=(8, 3, 64, 64))\n"
+        "import torch\n"
+        "pynvml.nvmlInit()\n"
+        "gpu = pynvml.nvmlDeviceGetHandleByIndex(0)\n"
+        "mine = lambda: [p for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)]\n"
+        "before = len(mine())\n"
+        "print(advice.device, torch.cuda.is_initialized())\n"
+        "torch.ones(1, device='cuda')\n"
+        "print(len(mine()) - before)\n",
+    )
+    assert ran.stdout.splitlines() == ["cuda:0 False", "1"], ran.stderr
