@@ -3,7 +3,8 @@
     python benchmarks/loop_overhead.py examples/mnist.py --shape 8x1x28x28
 
 A small model at a small batch is bound by the host, where every microsecond of Python shows.
-Prints the loop through Advice as a multiple of the loop by hand, with its 95% interval.
+Prints the loop through Advice as a multiple of the loop by hand, with its 95% interval, and the
+same for a second loop by hand: what this machine's noise alone makes of no difference.
 """
 
 from __future__ import annotations
@@ -113,32 +114,33 @@ def main() -> None:
         if pinned:
             made = [(x.pin_memory(), y.pin_memory()) for x, y in made]
         device = torch.device(where)
-        epochs = [make(advice, loaded, made) for make in (by_hand, by_advice)]
+        epochs = [make(advice, loaded, made) for make in (by_hand, by_advice, by_hand)]
         for epoch in epochs:
             once = [timed(epoch, device) for _ in range(5)][-1]
         # About 20 ms a turn: short turns see the same machine, many of them average it.
         epoch_count = max(1, round(0.02 / once))
-        turns: tuple[list[float], list[float]] = ([], [])
+        turns: tuple[list[float], ...] = ([], [], [])
         began = time.perf_counter()
         while time.perf_counter() - began < given.seconds or len(turns[0]) < 10:
-            order = (0, 1) if len(turns[0]) % 2 == 0 else (1, 0)
+            order = (0, 1, 2) if len(turns[0]) % 2 == 0 else (2, 1, 0)
             for which in order:
                 spent = sum(timed(epochs[which], device) for _ in range(epoch_count))
                 turns[which].append(spent / epoch_count / len(made))
-        ratio = paired_ratio(turns[1], turns[0])
-        hand = statistics.median(turns[0])
-        middle = statistics.median(turns[1]) / hand
+        ours, control = (paired_ratio(seen, turns[0]) for seen in turns[1:])
         rows[name] = {
-            "by_hand_step_s": hand,
-            "x_by_hand": ratio.mean,
-            "low": ratio.low,
-            "high": ratio.high,
-            "ratio_of_medians": middle,
+            "by_hand_step_s": statistics.median(turns[0]),
+            "x_by_hand": ours.mean,
+            "low": ours.low,
+            "high": ours.high,
+            "control": control.mean,
+            "control_low": control.low,
+            "control_high": control.high,
             "turns": len(turns[0]),
         }
         print(
-            f"{name:<14} by hand {hand * 1e6:10,.1f} us a step   through Advice "
-            f"{ratio.mean:.4f}x ({ratio.low:.4f}-{ratio.high:.4f}), of medians {middle:.4f}x"
+            f"{name:<14} by hand {rows[name]['by_hand_step_s'] * 1e6:10,.1f} us a step   through "
+            f"Advice {ours.mean:.4f}x ({ours.low:.4f}-{ours.high:.4f})   by hand again "
+            f"{control.mean:.4f}x ({control.low:.4f}-{control.high:.4f})"
         )
     path = results.append(
         "loop_overhead",

@@ -56,7 +56,9 @@ class Advice:
         self.reason = reason
         self.record = record
         self._rows: tuple[Knob, ...] = tuple(knob for knob in KNOBS if knob.name in config)
-        self._layouts = [(k.layout, config[k.name]) for k in self._rows if k.layout is not None]
+        self._layouts = [
+            (k.layout, config[k.name]) for k in self._rows if k.layout and config[k.name]
+        ]
         self._autocast_dtype = next(
             (d for k in self._rows if k.autocast and (d := k.autocast(config[k.name]))), None
         )
@@ -171,18 +173,24 @@ class Advice:
 
     def place(self, batch: Any) -> Any:
         """A tensor, or a tuple, list or mapping of tensors, on the device and laid out."""
+        # This runs at every step: the common types first, and no work for knobs that are off.
         if isinstance(batch, Tensor):
+            if not self._layouts:
+                return batch.to(self.device, non_blocking=self._non_blocking)
             layout = torch.preserve_format
             for act, value in self._layouts:
                 layout = act(batch, value) or layout
             return batch.to(self.device, non_blocking=self._non_blocking, memory_format=layout)
+        kind = type(batch)
+        if kind is tuple or kind is list:
+            return kind([self.place(part) for part in batch])
         if isinstance(batch, Mapping):
             placed = {name: self.place(part) for name, part in batch.items()}
-            return placed if type(batch) is dict else type(batch)(placed)  # type: ignore[call-arg]
+            return placed if kind is dict else kind(placed)
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*map(self.place, batch))
+            return kind(*map(self.place, batch))
         if isinstance(batch, list | tuple):
-            return type(batch)(self.place(part) for part in batch)
+            return kind(self.place(part) for part in batch)
         return batch
 
 

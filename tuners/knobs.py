@@ -88,8 +88,8 @@ def _autocast(value: Value) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(value))
 
 
-def _layout(dimensions: int) -> torch.memory_format | None:
-    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dimensions)
+_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By number of dimensions."""
 
 
 def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
@@ -97,14 +97,14 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
         for tensor in (*model.parameters(), *model.buffers()):
-            layout = _layout(tensor.dim())
+            layout = _LAYOUTS.get(tensor.dim())
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
     return model
 
 
 def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
-    return _layout(tensor.dim()) if value and tensor.is_floating_point() else None
+    return _LAYOUTS.get(tensor.dim()) if value and tensor.is_floating_point() else None
 
 
 def _set_benchmark(value: Value) -> None:

@@ -87,7 +87,10 @@ class Worker:
         request = {"config": dict(config), "seconds": seconds, "stage": stage, "keep": keep}
         try:
             reply = self._ask(request, seconds + self.deadline_s)
-            return from_plain(Measurement, reply["measurement"])
+            measured = from_plain(Measurement, reply["measurement"])
+            if not reply["healthy"]:
+                self._kill()  # it cannot promise that nothing leaks into the next trial
+            return measured
         except _Gone as exc:
             self._kill()
             return Measurement(outcome=exc.outcome, reason=str(exc))
