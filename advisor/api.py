@@ -30,6 +30,7 @@ from advisor.errors import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from advisor.tuners.advice import Advice
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("advisor")
 
+MODES = ("train", "infer")
 BUDGET_S = 180.0
 LEAST_S = 3.0
 """A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
@@ -50,11 +52,11 @@ RACE_TURN_S = 0.3
 def apply(
     target: str | nn.Module | None = None,
     *,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int] | str | None = None,
     batch: int | str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     mode: str = "train",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
     deterministic: bool | None = None,
@@ -71,7 +73,7 @@ def apply(
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
             running script or a module beside it.
-        shape: of one batch, e.g. (64, 3, 256, 256); the first number is the batch size.
+        shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
         batch: another batch size than shape's, or 'free' for the best one that was found
             (`advice.batch_size` says which).
         dtype: of the input, e.g. 'int64'; default: whatever was tuned.
@@ -89,7 +91,7 @@ def apply(
     Raises:
         AdvisorError: with strict=True, why there is no advice.
     """
-    advice = _lookup(
+    advice = lookup(
         target,
         shape=shape,
         batch=batch,
@@ -111,11 +113,11 @@ def apply(
 def lookup(
     target: str | nn.Module | None = None,
     *,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int] | str | None = None,
     batch: int | str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     mode: str = "train",
-    device: str | None = None,
+    device: str | torch.device | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
     deterministic: bool | None = None,
@@ -125,72 +127,27 @@ def lookup(
     strict: bool = False,
 ) -> Advice:
     """As `apply`, without touching any flag of the process."""
-    return _lookup(
-        target,
-        shape=shape,
-        batch=batch,
-        dtype=dtype,
-        mode=mode,
-        device=device,
-        optimizer=optimizer,
-        model_args=model_args,
-        deterministic=deterministic,
-        precisions=precisions,
-        max_memory=max_memory,
-        cache=cache,
-        strict=strict,
-    )
-
-
-def _lookup(
-    target: str | nn.Module | None,
-    *,
-    shape: Sequence[int] | None,
-    batch: int | str | None,
-    dtype: str | None,
-    mode: str,
-    device: str | None,
-    optimizer: str | None,
-    model_args: Mapping[str, Value] | None,
-    deterministic: bool | None,
-    precisions: Sequence[str] | None,
-    max_memory: int | str | None,
-    cache: str | None,
-    strict: bool,
-) -> Advice:
     from advisor.tuners.advice import Advice
-    from advisor.tuners.environment import default_device, detect
 
     _set_up_logging()
-    where = device or default_device()
-    known_batch = batch if isinstance(batch, int) else (int(shape[0]) if shape else None)
+    known = _known_batch(shape, batch)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
             Config(),
-            device=where,
-            batch_size=known_batch,
+            device=_device(device),
+            batch_size=known,
             status="disabled",
             reason="ADVISOR_DISABLE is set",
         )
     try:
-        query = Query(
-            environment=detect(where),
-            model=_fingerprint(target),
-            shape=tuple(int(n) for n in shape[1:]) if shape else None,
-            dtype=dtype,
-            mode=mode,
-            optimizer=optimizer,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            deterministic=True if deterministic is None and _is_deterministic() else deterministic,
-            precisions=tuple(precisions) if precisions is not None else None,
-        )
-        records = Records(open_store(cache))
-        match = _find(records, target, query, model_args)
+        asked = _Asked.of(target, shape, batch, dtype, mode, device, optimizer, precisions)
+        query = asked.query(_fingerprint(target), deterministic)
+        match = _find(Records(open_store(cache)), target, query, model_args)
         if match.record is None:
-            raise NoRecord(_why_missed(target, shape, match, query))
+            raise NoRecord(_why_missed(target, asked.shape, match, query))
         record = match.record
         limits = _Limits(
-            batch=known_batch, max_memory=parse_bytes(max_memory), precisions=query.precisions
+            batch=known, max_memory=parse_bytes(max_memory), precisions=asked.precisions
         )
         config, reason = _answer(record, limits, free=batch == "free")
     except AdvisorError as exc:
@@ -198,7 +155,11 @@ def _lookup(
             raise
         _warn(f"{exc}. Training goes on with torch's defaults")
         return Advice(
-            Config(), device=where, batch_size=known_batch, status="miss", reason=str(exc)
+            Config(),
+            device=_device(device),
+            batch_size=known,
+            status="miss",
+            reason=str(exc),
         )
     # Every record is of one process: that a job has more is no reason to measure again.
     changed = [d for d in match.differs if d.field != "world_size"]
@@ -216,8 +177,121 @@ def _lookup(
     size = config["batch_size"]
     assert isinstance(size, int)
     return Advice(
-        config, device=where, batch_size=size, status=status, reason=reason, record=record
+        config,
+        device=asked.device,
+        batch_size=size,
+        status=status,
+        reason=reason,
+        record=record,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a script asks for, checked."""
+
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    mode: str
+    device: str
+    optimizer: str | None
+    precisions: tuple[str, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        target: object,
+        shape: Sequence[int] | str | None,
+        batch: int | str | None,
+        dtype: str | torch.dtype | None,
+        mode: str,
+        device: str | torch.device | None,
+        optimizer: str | None,
+        precisions: Sequence[str] | None,
+    ) -> _Asked:
+        from torch import nn
+
+        from advisor.tuners.environment import default_device
+        from advisor.tuners.knobs import PRECISIONS
+        from advisor.tuners.workload import DTYPES, OPTIMIZERS
+
+        if not isinstance(target, str | nn.Module | None):
+            raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
+        if batch not in (None, "free") and _known_batch(None, batch) is None:
+            raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
+        kind = None if dtype is None else str(dtype).removeprefix("torch.")
+        _check("mode", mode, MODES)
+        if kind is not None:
+            _check("dtype", kind, DTYPES)
+        if optimizer is not None:
+            _check("optimizer", optimizer, tuple(OPTIMIZERS))
+        if isinstance(precisions, str):
+            precisions = precisions.split(",")
+        for precision in precisions or ():
+            _check("precision", precision, PRECISIONS)
+        return cls(
+            shape=None if shape is None else parse_shape(shape),
+            dtype=kind,
+            mode=mode,
+            device=default_device() if device is None else str(device),
+            optimizer=optimizer,
+            precisions=None if precisions is None else tuple(precisions),
+        )
+
+    def query(self, model: str | None, deterministic: bool | None) -> Query:
+        from advisor.tuners.environment import detect
+
+        world_size = os.environ.get("WORLD_SIZE", "")
+        return Query(
+            environment=detect(self.device),
+            model=model,
+            shape=None if self.shape is None else self.shape[1:],
+            dtype=self.dtype,
+            mode=self.mode,
+            optimizer=self.optimizer,
+            world_size=int(world_size) if world_size.isdigit() else 1,
+            deterministic=True if deterministic is None and _is_deterministic() else deterministic,
+            precisions=self.precisions,
+        )
+
+
+def parse_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
+    """(64, 3, 256, 256) of itself or of '64x3x256x256': a batch and a sample.
+
+    Raises:
+        UsageError: it is no such shape.
+    """
+    parts = shape.lower().split("x") if isinstance(shape, str) else shape
+    try:
+        numbers = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) < 2 or min(numbers) < 1:
+        raise UsageError(
+            f"shape {shape!r}: expected a batch and a sample, each number at least 1, "
+            "e.g. 64x3x256x256"
+        )
+    return numbers
+
+
+def _known_batch(shape: Sequence[int] | str | None, batch: int | str | None) -> int | None:
+    """The batch size that the script itself names, None where it leaves it open or is wrong."""
+    if batch is None and shape is not None:
+        with contextlib.suppress(UsageError):
+            return parse_shape(shape)[0]
+    return batch if isinstance(batch, int) and batch >= 1 else None
+
+
+def _device(asked: str | torch.device | None) -> str:
+    """Where training goes on without advice: the device asked for, if PyTorch knows it."""
+    import torch
+
+    from advisor.tuners.environment import default_device
+
+    if asked is not None:
+        with contextlib.suppress(RuntimeError):
+            return str(torch.device(asked))
+    return default_device()
 
 
 def _fingerprint(target: str | nn.Module | None) -> str | None:
@@ -389,12 +463,14 @@ def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
 
 
 def _warn(message: str) -> None:
-    """One warning for a whole job: rank 0 speaks for all."""
-    if os.environ.get("RANK", "0") == "0":
-        # apply or lookup, _lookup, _warn: the line that is named is the user's.
-        warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=4)
-    else:
+    """One warning for a whole job: rank 0 speaks for all. It names the user's own line."""
+    if os.environ.get("RANK", "0") != "0":
         _log.debug(message)
+        return
+    level, frame = 1, sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 
 
 def _set_up_logging() -> None:
@@ -486,7 +562,7 @@ class Tuned:
 
 def tune(
     target: str,
-    shape: Sequence[int],
+    shape: Sequence[int] | str,
     *,
     dtype: str = "float32",
     vocab: int = 1000,
@@ -543,16 +619,12 @@ def tune(
 
     _set_up_logging()
     progress = progress or Progress()
-    _check("mode", mode, ("train", "infer"))
+    shape = parse_shape(shape)
+    _check("mode", mode, MODES)
     _check("optimizer", optimizer, tuple(OPTIMIZERS))
     _check("dtype", dtype, DTYPES)
     for precision in precisions or ():
         _check("precision", precision, PRECISIONS)
-    if len(shape) < 2 or any(n < 1 for n in shape):
-        raise UsageError(
-            f"shape {'x'.join(map(str, shape))!r}: expected a batch and a sample, each number at "
-            "least 1, e.g. 64x3x256x256"
-        )
     for batch in batches or ():
         if batch < 1:
             raise UsageError(f"batch {batch}: expected at least 1")

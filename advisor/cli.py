@@ -26,13 +26,10 @@ class Shape(click.ParamType):  # type: ignore[type-arg] # generic in newer click
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        parts = str(value).lower().split("x")
-        if len(parts) < 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-            self.fail(
-                f"{value!r}: expected a batch and a sample, each number at least 1, "
-                "e.g. 64x3x256x256"
-            )
-        return tuple(map(int, parts))
+        try:
+            return api.parse_shape(str(value))
+        except UsageError as exc:
+            self.fail(str(exc).removeprefix("shape "))
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg] # generic in newer click only

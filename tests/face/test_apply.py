@@ -194,6 +194,46 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
         advisor.apply("model.py:Net", device="cpu", strict=True, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"shape": "4x3"}, "was not tuned for this"),
+        ({"shape": "4by3"}, "shape '4by3': expected a batch and a sample"),
+        ({"shape": 4}, "shape 4: expected a batch and a sample"),
+        ({"shape": ()}, "expected a batch and a sample"),
+        ({"batch": 0}, "batch 0: expected a number of at least 1, or 'free'"),
+        ({"batch": "big"}, "batch 'big': expected"),
+        ({"mode": "trian"}, "mode 'trian': expected one of train, infer"),
+        ({"dtype": "f32"}, "dtype 'f32': expected one of float32"),
+        ({"optimizer": "lion"}, "optimizer 'lion': expected one of sgd"),
+        ({"precisions": ["bf17"]}, "precision 'bf17': expected one of default"),
+        ({"max_memory": "lots"}, "memory size 'lots': expected a positive size"),
+        ({"device": "tpu"}, "device 'tpu': expected cpu, cuda or cuda:N"),
+        ({"target": 12}, "target 12: expected a target's name"),
+        ({"target": ""}, "target '': expected model.py"),
+    ],
+)
+def test_wrong_arguments_break_no_run(record: Record, arguments: Any, says: str) -> None:
+    arguments = {"target": "model.py:Net", "device": "cpu"} | arguments
+    with pytest.warns(advisor.AdvisorWarning) as seen:
+        advice = advisor.apply(**arguments)
+    assert says in str(seen[0].message)
+    assert (advice.status, advice.device.type, len(seen)) == ("miss", "cpu", 1)
+    advice.prepare(net())
+    with pytest.raises(advisor.AdvisorError):
+        advisor.apply(**arguments, strict=True)
+
+
+def test_arguments_as_scripts_have_them(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    for shape in ("4x3x8x8", [4, 3, 8, 8], torch.Size([4, 3, 8, 8])):
+        advice = advisor.lookup(
+            "model.py", shape=shape, dtype=torch.float32, device=torch.device("cpu"), strict=True
+        )
+        assert (advice.status, advice.batch_size) == ("exact", 4)
+    assert advisor.lookup("model.py", precisions="bf16", device="cpu").config == FAST
+
+
 def test_nothing_tuned_at_all(here: Path) -> None:
     advice, said = told(target="model.py:Net", shape=(4, 3, 8, 8))
     assert "run: advisor tune model.py:Net --shape 4x3x8x8" in said
