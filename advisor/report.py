@@ -25,6 +25,10 @@ OUTCOMES = {
 }
 
 
+UNSTEADY = 1.2
+"""Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
+
+
 def rate(samples_per_s: float) -> str:
     """'12,764' or '3.27': samples per second, three digits at least."""
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
@@ -112,6 +116,12 @@ def summary(record: Record) -> list[str]:
     lines = []
     if record.at_batch == record.baseline:
         lines.append("Nothing measured is clearly faster at your batch: the advice is the default.")
+    unsteady = record.at_batch.high / record.at_batch.low
+    if unsteady >= UNSTEADY:
+        lines.append(
+            f"Its turns differ by {unsteady:.2f}x: the host is the limit here, and it was busy or "
+            "shared. On a quiet machine, --force measures again."
+        )
     if record.input:
         default = Config(dict.fromkeys(record.input, False))
         said = changes(record.input, default)

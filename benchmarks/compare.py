@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--mode", default="train")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--seconds", type=float, default=0.5, help="timed, of one turn")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for all turns")
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds for all turns")
     parser.add_argument("--free", action="store_true", help="also the advice with the batch free")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     given = parser.parse_args()

@@ -19,7 +19,7 @@ def append(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     line = {
-        "command": ["python", *sys.argv],
+        "command": ["python", *_without("--results", sys.argv)],
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": to_plain(detect(default_device())),
         "host_cpu": host_cpu(),
@@ -28,3 +28,11 @@ def append(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     return path
+
+
+def _without(option: str, words: list[str]) -> list[str]:
+    """The command without an option and its value: where results went is no part of it."""
+    if option not in words:
+        return words
+    at = words.index(option)
+    return words[:at] + words[at + 2 :]

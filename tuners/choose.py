@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -48,15 +49,29 @@ class Ratio:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Geometric mean of the turn-by-turn ratios; the interval is Student's on their logs.
 
+    A busy host stays slow for several turns, so that turns are worth less than independent ones:
+    they count as n (1 - r) / (1 + r), r being the correlation of neighbours (effective sample
+    size of an AR(1) series, e.g. Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
     Fewer than two turns have no interval: it is then from zero to infinity.
     """
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
-    t = _T95[min(len(logs) - 1, len(_T95)) - 1]
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    correlation = _neighbours(logs, mean)
+    worth = max(2.0, len(logs) * (1 - correlation) / (1 + correlation))
+    t = _T95[min(int(worth) - 1, len(_T95)) - 1]
+    half = t * statistics.stdev(logs) / math.sqrt(worth)
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
+
+
+def _neighbours(values: Sequence[float], mean: float) -> float:
+    """Correlation of neighbours, from 0 to 0.9; 0 where there are too few values to tell."""
+    total = sum((value - mean) ** 2 for value in values)
+    if len(values) < 6 or total <= 1e-12:
+        return 0.0
+    pairs = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
+    return min(0.9, max(0.0, pairs / total))
 
 
 def race(

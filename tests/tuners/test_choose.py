@@ -52,6 +52,15 @@ def run(runner: Steady, configs: list[Config]) -> dict[Config, list[float]]:
     return race(runner, configs, share_s=0.1, budget_s=1e9)
 
 
+def test_turns_that_go_together_are_worth_less() -> None:
+    apart = [1.0, 1.2] * 6
+    together = [1.0] * 6 + [1.2] * 6
+    one = [1.0] * 12
+    narrow, wide = paired_ratio(apart, one), paired_ratio(together, one)
+    assert narrow.mean == pytest.approx(wide.mean)
+    assert wide.high - wide.low > 1.5 * (narrow.high - narrow.low)
+
+
 def test_race_goes_there_and_back() -> None:
     runner = Steady({DEFAULT: 100.0, FAST: 200.0})
     run(runner, [DEFAULT, FAST])
