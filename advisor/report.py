@@ -119,8 +119,8 @@ def summary(record: Record) -> list[str]:
     unsteady = record.at_batch.high / record.at_batch.low
     if unsteady >= UNSTEADY:
         lines.append(
-            f"Its turns differ by {unsteady:.2f}x: the host is the limit here, and it was busy or "
-            "shared. On a quiet machine, --force measures again."
+            f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
+            "shared. Measure again with --force when it is quiet."
         )
     if record.input:
         default = Config(dict.fromkeys(record.input, False))
