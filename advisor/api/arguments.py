@@ -1,0 +1,57 @@
+"""Arguments as people write them, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.errors import UsageError
+
+MODES = ("train", "infer")
+
+
+def parse_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
+    """(64, 3, 256, 256) of itself or of '64x3x256x256': a batch and a sample.
+
+    Raises:
+        UsageError: it is no such shape.
+    """
+    parts = shape.lower().split("x") if isinstance(shape, str) else shape
+    try:
+        numbers = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) < 2 or min(numbers) < 1:
+        raise UsageError(
+            f"shape {shape!r}: expected a batch and a sample, each number at least 1, "
+            "e.g. 64x3x256x256"
+        )
+    return numbers
+
+
+def parse_bytes(text: int | str | None) -> int:
+    """'20GiB', '512MB' or a number of bytes; 0 for None.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return 0
+    units = {"": 1, "b": 1}
+    for power, prefix in enumerate("kmgt", start=1):
+        units |= {f"{prefix}ib": 1024**power, f"{prefix}b": 1000**power, prefix: 1024**power}
+    value = str(text).strip().lower()
+    number = value.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = value[len(number) :].strip()
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"memory size {text!r}: expected a positive size such as 40GiB or 512MiB")
+    return size
+
+
+def check(what: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise UsageError where a value is not one of those allowed."""
+    if value not in allowed:
+        raise UsageError(f"{what} {value!r}: expected one of {', '.join(allowed)}")

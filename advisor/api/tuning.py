@@ -1,0 +1,423 @@
+"""tune(): measure, choose and remember."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import advisor
+from advisor.api.arguments import MODES, check, parse_bytes, parse_shape
+from advisor.cache.config import Config, Value
+from advisor.cache.key import Key, Permits, Sample
+from advisor.cache.match import best
+from advisor.cache.record import Measurement, Provenance, Record, Target, Trial
+from advisor.cache.store import Records, Store, open_store
+from advisor.errors import (
+    Busy,
+    StoreDamaged,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from advisor.tuners.space import Space
+    from advisor.tuners.worker.wire import Facts
+
+from advisor.api.serve import set_up_logging
+
+BUDGET_S = 180.0
+LEAST_S = 3.0
+"""A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
+RESERVED = 0.4
+"""Share of the budget kept for the final race and the input pipeline."""
+RACE_TURN_S = 0.3
+"""Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
+
+
+class Progress:
+    """What `tune` reports while it works; every method may be overridden."""
+
+    def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
+        """The workload runs; the search begins."""
+
+    def tried(self, trial: Trial, spent_s: float) -> None:
+        """A trial is over."""
+
+    def phase(self, what: str) -> None:
+        """Another part of the work begins."""
+
+    def notice(self, text: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What `tune` found. `known`: it was there already and nothing was measured."""
+
+    record: Record
+    known: bool
+
+
+def tune(
+    target: str,
+    shape: Sequence[int] | str,
+    *,
+    dtype: str = "float32",
+    vocab: int = 1000,
+    mode: str = "train",
+    device: str | None = None,
+    optimizer: str = "sgd",
+    model_args: Mapping[str, Value] | None = None,
+    budget_s: float = BUDGET_S,
+    trials: int | None = None,
+    precisions: Sequence[str] | None = None,
+    deterministic: bool = False,
+    max_memory: int | str | None = None,
+    batches: Sequence[int] | None = None,
+    fixed_batch: bool = False,
+    full_space: bool = False,
+    force: bool = False,
+    cache: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Measure, choose and remember; goes on where an interrupted call of the same kind stopped.
+
+    Args:
+        target: model.py, model.py:Net, package.module:factory or torchvision:NAME.
+        shape: of one batch; the first number is the user's batch.
+        dtype: of the input. `vocab` bounds integer inputs.
+        mode: 'train' or 'infer'.
+        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
+        optimizer: 'sgd' or 'adamw', for mode 'train'.
+        model_args: keyword arguments of the factory.
+        budget_s: wall seconds, worker start not counted.
+        trials: search trials at most.
+        precisions: those permitted; default: default, tf32, bf16, fp16.
+        deterministic: only deterministic configs.
+        max_memory: bytes or '40GiB': the limit within which configs must run.
+        batches: batch sizes to try beside the user's; `fixed_batch` for none.
+        full_space: also what is known to be bad (cuDNN off).
+        force: measure again although the key is tuned.
+        cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
+        seed: of all randomness.
+
+    Raises:
+        UsageError: an argument is wrong. TargetFailed: the user's code raised.
+        WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
+        Busy: another process tunes the same key.
+    """
+    from advisor.tuners.environment import cpu_has_bf16, default_device, detect, host_cpu
+    from advisor.tuners.knobs import PERMITTED, PRECISIONS, Situation
+    from advisor.tuners.space import Space
+    from advisor.tuners.target import parse
+    from advisor.tuners.worker.parent import Worker
+    from advisor.tuners.worker.wire import Job
+    from advisor.tuners.workload import DTYPES, OPTIMIZERS
+
+    set_up_logging()
+    progress = progress or Progress()
+    shape = parse_shape(shape)
+    check("mode", mode, MODES)
+    check("optimizer", optimizer, tuple(OPTIMIZERS))
+    check("dtype", dtype, DTYPES)
+    for precision in precisions or ():
+        check("precision", precision, PRECISIONS)
+    for batch in batches or ():
+        if batch < 1:
+            raise UsageError(f"batch {batch}: expected at least 1")
+    if trials is not None and trials < 1:
+        raise UsageError(f"trials {trials}: expected at least 1")
+    if vocab < 1:
+        raise UsageError(f"vocab {vocab}: expected at least 1")
+    limit = parse_bytes(max_memory)
+    spec = parse(target)
+    where = device or default_device()
+    environment = detect(where)
+    store = _writable(cache, progress)
+    arguments = Config(dict(model_args or {}))
+    permits = Permits(
+        deterministic=deterministic,
+        precisions=tuple(p for p in PRECISIONS if p in (precisions or PERMITTED)),
+    )
+    job = Job(
+        target=target,
+        arguments=dict(arguments),
+        shape=tuple(shape[1:]),
+        dtype=dtype,
+        vocab=vocab,
+        batch=shape[0],
+        mode=mode,
+        optimizer=optimizer,
+        deterministic=deterministic,
+        device=where,
+        max_memory=limit,
+        seed=seed,
+    )
+    with Worker(job, deadline_s=max(30.0, budget_s / 3)) as worker:
+        facts = worker.describe()
+        _same_device(where, facts.device_uuid)
+        key = Key(
+            environment=environment,
+            model=facts.model,
+            sample=Sample(shape=job.shape, dtype=dtype),
+            mode=mode,
+            optimizer=optimizer if mode == "train" else "",
+            world_size=1,
+            permits=permits,
+        )
+        named = Target(name=facts.name, origin=spec.origin, arguments=arguments)
+        records = Records(store)
+        known = [r for r in records.find(model=facts.model) if r.id == key.id]
+        if known and not force and known[0].batch == shape[0]:
+            return Tuned(record=known[0], known=True)
+        here = Situation(
+            device=environment.device.kind,
+            capability=_capability(environment.device.capability),
+            cpu_bf16=cpu_has_bf16(),
+            cores=environment.device.multiprocessors,
+            threads=facts.threads,
+            dimensions=len(shape),
+            convolves=facts.convolves,
+            training=mode == "train",
+            batches=_batches(facts, environment.device.memory_gib, job, batches, fixed_batch),
+            deterministic=deterministic,
+            precisions=permits.precisions,
+            full=full_space,
+        )
+        return Tuned(
+            record=_tune(
+                worker,
+                Space.of(here),
+                key,
+                named,
+                facts,
+                records,
+                _Effort(
+                    budget_s=budget_s, trials=trials, seed=seed, force=force, host_cpu=host_cpu()
+                ),
+                progress,
+            ),
+            known=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effort:
+    budget_s: float
+    trials: int | None
+    seed: int
+    force: bool
+    host_cpu: str
+
+
+def _tune(
+    worker: Any,
+    space: Space,
+    key: Key,
+    target: Target,
+    facts: Facts,
+    records: Records,
+    effort: _Effort,
+    progress: Progress,
+) -> Record:
+    from advisor.tuners import choose
+    from advisor.tuners.study import Search, open_study
+
+    budget_s = effort.budget_s
+    if budget_s < max(LEAST_S, 12 * facts.step_s):
+        raise UsageError(
+            f"budget {budget_s:g}s is too small for one trial beside torch's default: a step takes "
+            f"{facts.step_s:.2g} s; give at least {max(30.0, 60 * facts.step_s):.0f}s"
+        )
+    user = space.batches[0]
+    began = time.monotonic()
+    name = f"{key.id}-{user}-{space.digest}"
+    folder = records.store.studies
+    with _locked(folder, name):
+        study = open_study(folder, name, fresh=effort.force)
+        nearly = best(key, [r for r in records.find(model=key.model)])
+        search = Search(
+            worker,
+            space,
+            study,
+            share_s=min(2.0, max(0.3, budget_s / 120)),
+            budget_s=budget_s * (1 - RESERVED),
+            limit=effort.trials,
+            seed=effort.seed,
+            first=(nearly.record.at_batch.config,) if nearly.record else (),
+            on_trial=lambda trial: progress.tried(trial, search.spent_s),
+        )
+        progress.started(facts, key, space, len(search.trials))
+        trials = search.run()
+        if len(trials) == 1 and effort.trials != 1 and space.is_choice:
+            raise UsageError(
+                f"budget {budget_s:g}s is too small: measuring torch's default alone took "
+                f"{search.spent_s:.0f} s of it; give at least {5 * search.spent_s:.0f}s"
+            )
+        left = budget_s - search.spent_s
+        progress.phase("the finalists and torch's default, measured in turn")
+        # A finalist is built and warmed up, then runs one warm and one timed step a turn at least.
+        step_s = search.known(space.default).measurement.step_s
+        finalist_s = 4 * step_s + choose.MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
+        most = max(1, int(0.7 * left / finalist_s) - 1)
+        rates = choose.race(
+            worker,
+            choose.finalists(space, trials, most),
+            share_s=RACE_TURN_S,
+            budget_s=0.7 * left,
+        )
+        peaks = {t.config: t.measurement.peak_bytes for t in trials}
+        verdict = choose.decide(space, rates, peaks)
+        extra: list[Trial] = []
+        chosen_input = space.default_input
+        if len(chosen_input):
+            progress.phase("the input pipeline, through a DataLoader")
+            chosen_input, seen = choose.choose_input(
+                worker,
+                space,
+                verdict.at_batch.config,
+                share_s=RACE_TURN_S,
+                budget_s=0.1 * budget_s,
+            )
+            extra += _input_trials(seen, len(trials))
+        extra += _reference(worker, space, len(trials) + len(extra))
+        record = Record(
+            key=key,
+            target=target,
+            batch=user,
+            baseline=verdict.baseline,
+            at_batch=verdict.at_batch,
+            free=verdict.free,
+            input=chosen_input,
+            trials=(*trials, *extra),
+            provenance=Provenance(
+                created=time.time(),
+                seconds=time.monotonic() - began,
+                trials=len(trials),
+                advisor=advisor.__version__,
+                device_uuid=facts.device_uuid,
+                host_cpu=effort.host_cpu,
+                seed=effort.seed,
+                study=name,
+                budget_s=budget_s,
+                modules=facts.modules,
+                parameters=facts.parameters,
+            ),
+        )
+        records.put(record)
+    return record
+
+
+def _input_trials(seen: dict[Config, list[float]], number: int) -> list[Trial]:
+    found: list[Trial] = []
+    for config, rates in seen.items():
+        batch = int(config["batch_size"] or 1)
+        middle = sorted(rates)[len(rates) // 2] if rates else 0.0
+        measured = (
+            Measurement(
+                outcome="ok",
+                samples_per_s=middle,
+                low=min(rates),
+                high=max(rates),
+                step_s=batch / middle,
+                blocks=tuple(batch / rate for rate in rates),
+            )
+            if rates
+            else Measurement(outcome="failed", reason="it failed in the input race")
+        )
+        found.append(
+            Trial(
+                number=number + len(found),
+                config=config,
+                measurement=measured,
+                stage="input",
+                origin="race",
+                seconds=0.0,
+            )
+        )
+    return found
+
+
+def _reference(worker: Any, space: Space, number: int) -> list[Trial]:
+    """Strict fp32, measured to compare with; advised only where it is permitted."""
+    if "tf32" not in space.choices["precision"] or "fp32" in space.choices["precision"]:
+        return []
+    config = space.default.replace(precision="fp32")
+    began = time.monotonic()
+    measured = worker.measure(config, seconds=0.5)
+    return [
+        Trial(
+            number=number,
+            config=config,
+            measurement=measured,
+            stage="compute",
+            origin="reference",
+            seconds=time.monotonic() - began,
+        )
+    ]
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, dot, minor = text.partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
+
+
+def _writable(cache: str | None, progress: Progress) -> Store:
+    """The store, moved aside first where it is damaged."""
+    store = open_store(cache)
+    try:
+        store.check_writable()
+    except StoreDamaged as exc:
+        aside = store.set_aside()
+        progress.notice(f"the store was damaged ({exc}); it is now in {aside}, a new one is begun")
+    return store
+
+
+def _same_device(where: str, seen: str) -> None:
+    """The device that was measured must be the one that the key names."""
+    from advisor.tuners.environment import device_uuid
+
+    named = device_uuid(where)
+    if seen and named and seen.lower() != named.lower():
+        raise UsageError(
+            f"device {where!r}: the driver's order of the GPUs is not CUDA's here; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
+        )
+
+
+def _batches(
+    facts: Facts, memory_gib: int, job: Any, asked: Sequence[int] | None, fixed: bool
+) -> tuple[int, ...]:
+    from advisor.tuners.space import ladder
+
+    if fixed:
+        return (job.batch,)
+    if asked is not None:
+        return (job.batch, *sorted(set(asked) - {job.batch}))
+    per_sample = max(1.0, facts.peak_bytes / job.batch)
+    if facts.memory_bytes:
+        # Reduced precision needs down to half of the default's memory.
+        memory = job.max_memory or facts.memory_bytes
+        return ladder(job.batch, fits=int(2 * memory / per_sample))
+    memory = min(job.max_memory or memory_gib * 2**30, memory_gib * 2**30) // 2
+    return ladder(job.batch, fits=min(4 * job.batch, int(memory / per_sample)))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FileLock(folder / f"{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as exc:
+        raise Busy("another advisor tune measures this very key now; wait for it") from exc
+    try:
+        yield
+    finally:
+        lock.release()
