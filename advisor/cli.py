@@ -126,8 +126,9 @@ def cli() -> None:
     type=click.Choice(["normal", "full"]),
     default="normal",
     show_default=True,
-    help="full: also what is known to be bad (cuDNN off).",
+    help="full: also what is bad (cuDNN off) or takes minutes (max-autotune).",
 )
+@click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
 @click.option("--force", is_flag=True, help="Measure again although this is tuned.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of all randomness.")
 @cache_option
@@ -139,6 +140,7 @@ def tune(
     model_args: tuple[str, ...],
     budget: float,
     space: str,
+    no_compile: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -160,6 +162,7 @@ def tune(
             model_args=_keywords(model_args),
             budget_s=budget,
             full_space=space == "full",
+            compile=not no_compile,
             progress=progress,
             **options,
         )

@@ -66,6 +66,7 @@ class Advice:
         self._non_blocking = self.device.type == "cuda" and any(
             k.non_blocking(config[k.name]) for k in self._rows if k.non_blocking
         )
+        self._graphed = any(k.graphs(config[k.name]) for k in self._rows if k.graphs)
         self._scaler: torch.amp.GradScaler | None = None
         self._copies: torch.cuda.Stream | None = None
 
@@ -79,7 +80,7 @@ class Advice:
                 knob.flags(self.config[knob.name])
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model on the device in the advised memory format.
+        """The model on the device in the advised memory format, compiled where that pays.
 
         Warns if the model is not the one that was tuned.
         """
@@ -158,6 +159,8 @@ class Advice:
         for batch in loader:
             if overlapped is None:
                 overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
+            if self._graphed:
+                torch.compiler.cudagraph_mark_step_begin()
             yield self._place_beside(batch) if overlapped else self.place(batch)
 
     def _place_beside(self, batch: Any) -> Any:

@@ -133,15 +133,15 @@ class Verdict:
     free: Choice | None
 
 
-def finalists(space: Space, trials: Sequence[Trial], most: int) -> list[Config]:
-    """The default, then at most `most` leaders: at the user's batch, and with the batch free."""
+def finalists(space: Space, trials: Sequence[Trial]) -> list[Config]:
+    """The default, then the leaders: at the user's batch and with the batch free, by turns."""
     user = space.batches[0]
     ok = [trial for trial in trials if trial.measurement.ok]
     rate = {t.config: t.measurement.samples_per_s for t in ok}
     at_batch = _leaders([c for c in rate if c["batch_size"] == user], rate, WITHIN)
     free = _free_leaders(rate) if len(space.batches) > 1 else []
     found = [space.default, *at_batch[:1], *free[:1], *at_batch[1:FINALISTS], *free[1:]]
-    return list(dict.fromkeys(found))[: 1 + most]
+    return list(dict.fromkeys(found))
 
 
 def _leaders(configs: Sequence[Config], rate: dict[Config, float], within: float) -> list[Config]:

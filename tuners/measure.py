@@ -92,7 +92,8 @@ def warm_up(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
     """Run until steps settle; (seconds of the first step, seconds of a settled one).
 
     Algorithm search and allocation happen in the first steps. Settled: the last three agree
-    within a tenth, or WARM_S is spent on them (one step after the first always runs).
+    within a tenth, or WARM_S is spent on them and they get no faster. One step after the first
+    always runs; the second and third of a compiled one record its CUDA graphs.
     """
     first = _timed(step, clock)
     times: list[float] = []
@@ -103,7 +104,7 @@ def warm_up(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
         last = times[-WARM_STEPS:]
         if len(times) >= WARM_STEPS and max(last) <= 1.1 * min(last):
             break
-        if spent >= WARM_S:
+        if spent >= WARM_S and times[-1] >= 0.5 * (times[-2] if len(times) > 1 else first):
             break
     return first, min(times[-WARM_STEPS:])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from advisor.cache.config import Config, Value
 from advisor.cache.key import fingerprint
@@ -19,10 +19,13 @@ class Space:
         *,
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
         conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
+        dear: Iterable[str] = (),
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
         self._conflicts = conflicts or {}
+        self.dear = tuple(name for name in dear if name in self.choices)
+        """Knobs that are tried on leaders only."""
 
     @classmethod
     def of(cls, here: Situation) -> Space:
@@ -31,7 +34,12 @@ class Space:
         for knob in KNOBS:
             by_stage[knob.stage][knob.name] = knob.values(here)
         conflicts = {knob.name: knob.conflicts for knob in KNOBS if knob.conflicts}
-        return cls(by_stage[COMPUTE], inputs=by_stage[INPUT], conflicts=conflicts)
+        return cls(
+            by_stage[COMPUTE],
+            inputs=by_stage[INPUT],
+            conflicts=conflicts,
+            dear=(knob.name for knob in KNOBS if knob.dear),
+        )
 
     @property
     def default(self) -> Config:
@@ -78,9 +86,10 @@ class Space:
         )
 
     def configs(self, batch: int) -> Iterator[Config]:
-        """All configs at one batch size."""
+        """All configs at one batch size, dear knobs at their default."""
         names = [name for name in self.choices if name != "batch_size"]
-        for values in itertools.product(*(self.choices[name] for name in names)):
+        offered = [self.choices[name][: 1 if name in self.dear else None] for name in names]
+        for values in itertools.product(*offered):
             config = Config(dict(zip(names, values, strict=True)), batch_size=batch)
             if self._combines(config):
                 yield config

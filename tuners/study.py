@@ -31,6 +31,10 @@ REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
 PATIENCE = 12
 """Trials without a better config at any batch after which the sampler stops."""
+EAGER = 0.6
+"""Share of the budget for guesses and larger batches where a dear knob is to be tried after."""
+DEAR_S = 30.0
+"""Seconds that must be left for a config that compiles."""
 GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
 
@@ -84,6 +88,8 @@ class Search:
         self._study = study
         self._share_s = share_s
         self._budget_s = budget_s
+        spares = bool(space.dear) and (1 - EAGER) * budget_s >= DEAR_S
+        self._stage_s = budget_s * (EAGER if spares else 1.0)
         self._limit = limit
         self._seed = seed
         self._first = first
@@ -147,6 +153,8 @@ class Search:
             if self._space.holds(config):
                 self._try(config, "guess")
         self._climb()
+        self._stage_s = self._budget_s
+        self._try_dear()
         for config in guesses.searched(self._space, self.best(user).config):
             self._try(config, "guess")
         self._sample()
@@ -186,6 +194,24 @@ class Search:
                 break
         for batch in reversed(below):
             self._try(top.config.replace(batch_size=batch), "climb")
+
+    def _try_dear(self) -> None:
+        """Dear knobs, cheapest value first, on what leads at the user's batch and at any.
+
+        At a small batch the host hides what the device could do; the leader of the large ones
+        shows it, and compilation is what takes the host out of the way.
+        """
+        user = self._space.batches[0]
+        leaders = (self.best().config.replace(batch_size=user), self.best(user).config)
+        for leader in dict.fromkeys(leaders):
+            for name in self._space.dear:
+                for value in self._space.choices[name][1:]:
+                    config = leader.replace(**{name: value})
+                    if self._left_s() >= DEAR_S and self._space.holds(config):
+                        self._try(config, "leader")
+
+    def _left_s(self) -> float:
+        return self._budget_s - self.spent_s
 
     def _sample(self) -> None:
         tpe = optuna.samplers.TPESampler(
@@ -235,8 +261,8 @@ class Search:
             )
         waiting = set(left)
         for _ in range(REPEATS):
-            if batch is not None:
-                mirror.enqueue_trial({"batch_size": batch})
+            fixed = {name: self._space.choices[name][0] for name in self._space.dear}
+            mirror.enqueue_trial(fixed if batch is None else fixed | {"batch_size": batch})
             asked = mirror.ask(self._distributions)
             config = Config(asked.params)
             mirror.tell(asked, state=TrialState.FAIL)
@@ -248,7 +274,7 @@ class Search:
         """Whether about six steps of the default's length fit in the time and trials left."""
         if self._limit is not None and len(self.trials) >= self._limit:
             return False
-        left = self._budget_s - self.spent_s
+        left = self._stage_s - self.spent_s
         if left <= 0:
             return False
         default = self._known.get(self._space.default)

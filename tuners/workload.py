@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ class Workload:
             inputs, target = advice.place(made)
             if target is None and self._training:
                 target = advice.place(self._make_target(inputs))
-            self._source = _same((inputs, target))
+            self._source = advice.batches(itertools.repeat((inputs, target)))
 
     def _make_batch(self, sample: Sample, vocab: int, batch: int) -> tuple[Any, Any]:
         hook = self._loaded.make_batch
@@ -165,11 +166,6 @@ def _one_loss(output: Tensor, target: Tensor) -> Tensor:
     if output.dim() == 2 and not target.is_floating_point():
         return functional.cross_entropy(output, target)
     return functional.mse_loss(output, target.to(output.dtype))
-
-
-def _same(batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    while True:
-        yield batch
 
 
 class _Repeated(Dataset[Any]):

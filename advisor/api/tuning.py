@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from advisor.errors import (
 
 if TYPE_CHECKING:
     from advisor.tuners.space import Space
+    from advisor.tuners.study import Search
     from advisor.tuners.worker.wire import Facts
 
 from advisor.api.serve import set_up_logging
@@ -79,6 +82,7 @@ def tune(
     batches: Sequence[int] | None = None,
     fixed_batch: bool = False,
     full_space: bool = False,
+    compile: bool = True,
     force: bool = False,
     cache: str | None = None,
     seed: int = 0,
@@ -100,7 +104,8 @@ def tune(
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.
         batches: batch sizes to try beside the user's; `fixed_batch` for none.
-        full_space: also what is known to be bad (cuDNN off).
+        full_space: also what is known to be bad (cuDNN off) or takes minutes (max-autotune).
+        compile: try torch.compile on the leaders.
         force: measure again although the key is tuned.
         cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
         seed: of all randomness.
@@ -187,6 +192,11 @@ def tune(
             deterministic=deterministic,
             precisions=permits.precisions,
             full=full_space,
+            compilers=(
+                _compilers(environment.device.kind, full_space)
+                if compile and not deterministic
+                else ()
+            ),
         )
         return Tuned(
             record=_tune(
@@ -260,13 +270,9 @@ def _tune(
             )
         left = budget_s - search.spent_s
         progress.phase("the finalists and torch's default, measured in turn")
-        # A finalist is built and warmed up, then runs one warm and one timed step a turn at least.
-        step_s = search.known(space.default).measurement.step_s
-        finalist_s = 4 * step_s + choose.MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
-        most = max(1, int(0.7 * left / finalist_s) - 1)
         rates = choose.race(
             worker,
-            choose.finalists(space, trials, most),
+            _affordable(choose.finalists(space, trials), search, 0.7 * left),
             share_s=RACE_TURN_S,
             budget_s=0.7 * left,
         )
@@ -310,6 +316,22 @@ def _tune(
         )
         records.put(record)
     return record
+
+
+def _affordable(finalists: list[Config], search: Search, budget_s: float) -> list[Config]:
+    """The default, the first leader, and the others for which the least race leaves time."""
+    from advisor.tuners.choose import MIN_ROUNDS
+
+    taken: list[Config] = []
+    for config in finalists:
+        measured = search.known(config).measurement
+        # Built and warmed up; then one warm and one timed step a turn at least.
+        step_s = measured.step_s
+        turns_s = MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
+        budget_s -= measured.first_step_s + 4 * step_s + turns_s
+        if len(taken) < 2 or budget_s >= 0:
+            taken.append(config)
+    return taken
 
 
 def _input_trials(seen: dict[Config, list[float]], number: int) -> list[Trial]:
@@ -387,6 +409,15 @@ def _same_device(where: str, seen: str) -> None:
             f"device {where!r}: the driver's order of the GPUs is not CUDA's here; set "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
         )
+
+
+def _compilers(kind: str, full: bool) -> tuple[str, ...]:
+    """The ways to compile that work here: Triton comes with CUDA; the CPU needs a C++ compiler."""
+    from advisor.tuners.knobs import COMPILE_MODES, COMPILE_MODES_FULL
+
+    if kind == "cuda":
+        return COMPILE_MODES_FULL if full else COMPILE_MODES
+    return ("default",) if shutil.which(os.environ.get("CXX", "g++")) else ()
 
 
 def _batches(

@@ -166,3 +166,14 @@ def test_the_space_fits_the_situation(here: Situation, knob: str, values: object
 def test_knobs_have_distinct_names_and_say_what_they_are() -> None:
     assert len({knob.name for knob in KNOBS}) == len(KNOBS)
     assert all(knob.summary for knob in KNOBS)
+
+
+def test_compiling_keeps_the_names_of_the_weights() -> None:
+    model = nn.Linear(3, 4)
+    names = list(model.state_dict())
+    prepared = Advice(Config(compile="default"), device="cpu").prepare(model)
+    assert prepared is model
+    assert list(prepared.state_dict()) == names
+    assert model._compiled_call_impl is not None
+    plain = Advice(Config(compile="none"), device="cpu").prepare(nn.Linear(3, 4))
+    assert plain._compiled_call_impl is None

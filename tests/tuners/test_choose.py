@@ -152,7 +152,7 @@ def test_finalists_hold_the_default_and_no_failure() -> None:
         )
 
     trials = [trial(0, DEFAULT, 10.0), trial(1, FAST, 30.0), trial(2, BF16, 0.0)]
-    assert finalists(SPACE, trials, 5) == [DEFAULT, FAST]
+    assert finalists(SPACE, trials) == [DEFAULT, FAST]
 
 
 def test_losers_leave_the_race_and_close_ones_stay() -> None:

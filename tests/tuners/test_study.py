@@ -55,8 +55,8 @@ class Simulated:
 
 
 def search(runner: Simulated, folder: Path, name: str = "s", **how: object) -> Search:
-    given = {"share_s": 0.1, "budget_s": 1e6, "now": runner.now} | how
-    return Search(runner, SPACE, open_study(folder, name), **given)  # type: ignore[arg-type]
+    given = {"space": SPACE, "share_s": 0.1, "budget_s": 1e6, "now": runner.now} | how
+    return Search(runner, study=open_study(folder, name), **given)  # type: ignore[arg-type]
 
 
 def test_finds_the_best_and_measures_nothing_twice(tmp_path: Path) -> None:
@@ -146,3 +146,19 @@ def test_ladder() -> None:
     assert ladder(64, fits=300) == (64, 128, 256)
     assert ladder(64, fits=10) == (64,)
     assert ladder(1, fits=10**9)[-1] == 256
+
+
+def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
+    space = Space(
+        SPACE.choices | {"compile": ("none", "cudagraphs", "default")}, dear=("compile", "absent")
+    )
+    runner = Simulated()
+    found = search(runner, tmp_path, space=space)
+    trials = found.run()
+    dear = [t for t in trials if t.config["compile"] != "none"]
+    tried = [t.config["compile"] for t in dear]
+    assert tried in (["cudagraphs", "default"], ["cudagraphs", "default"] * 2)  # one leader or two
+    assert {t.config["batch_size"] for t in dear} == {64}
+    assert {t.origin for t in dear} == {"leader"}
+    short = search(Simulated(), tmp_path, "short", space=space, budget_s=20)
+    assert all(t.config["compile"] == "none" for t in short.run())

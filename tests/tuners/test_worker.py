@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,22 @@ def test_nothing_outlives_the_tuning_process(worker: Worker) -> None:
     worker.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling on a CPU needs g++")
+def test_a_compiled_config_between_eager_ones(tmp_path: Path) -> None:
+    path = tmp_path / "mean.py"
+    path.write_text(
+        "from torch import nn\nmodel = lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU())\n"
+    )
+    with Worker(job(path), deadline_s=200) as worker:
+        worker.describe()
+        eager, compiled = (config(4).replace(compile=how) for how in ("none", "default"))
+        measured = [worker.measure(c, seconds=0.05) for c in (eager, compiled, eager)]
+    assert [m.outcome for m in measured] == ["ok"] * 3
+    # Compilation is in the first step and nowhere else.
+    assert measured[1].first_step_s > 20 * measured[1].step_s
+    assert measured[1].first_step_s > 3 * measured[2].first_step_s
 
 
 GPU_MODEL = """

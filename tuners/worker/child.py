@@ -246,8 +246,10 @@ class Bench:
         )
 
     def release(self) -> None:
-        """Drop all workloads and give their memory back."""
+        """Drop all workloads, what was compiled for them, and give their memory back."""
         self._kept.clear()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()
