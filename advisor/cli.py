@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 from rich.console import Console
 
 import advisor
@@ -63,11 +63,15 @@ class Listed(click.ParamType):  # type: ignore[type-arg] # generic in newer clic
         parts = [part.strip() for part in str(value).split(",")]
         if not all(parts):
             self.fail(f"{value!r}: expected values with commas between, e.g. {self.name}")
-        if self._numbers:
-            if not all(part.isdigit() and int(part) > 0 for part in parts):
-                self.fail(f"{value!r}: expected numbers of at least 1, e.g. 16,32,64")
-            return tuple(map(int, parts))
-        return tuple(parts)
+        if not self._numbers:
+            return tuple(parts)
+        try:
+            numbers = tuple(map(int, parts))
+        except ValueError:
+            numbers = ()
+        if not numbers or min(numbers) < 1:
+            self.fail(f"{value!r}: expected numbers of at least 1, e.g. {self.name}")
+        return numbers
 
 
 cache_option = click.option(
@@ -76,19 +80,32 @@ cache_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
+def _complete_files(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
 @click.group(
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Find the fastest safe way to train a model here, by measuring, and remember it.",
 )
 @click.version_option(advisor.__version__, message="advisor %(version)s")
-def cli() -> None:
-    pass
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(WRONG_USAGE)
 
 
 @cli.command()
-@click.argument("target")
+@click.argument("target", shell_complete=_complete_files)
 @click.option(
-    "--shape", type=Shape(), required=True, help="Your batch and the sample: 64x3x256x256."
+    "--shape",
+    type=Shape(),
+    required=True,
+    metavar="BATCHxSAMPLE",
+    help="Your batch and the sample: 64x3x256x256.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Of the input.")
 @click.option("--vocab", type=int, default=1000, show_default=True, help="Bound of integer inputs.")
@@ -115,6 +132,7 @@ def cli() -> None:
 @click.option(
     "--precisions",
     type=Listed("default,tf32,bf16,fp16"),
+    metavar="LIST",
     help="Those permitted, of default, tf32, bf16, fp16, fp32  [default: all but fp32]",
 )
 @click.option("--deterministic", is_flag=True, help="Only deterministic configs.")
@@ -129,6 +147,14 @@ def cli() -> None:
     help="full: also what is bad (cuDNN off) or takes minutes (max-autotune).",
 )
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
+@click.option("--no-verify", is_flag=True, help="Do not hold the advice against strict fp32.")
+@click.option(
+    "--tolerance",
+    type=float,
+    default=0.02,
+    show_default=True,
+    help="Distance from fp32's loss that is always allowed, as a fraction.",
+)
 @click.option("--force", is_flag=True, help="Measure again although this is tuned.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of all randomness.")
 @cache_option
@@ -141,6 +167,7 @@ def tune(
     budget: float,
     space: str,
     no_compile: bool,
+    no_verify: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -149,26 +176,29 @@ def tune(
 
     TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
     """
+    if options["fixed_batch"] and options["batches"]:
+        raise UsageError("--fixed-batch and --batches exclude each other; give one of them")
+    arguments = _keywords(model_args)
     from advisor import report
     from advisor.progress import Shown
 
-    if options["fixed_batch"] and options["batches"]:
-        raise click.UsageError("--fixed-batch and --batches exclude each other")
     stderr = _console(stderr=True, quiet=quiet)
     with Shown(stderr, budget_s=budget) as progress:
         found = api.tune(
             target,
             shape,
-            model_args=_keywords(model_args),
+            model_args=arguments,
             budget_s=budget,
             full_space=space == "full",
             compile=not no_compile,
+            verify=not no_verify,
             progress=progress,
             **options,
         )
+    cache = options["cache"]
     if as_json:
         status = "known" if found.known else "tuned"
-        click.echo(json.dumps({"status": status, "record": report.as_data(found.record)}))
+        click.echo(json.dumps({"status": status, "record": report.as_data(found.record, cache)}))
         return
     out = _console()
     if found.known:
@@ -177,9 +207,9 @@ def tune(
         out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
     else:
         out.print()
-    out.print(report.verdict(found.record))
+    out.print(report.verdict(found.record, out.width))
     out.print()
-    for line in report.summary(found.record):
+    for line in report.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -196,7 +226,7 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
     if key is not None:
         record = records.get(key)
         if as_json:
-            click.echo(json.dumps(report.as_data(record)))
+            click.echo(json.dumps(report.as_data(record, cache)))
             return
         target = record.target
         out.print(
@@ -205,11 +235,11 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         for name, value in report.environment(record.key.environment):
             out.print(f"  {name:<16}{value}", highlight=False, markup=False)
         out.print()
-        out.print(report.verdict(record))
+        out.print(report.verdict(record, out.width))
         out.print()
         out.print(report.trials(record))
         out.print()
-        for line in report.summary(record):
+        for line in report.summary(record, cache):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
@@ -217,7 +247,10 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
     for damaged in records.damaged:
         click.echo(f"advisor: record {damaged}", err=True)
     if as_json:
-        rows = [report.as_data(r) | {"stale": [str(d) for d in differs]} for r, differs in found]
+        rows = [
+            report.as_data(record, cache) | {"stale": [str(d) for d in differs]}
+            for record, differs in found
+        ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
     elif not found:
         click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
@@ -233,11 +266,11 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) -> None:
     """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
-        raise click.UsageError("name one KEY, or --all")
+        raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
     records = Records(open_store(cache))
     chosen = records.all() if everything else [records.get(str(key))]
     for record in chosen:
-        records.delete(record)
+        api.forget(records, record)
     damaged = records.delete_damaged() if everything else 0
     if as_json:
         ids = [record.id for record in chosen]
@@ -245,7 +278,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
         return
     lines = [f"forgot {record.id} {record.target.name}" for record in chosen]
     if damaged:
-        lines.append(f"removed {damaged} unreadable records")
+        lines.append(f"removed {damaged} unreadable record{'s' if damaged > 1 else ''}")
     click.echo("\n".join(lines) or "nothing to forget")
 
 
@@ -280,7 +313,7 @@ def version(as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str) -> None:
     """Print shell completion: eval "$(advisor completion bash)"."""
     kind = get_completion_class(shell)
@@ -301,6 +334,8 @@ def _keywords(pairs: tuple[str, ...]) -> dict[str, Value]:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"model argument {pair!r}: expected NAME=VALUE, e.g. num_classes=10")
+        if name in found:
+            raise UsageError(f"model argument {pair!r}: {name} is given twice; give it once")
         found[name] = _value(text)
     return found
 
@@ -323,13 +358,21 @@ def main(arguments: list[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
         return code if isinstance(code, int) else DONE
     except click.ClickException as exc:
-        return _refuse(exc.format_message(), WRONG_USAGE)
+        return _refuse(exc.format_message() + _where_to_read(exc), WRONG_USAGE)
     except UsageError as exc:
         return _refuse(str(exc), WRONG_USAGE, getattr(exc, "details", ""))
     except AdvisorError as exc:
         return _refuse(str(exc), FAILED, getattr(exc, "details", ""))
     except (KeyboardInterrupt, click.Abort):
         return _refuse("interrupted; the same command goes on from here", INTERRUPTED)
+
+
+def _where_to_read(exc: click.ClickException) -> str:
+    """Which help lists what is allowed, where the message does not: a wrong value's does."""
+    ctx = getattr(exc, "ctx", None)
+    if ctx is None or type(exc) is click.BadParameter:
+        return ""
+    return f" (see: {ctx.command_path} --help)"
 
 
 def _refuse(message: str, code: int, details: str = "") -> int:

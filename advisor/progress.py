@@ -5,6 +5,8 @@ Drawn between measurements only: a redraw is noise to a step that is bound by th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -15,8 +17,10 @@ from advisor.api import Progress
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.space import Space
-from advisor.tuners.worker.wire import Facts
+
+if TYPE_CHECKING:
+    from advisor.tuners.space import Space
+    from advisor.tuners.worker.wire import Facts
 
 SHOWN = 12
 

@@ -27,6 +27,8 @@ OUTCOMES = {
 
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
+WIDE = 100
+"""Columns below which a config would be cut short to make room for its turns."""
 
 
 def rate(samples_per_s: float) -> str:
@@ -90,10 +92,12 @@ def spread(choice: Choice) -> str:
     return f"{choice.speedup:.2f}x ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"
 
 
-def verdict(record: Record) -> Table:
-    """What was found: at the user's batch and with the batch free."""
+def verdict(record: Record, width: int) -> Table:
+    """What was found: at the user's batch and with the batch free; without turns if narrow."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"):
+    wide = width >= WIDE
+    headings = ["", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"]
+    for heading in headings if wide else (h for h in headings if h != "turns"):
         numeric = heading in ("batch", "samples/s", "peak")
         table.add_column(
             heading, justify="right" if numeric else "left", no_wrap=heading != "config"
@@ -104,16 +108,17 @@ def verdict(record: Record) -> Table:
             changes(choice.config, record.baseline.config),
             str(choice.batch),
             rate(choice.samples_per_s),
-            f"{rate(choice.low)}-{rate(choice.high)}",
+            *([f"{rate(choice.low)}-{rate(choice.high)}"] if wide else []),
             "1" if choice == record.baseline else spread(choice),
             size(choice.peak_bytes),
         )
     return table
 
 
-def summary(record: Record) -> list[str]:
+def summary(record: Record, cache: str | None) -> list[str]:
     """The lines below the verdict: the input pipeline, what it cost, and what to write."""
     lines = []
+    count = record.provenance.trials
     if record.at_batch == record.baseline:
         lines.append("Nothing measured is clearly faster at your batch: the advice is the default.")
     unsteady = record.at_batch.high / record.at_batch.low
@@ -122,15 +127,22 @@ def summary(record: Record) -> list[str]:
             f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
             "shared. Measure again with --force when it is quiet."
         )
+    for trial in record.trials:
+        if trial.stage == "numerics":
+            what = changes(trial.config, record.baseline.config)
+            state = {"ok": "", "wrong": "struck out, "}.get(
+                trial.measurement.outcome, "not compared, "
+            )
+            lines.append(f"{what}: {state}{trial.measurement.reason}")
     if record.input:
         default = Config(dict.fromkeys(record.input, False))
         said = changes(record.input, default)
         lines.append(f"input pipeline: {'DataLoader default' if said == 'torch default' else said}")
     lines.append(
-        f"record {record.id}: {record.provenance.trials} trials in "
+        f"record {record.id}: {count} trial{'s' if count > 1 else ''} in "
         f"{duration(record.provenance.seconds)}"
     )
-    lines += ["", "In your script:", f"    {script_line(record)}"]
+    lines += ["", "In your script:", f"    {script_line(record, cache)}"]
     if record.free is not None and record.free != record.at_batch:
         lines.append(
             f'    or, with the batch free: batch="free" ({record.free.batch} samples a step; '
@@ -153,7 +165,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
         "age",
         "state",
     ):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("key", "speed-up", "age"))
     for record, differs in records:
         table.add_row(
             record.id,
@@ -179,6 +191,20 @@ def trials(record: Record) -> Table:
     inputs = [t for t in record.trials if t.stage == "input"]
     for trial in order:
         measured = trial.measurement
+        if trial.stage == "numerics":
+            what = f"numerics: {changes(trial.config, record.baseline.config)}"
+            table.add_row(
+                str(trial.number),
+                what,
+                "",
+                "ok" if measured.ok else outcome(measured),
+                "",
+                "",
+                "",
+                "",
+                measured.reason,
+            )
+            continue
         base = inputs[0].measurement if trial.stage == "input" else record.baseline
         default = record.baseline.config
         good = measured.ok
@@ -216,6 +242,6 @@ def environment(found: Environment) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def as_data(record: Record) -> dict[str, Any]:
+def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     """A record as JSON has it, with its id and the line for a script."""
-    return {"id": record.id, "script": script_line(record), **plain(record)}
+    return {"id": record.id, "script": script_line(record, cache), **plain(record)}

@@ -10,7 +10,7 @@ from advisor.cache.key import Key
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 
-STAGES = ("compute", "input")
+STAGES = ("compute", "input", "numerics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

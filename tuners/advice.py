@@ -7,8 +7,10 @@ what is measured is what is applied.
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -84,7 +86,7 @@ class Advice:
 
         Warns if the model is not the one that was tuned.
         """
-        if self.record is not None:
+        if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
             self._compare(model, self.record)
         model = model.to(self.device)
         for knob in self._rows:
@@ -93,18 +95,24 @@ class Advice:
         return model
 
     def _compare(self, model: nn.Module, record: Record) -> None:
-        if fingerprint.of_model(model) == record.key.model:
-            return
-        modules, parameters = fingerprint.size(model)
         known = record.provenance
-        warnings.warn(
-            f"advisor: this model is not the one tuned as {record.target.name}: "
-            f"{modules} modules and {parameters:,} parameters now, "
-            f"{known.modules} and {known.parameters:,} then (equal counts: a hyperparameter "
-            "differs). The advice may not fit; tune again",
-            AdvisorWarning,
-            stacklevel=3,
-        )
+        try:
+            if fingerprint.of_model(model) == record.key.model:
+                return
+            modules, parameters = fingerprint.size(model)
+            what = (
+                f"is not the one tuned as {record.target.name}: "
+                f"{modules} modules and {parameters:,} parameters now, "
+                f"{known.modules} and {known.parameters:,} then (equal counts: a hyperparameter "
+                "differs). The advice may not fit; tune again"
+            )
+        except Exception as exc:  # parameters not made yet, or what the user's extra_repr() raised
+            first = str(exc).partition("\n")[0]
+            what = (
+                f"cannot be compared with the one tuned as {record.target.name} "
+                f"({type(exc).__name__}: {first})"
+            )
+        warnings.warn(f"advisor: this model {what}", AdvisorWarning, stacklevel=3)
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -175,7 +183,10 @@ class Advice:
         return placed
 
     def place(self, batch: Any) -> Any:
-        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out."""
+        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out.
+
+        What else has a method `to`, as PackedSequence, moves itself; the rest stays as it is.
+        """
         # This runs at every step: the common types first, and no work for knobs that are off.
         if isinstance(batch, Tensor):
             if not self._layouts:
@@ -189,12 +200,23 @@ class Advice:
             return kind([self.place(part) for part in batch])
         if isinstance(batch, Mapping):
             placed = {name: self.place(part) for name, part in batch.items()}
-            return placed if kind is dict else kind(placed)
+            return placed if kind is dict else _like(batch, placed)
+        if hasattr(batch, "to"):
+            return batch.to(self.device, non_blocking=self._non_blocking)
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return kind(*map(self.place, batch))
         if isinstance(batch, list | tuple):
             return kind(self.place(part) for part in batch)
         return batch
+
+
+def _like(batch: Mapping[Any, Any], placed: dict[Any, Any]) -> Any:
+    """`placed` as another batch of this kind: its constructor may want something else."""
+    if not isinstance(batch, MutableMapping):
+        return type(batch)(placed)  # type: ignore[call-arg]
+    found = copy.copy(batch)
+    found.update(placed)
+    return found
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,13 +39,23 @@ class Workload:
         optimizer: str,
         from_loader: bool,
         seed: int,
+        batches: int = 1,
+        order: int = 0,
+        watch: bool = False,
+        rounded: bool = False,
     ) -> None:
+        """`batches` different ones are cycled through, in an order that `order` names; with
+        `watch`, `outputs` holds the first step's; `rounded` starts from weights in bf16."""
         torch.manual_seed(seed)
         advice.set_flags()
         self.advice = advice
         self._loaded = loaded
         self._training = mode == "train"
-        self.model = advice.prepare(build(loaded))
+        model = build(loaded)
+        if rounded:
+            for weight in model.parameters():
+                weight.data = weight.data.bfloat16().to(weight.dtype)
+        self.model = advice.prepare(model)
         self.model.train(self._training)
         self.loss: Tensor | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -55,17 +66,21 @@ class Workload:
                     f"target {loaded.spec.name!r}: it has no trainable parameter; use --mode infer"
                 )
             self._optimizer = OPTIMIZERS[optimizer](parameters, **advice.optimizer)
-        made = self._make_batch(sample, vocab, batch)
+        self._watch = watch
+        self.outputs: list[Tensor] = []
+        made = []
+        for number in range(batches):
+            # The same numbers for every config, whatever a model's dropout has drawn before.
+            torch.manual_seed(seed + 1 + number)
+            inputs, target = self._make_batch(sample, vocab, batch)
+            if target is None and self._training:
+                target = self._make_target(inputs, seed + 1 + number)
+            made.append((inputs, target))
         if from_loader:
-            inputs, target = made
-            if target is None and self._training:
-                target = self._make_target(inputs)
-            self._source = _forever(advice, _Repeated((inputs, target), batch))
+            self._source = _forever(advice, _Repeated(made[0], batch))
         else:
-            inputs, target = advice.place(made)
-            if target is None and self._training:
-                target = advice.place(self._make_target(inputs))
-            self._source = advice.batches(itertools.repeat((inputs, target)))
+            self._source = advice.batches(_cycle([advice.place(one) for one in made], order))
+        torch.manual_seed(seed + 1000 * (1 + order))
 
     def _make_batch(self, sample: Sample, vocab: int, batch: int) -> tuple[Any, Any]:
         hook = self._loaded.make_batch
@@ -81,14 +96,22 @@ class Workload:
             )
         return made
 
-    def _make_target(self, inputs: Any) -> Any:
+    def _make_target(self, inputs: Any, seed: int) -> Any:
         """Random labels for a 2-D output, a random tensor of the output's shape otherwise.
 
         A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
         """
-        with torch.no_grad(), self.advice.autocast():
+        with torch.no_grad(), self.advice.autocast(), self._eagerly():
             output = self._forward(self.advice.place(inputs))
+        torch.manual_seed(seed)
         return _random_targets(output)
+
+    def _eagerly(self) -> AbstractContextManager[Any]:
+        """Without compiling: for a forward pass that is not part of a step."""
+        eager: AbstractContextManager[Any] = nullcontext()
+        if self.model._compiled_call_impl is not None:
+            eager = torch.compiler.set_stance("force_eager")
+        return eager
 
     def _forward(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
@@ -108,6 +131,8 @@ class Workload:
         with self.advice.autocast():
             output = self._forward(inputs)
             loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
+        if self._watch and not self.outputs:
+            self.outputs = [part.detach().float().cpu().clone() for part in _outputs(output)]
         self.advice.step(loss, self._optimizer)
         self.loss = loss.detach()
 
@@ -140,8 +165,8 @@ def _outputs(output: Any) -> list[Tensor]:
 
 def _random_target(output: Tensor) -> Tensor:
     if output.dim() == 2:
-        return torch.randint(0, output.shape[1], (output.shape[0],), device=output.device)
-    return torch.randn(output.shape, device=output.device)
+        return torch.randint(0, output.shape[1], (output.shape[0],))
+    return torch.randn(output.shape)
 
 
 def _random_targets(output: Any) -> Tensor | list[Tensor]:
@@ -166,6 +191,14 @@ def _one_loss(output: Tensor, target: Tensor) -> Tensor:
     if output.dim() == 2 and not target.is_floating_point():
         return functional.cross_entropy(output, target)
     return functional.mse_loss(output, target.to(output.dtype))
+
+
+def _cycle(batches: list[Any], order: int) -> Iterator[Any]:
+    """Endless passes through all batches; from the second on, their order is the seed's."""
+    draw = random.Random(order)
+    while True:
+        yield from batches
+        draw.shuffle(batches)
 
 
 class _Repeated(Dataset[Any]):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from advisor.errors import UsageError
 
 MODES = ("train", "infer")
+MOST = 2**31 - 1
+"""The largest number taken anywhere: far above any that is meant, and safe to compute with."""
 
 
 def parse_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
@@ -20,9 +22,9 @@ def parse_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
         numbers = tuple(int(part) for part in parts)
     except (TypeError, ValueError):
         numbers = ()
-    if len(numbers) < 2 or min(numbers) < 1:
+    if len(numbers) < 2 or not all(1 <= number <= MOST for number in numbers):
         raise UsageError(
-            f"shape {shape!r}: expected a batch and a sample, each number at least 1, "
+            f"shape {shape!r}: expected a batch and a sample, each number from 1 to {MOST}, "
             "e.g. 64x3x256x256"
         )
     return numbers
@@ -49,6 +51,12 @@ def parse_bytes(text: int | str | None) -> int:
     if size <= 0:
         raise UsageError(f"memory size {text!r}: expected a positive size such as 40GiB or 512MiB")
     return size
+
+
+def check_number(what: str, value: int, least: int = 1) -> None:
+    """Raise UsageError where a number is not from `least` to MOST."""
+    if not least <= value <= MOST:
+        raise UsageError(f"{what} {value}: expected a number from {least} to {MOST}")
 
 
 def check(what: str, value: str, allowed: Sequence[str]) -> None:

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import Choice, Record
+from advisor.cache.store import open_store
 
 
-def script_line(record: Record) -> str:
-    """The line that applies a record in a script."""
+def script_line(record: Record, cache: str | None = None) -> str:
+    """The line that applies a record in a script; `cache`: the URL of the store it is in."""
+    from advisor.tuners.knobs import PERMITTED
+
     key = record.key
-    shape = ", ".join(map(str, (record.batch, *key.sample.shape)))
-    extra = "" if key.mode == "train" else f', mode="{key.mode}"'
+    given = [f'"{record.target.name}"']
+    given.append(f"shape=({', '.join(map(str, (record.batch, *key.sample.shape)))})")
+    if len(record.target.arguments):
+        pairs = (f'"{name}": {value!r}' for name, value in record.target.arguments.items())
+        given.append(f"model_args={{{', '.join(pairs)}}}")
+    if key.sample.dtype != "float32":
+        given.append(f'dtype="{key.sample.dtype}"')
+    if key.mode != "train":
+        given.append(f'mode="{key.mode}"')
+    elif key.optimizer != "sgd":
+        given.append(f'optimizer="{key.optimizer}"')
+    if _beside_cuda(record):
+        given.append('device="cpu"')
     if key.permits.deterministic:
-        extra += ", deterministic=True"
-    return f'advice = advisor.apply("{record.target.name}", shape=({shape}){extra})'
+        given.append("deterministic=True")
+    if set(key.permits.precisions) != set(PERMITTED):
+        given.append(f"precisions={list(key.permits.precisions)}".replace("'", '"'))
+    if cache is not None and open_store(cache).url != open_store().url:
+        given.append(f'cache="{open_store(cache).url}"')
+    return f"advice = advisor.apply({', '.join(given)})"
 
 
 def tune_line(record: Record) -> str:
@@ -24,18 +43,28 @@ def tune_line(record: Record) -> str:
 
     key = record.key
     options = [f"--shape {'x'.join(map(str, (record.batch, *key.sample.shape)))}"]
-    options += [f"--model-arg {name}={value}" for name, value in record.target.arguments.items()]
+    for name, value in record.target.arguments.items():
+        options.append(f"--model-arg {shlex.quote(f'{name}={value}')}")
     if key.sample.dtype != "float32":
         options.append(f"--dtype {key.sample.dtype}")
     if key.mode != "train":
         options.append(f"--mode {key.mode}")
     elif key.optimizer != "sgd":
         options.append(f"--optimizer {key.optimizer}")
+    if _beside_cuda(record):
+        options.append("--device cpu")
     if key.permits.deterministic:
         options.append("--deterministic")
     if set(key.permits.precisions) != set(PERMITTED):
         options.append(f"--precisions {','.join(key.permits.precisions)}")
     return f"advisor tune {record.target.name} {' '.join(options)}"
+
+
+def _beside_cuda(record: Record) -> bool:
+    """Whether a record is of the CPU of a machine that would take its CUDA device by default."""
+    from advisor.tuners.environment import default_device
+
+    return record.key.environment.device.kind == "cpu" and default_device() != "cpu"
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:

@@ -303,12 +303,21 @@ def _find(
     for record in found:
         if best(loose, [record]).record is not None:
             rivals[record.target, record.key.sample] = record
-    if len(rivals) > 1:
-        listed = "; ".join(
-            f"{record.target.name} {record.key.sample}" for record in rivals.values()
-        )
-        raise NoRecord(f"several records fit: {listed}. Name one in apply(target, shape=...)")
-    return match
+    if len(rivals) < 2:
+        return match
+    if arguments is None and not all(len(record.target.arguments) for record in rivals.values()):
+        # Without model_args, the model that is built without them is meant.
+        return _find(records, target, query, {})
+    listed = "; ".join(map(_named, rivals.values()))
+    raise NoRecord(
+        f"several records fit: {listed}. Name one: apply(target, shape=..., dtype=..., "
+        "model_args=...)"
+    )
+
+
+def _named(record: Record) -> str:
+    given = ", ".join(f"{name}={value}" for name, value in record.target.arguments.items())
+    return f"{record.target.name}{f'({given})' if given else ''} {record.key.sample}"
 
 
 def _of_target(records: Records, text: str) -> list[Record]:
@@ -404,6 +413,7 @@ def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
         and trial.measurement.ok
         and trial.origin != "reference"
         and trial.config["batch_size"] == limits.batch
+        and _is_sound(record, trial.config)
         and limits.allow(trial.config, trial.measurement.peak_bytes)
     ]
     default = record.baseline.config.replace(batch_size=limits.batch)
@@ -427,6 +437,22 @@ def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
         Config(trial.config | record.input),
         f"{speedup:.2f}x torch's default at batch {limits.batch}, each measured once",
     )
+
+
+def _is_sound(record: Record, config: Config) -> bool:
+    """Whether a config may be served: compared with fp32, or with nothing in it that needs it."""
+    checks = [trial for trial in record.trials if trial.stage == "numerics"]
+    if not checks:
+        return True
+    sound = [
+        trial.config.without("batch_size")
+        for trial in checks
+        if trial.measurement.outcome != "wrong"
+    ]
+    if config.without("batch_size") in sound:
+        return True
+    plain = config.get("precision", "default") in ("default", "tf32")
+    return plain and config.get("compile", "none") == "none"
 
 
 def _warn(message: str) -> None:

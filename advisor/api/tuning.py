@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
-from advisor.api.arguments import MODES, check, parse_bytes, parse_shape
+from advisor.api.arguments import MODES, check, check_number, parse_bytes, parse_shape
 from advisor.cache.config import Config, Value
 from advisor.cache.key import Key, Permits, Sample
 from advisor.cache.match import best
@@ -21,10 +22,12 @@ from advisor.cache.store import Records, Store, open_store
 from advisor.errors import (
     Busy,
     StoreDamaged,
+    StoreError,
     UsageError,
 )
 
 if TYPE_CHECKING:
+    from advisor.tuners.choose import Verdict
     from advisor.tuners.space import Space
     from advisor.tuners.study import Search
     from advisor.tuners.worker.wire import Facts
@@ -34,8 +37,11 @@ from advisor.api.serve import set_up_logging
 BUDGET_S = 180.0
 LEAST_S = 3.0
 """A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
+MOST_S = 30 * 86400.0
 RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
+VERIFY = 0.1
+"""Share of the budget for holding the chosen configs against fp32, each."""
 RACE_TURN_S = 0.3
 """Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
 
@@ -83,6 +89,8 @@ def tune(
     fixed_batch: bool = False,
     full_space: bool = False,
     compile: bool = True,
+    verify: bool = True,
+    tolerance: float = 0.02,
     force: bool = False,
     cache: str | None = None,
     seed: int = 0,
@@ -106,6 +114,8 @@ def tune(
         batches: batch sizes to try beside the user's; `fixed_batch` for none.
         full_space: also what is known to be bad (cuDNN off) or takes minutes (max-autotune).
         compile: try torch.compile on the leaders.
+        verify: hold what is about to become advice against strict fp32 (training only).
+        tolerance: distance of its loss curve that is always allowed, as a fraction of fp32's loss.
         force: measure again although the key is tuned.
         cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
         seed: of all randomness.
@@ -115,6 +125,28 @@ def tune(
         WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
         Busy: another process tunes the same key.
     """
+    set_up_logging()
+    progress = progress or Progress()
+    # What can be refused without torch, which takes seconds to import, is refused first.
+    shape = parse_shape(shape)
+    check("mode", mode, MODES)
+    for batch in batches or ():
+        check_number("batch", batch)
+    if trials is not None:
+        check_number("trials", trials)
+    check_number("vocab", vocab)
+    check_number("seed", seed, least=0)
+    if not LEAST_S <= budget_s <= MOST_S:
+        raise UsageError(
+            f"budget {budget_s:g}s: expected from {LEAST_S:g}s, which is the shortest race, to 30 "
+            "days; give at least 30s"
+        )
+    if not 0 < tolerance < 1:
+        raise UsageError(f"tolerance {tolerance:g}: expected a fraction such as 0.02")
+    limit = parse_bytes(max_memory)
+    arguments = Config(dict(model_args or {}))
+    store = open_store(cache)
+
     from advisor.tuners.environment import cpu_has_bf16, default_device, detect, host_cpu
     from advisor.tuners.knobs import PERMITTED, PRECISIONS, Situation
     from advisor.tuners.space import Space
@@ -123,27 +155,14 @@ def tune(
     from advisor.tuners.worker.wire import Job
     from advisor.tuners.workload import DTYPES, OPTIMIZERS
 
-    set_up_logging()
-    progress = progress or Progress()
-    shape = parse_shape(shape)
-    check("mode", mode, MODES)
     check("optimizer", optimizer, tuple(OPTIMIZERS))
     check("dtype", dtype, DTYPES)
     for precision in precisions or ():
         check("precision", precision, PRECISIONS)
-    for batch in batches or ():
-        if batch < 1:
-            raise UsageError(f"batch {batch}: expected at least 1")
-    if trials is not None and trials < 1:
-        raise UsageError(f"trials {trials}: expected at least 1")
-    if vocab < 1:
-        raise UsageError(f"vocab {vocab}: expected at least 1")
-    limit = parse_bytes(max_memory)
     spec = parse(target)
     where = device or default_device()
     environment = detect(where)
-    store = _writable(cache, progress)
-    arguments = Config(dict(model_args or {}))
+    _make_usable(store, progress)
     permits = Permits(
         deterministic=deterministic,
         precisions=tuple(p for p in PRECISIONS if p in (precisions or PERMITTED)),
@@ -177,7 +196,7 @@ def tune(
         named = Target(name=facts.name, origin=spec.origin, arguments=arguments)
         records = Records(store)
         known = [r for r in records.find(model=facts.model) if r.id == key.id]
-        if known and not force and known[0].batch == shape[0]:
+        if known and not force and known[0].batch == shape[0] and _within(known[0], limit):
             return Tuned(record=known[0], known=True)
         here = Situation(
             device=environment.device.kind,
@@ -207,7 +226,12 @@ def tune(
                 facts,
                 records,
                 _Effort(
-                    budget_s=budget_s, trials=trials, seed=seed, force=force, host_cpu=host_cpu()
+                    budget_s=budget_s,
+                    trials=trials,
+                    seed=seed,
+                    force=force,
+                    host_cpu=host_cpu(),
+                    tolerance=tolerance if verify and mode == "train" else None,
                 ),
                 progress,
             ),
@@ -222,6 +246,8 @@ class _Effort:
     seed: int
     force: bool
     host_cpu: str
+    tolerance: float | None
+    """Of the comparison with fp32; None for none."""
 
 
 def _tune(
@@ -238,7 +264,7 @@ def _tune(
     from advisor.tuners.study import Search, open_study
 
     budget_s = effort.budget_s
-    if budget_s < max(LEAST_S, 12 * facts.step_s):
+    if budget_s < 12 * facts.step_s:
         raise UsageError(
             f"budget {budget_s:g}s is too small for one trial beside torch's default: a step takes "
             f"{facts.step_s:.2g} s; give at least {max(30.0, 60 * facts.step_s):.0f}s"
@@ -272,13 +298,17 @@ def _tune(
         progress.phase("the finalists and torch's default, measured in turn")
         rates = choose.race(
             worker,
-            _affordable(choose.finalists(space, trials), search, 0.7 * left),
+            _affordable(choose.finalists(space, trials), search, 0.6 * left),
             share_s=RACE_TURN_S,
-            budget_s=0.7 * left,
+            budget_s=0.6 * left,
         )
         peaks = {t.config: t.measurement.peak_bytes for t in trials}
-        verdict = choose.decide(space, rates, peaks)
-        extra: list[Trial] = []
+        step_s = search.known(space.default).measurement.step_s
+        verdict, extra = _verified(worker, space, rates, peaks, effort, step_s, progress)
+        for check in extra:
+            if check.measurement.outcome == "wrong":
+                trials = [_struck_out(trial, check) for trial in trials]
+        extra = [dataclasses.replace(c, number=len(trials) + n) for n, c in enumerate(extra)]
         chosen_input = space.default_input
         if len(chosen_input):
             progress.phase("the input pipeline, through a DataLoader")
@@ -289,7 +319,7 @@ def _tune(
                 share_s=RACE_TURN_S,
                 budget_s=0.1 * budget_s,
             )
-            extra += _input_trials(seen, len(trials))
+            extra += _input_trials(seen, len(trials) + len(extra))
         extra += _reference(worker, space, len(trials) + len(extra))
         record = Record(
             key=key,
@@ -316,6 +346,81 @@ def _tune(
         )
         records.put(record)
     return record
+
+
+def _within(record: Record, limit: int) -> bool:
+    """Whether the advice of a record keeps to a memory limit; 0 is none."""
+    chosen = [record.at_batch] if record.free is None else [record.at_batch, record.free]
+    return limit == 0 or all(choice.peak_bytes <= limit for choice in chosen)
+
+
+def forget(records: Records, record: Record) -> None:
+    """Remove a record and the studies behind it, so that tuning again measures again.
+
+    Raises:
+        Busy: another process tunes the same key. StoreError: the store cannot be written.
+    """
+    for study in records.store.studies.glob(f"{record.id}-*.journal"):
+        with _locked(study.parent, study.stem):
+            study.unlink(missing_ok=True)
+    records.delete(record)
+
+
+def _verified(
+    worker: Any,
+    space: Space,
+    rates: dict[Config, list[float]],
+    peaks: dict[Config, int],
+    effort: _Effort,
+    step_s: float,
+    progress: Progress,
+) -> tuple[Verdict, list[Trial]]:
+    """The verdict, in which every choice but the default trains like strict fp32."""
+    from advisor.tuners import choose
+    from advisor.tuners.verify import steps_within
+
+    steps = steps_within(VERIFY * effort.budget_s, step_s) if effort.tolerance else 0
+    checks: dict[Config, Trial] = {}
+    while True:
+        verdict = choose.decide(space, rates, peaks)
+        chosen = [c.config for c in (verdict.at_batch, verdict.free) if c is not None]
+        # The batch size changes no number format: what holds at the user's holds at another.
+        doubtful = {c.replace(batch_size=space.batches[0]) for c in chosen} - {space.default}
+        doubtful -= set(checks)
+        if effort.tolerance is None or not doubtful:
+            return verdict, list(checks.values())
+        if not steps:
+            progress.notice("not compared with fp32: a step takes too long for this budget")
+            return verdict, []
+        if not checks:
+            progress.phase("what was chosen, against strict fp32")
+        for config in sorted(doubtful, key=repr):
+            began = time.monotonic()
+            fp32 = space.default.replace(precision="fp32")
+            measured = worker.verify(config, against=fp32, steps=steps, tolerance=effort.tolerance)
+            checks[config] = Trial(
+                number=0,
+                config=config,
+                measurement=measured,
+                stage="numerics",
+                origin="fp32",
+                seconds=time.monotonic() - began,
+            )
+            changed = ", ".join(f"{k}={v}" for k, v in space.changed(config).items())
+            if measured.outcome != "wrong" and not measured.ok:
+                progress.notice(f"not compared with fp32: {changed}: {measured.reason}")
+            if measured.outcome == "wrong":
+                progress.notice(f"struck out: {changed}: {measured.reason}")
+                knobs = config.without("batch_size")
+                rates = {c: r for c, r in rates.items() if c.without("batch_size") != knobs}
+
+
+def _struck_out(trial: Trial, check: Trial) -> Trial:
+    """A trial of the knobs that failed the comparison with fp32, marked as wrong."""
+    if trial.config.without("batch_size") != check.config.without("batch_size"):
+        return trial
+    wrong = Measurement(outcome="wrong", reason=check.measurement.reason)
+    return dataclasses.replace(trial, measurement=wrong)
 
 
 def _affordable(finalists: list[Config], search: Search, budget_s: float) -> list[Config]:
@@ -388,15 +493,17 @@ def _capability(text: str) -> tuple[int, int]:
     return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
 
 
-def _writable(cache: str | None, progress: Progress) -> Store:
-    """The store, moved aside first where it is damaged."""
-    store = open_store(cache)
+def _make_usable(store: Store, progress: Progress) -> None:
+    """Move the store aside where it is damaged.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
     try:
         store.check_writable()
     except StoreDamaged as exc:
         aside = store.set_aside()
         progress.notice(f"the store was damaged ({exc}); it is now in {aside}, a new one is begun")
-    return store
 
 
 def _same_device(where: str, seen: str) -> None:
@@ -442,12 +549,17 @@ def _batches(
 def _locked(folder: Path, name: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = FileLock(folder / f"{name}.lock")
     try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock.acquire(timeout=0)
     except Timeout as exc:
         raise Busy("another advisor tune measures this very key now; wait for it") from exc
+    except OSError as exc:
+        raise StoreError(
+            f"cache {folder.parent}: {exc.strerror or exc}; point --cache or ADVISOR_CACHE to "
+            "another folder"
+        ) from exc
     try:
         yield
     finally:

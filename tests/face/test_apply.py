@@ -482,3 +482,23 @@ def test_examples_train_without_a_record(name: str, here: Path) -> None:
 def test_logging_is_left_alone(record: Record) -> None:
     advisor.lookup("model.py:Net", device="cpu")
     assert logging.getLogger("advisor").handlers == []
+
+
+def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
+    record = remember()
+    check = Trial(
+        number=9,
+        config=FAST,
+        measurement=Measurement(outcome="ok", reason="loss within 0.10% of fp32"),
+        stage="numerics",
+        origin="fp32",
+        seconds=1.0,
+    )
+    risky = measured(FAST.replace(batch_size=8, threads=THREADS), 900.0)
+    Records(open_store(None)).put(replace(record, trials=(*record.trials, risky, check)))
+    advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
+    assert advice.config == FAST.replace(batch_size=8)  # of the knobs that were compared
+    wrong = replace(check, measurement=Measurement(outcome="wrong", reason="the loss is nan"))
+    Records(open_store(None)).put(replace(record, trials=(*record.trials, risky, wrong)))
+    advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
+    assert advice.config == DEFAULT.replace(batch_size=8)

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from advisor import __version__
+import advisor as package
+from advisor import __version__, report
+from advisor.api import script_line
 from advisor.cache.codec import to_plain
+from advisor.cache.config import Config
+from advisor.cache.key import Permits, Sample
 from advisor.cache.store import Records, open_store, record_key
 from advisor.tuners.environment import detect
 from tests.cache import examples
 from tests.face.commands import MODEL, QUICK, SHAPE, advisor, script
 
-TUNE = ("tune", "model.py", "--shape", SHAPE, *QUICK)
+TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
+ONE_TRIAL = ("--budget", "4s", "--trials", "1", "--fixed-batch", "--no-compile", "--no-verify")
+NOISY = "import sys\nprint('the model says hello')\nprint('and goodbye', file=sys.stderr)\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """OpenMP's threads wait busily for each other: beside a busy process, a step takes 100x."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model.py, its store with one record, and what tuning it printed."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "model.py").write_text(MODEL)
-    done = advisor(folder, *TUNE, "--json", ADVISOR_CACHE=str(folder / "store"))
+    (folder / "model.py").write_text(NOISY + MODEL)
+    done = advisor(folder, *TUNE, *QUICK, "--json", ADVISOR_CACHE=str(folder / "store"))
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
@@ -37,79 +60,174 @@ def tuned(project: Path, own_surroundings: Path) -> Path:
     return project
 
 
+@pytest.fixture
+def first(tuned: Path) -> dict[str, Any]:
+    """Its record, as tuning printed it."""
+    found = json.loads((tuned / "stdout").read_text())["record"]
+    assert isinstance(found, dict)
+    return found
+
+
+def serve(line: str) -> Any:
+    """The advice of a line to paste, without touching a flag of this process."""
+    call = line.strip().removeprefix("advice = ").replace("advisor.apply", "advisor.lookup")
+    return eval(call, {"advisor": package})
+
+
+def line_to_paste(printed: str) -> str:
+    (line,) = (line.strip() for line in printed.splitlines() if "advisor.apply(" in line)
+    return line
+
+
 def test_json_is_one_document_and_progress_is_lines(project: Path) -> None:
     found = json.loads((project / "stdout").read_text())
     assert found["status"] == "tuned"
     record = found["record"]
     assert record["batch"] == 4
-    assert record["provenance"]["trials"] == 5
+    assert 1 <= record["provenance"]["trials"] <= 5
     assert {t["config"]["batch_size"] for t in record["trials"]} <= {4, 8}
     shown = (project / "stderr").read_text()
     assert "trial 0:  torch default  batch 4" in shown
-    assert "\x1b" not in shown
+    assert "\x1b" not in shown and "hello" not in shown and "goodbye" not in shown
 
 
-def test_tuned_once(tuned: Path) -> None:
-    first = json.loads((tuned / "stdout").read_text())["record"]
+def test_what_is_tuned_is_not_measured_again(tuned: Path, first: dict[str, Any]) -> None:
     again = advisor(tuned, *TUNE, "--json")
     assert again.returncode == 0
     assert json.loads(again.stdout) == {"status": "known", "record": first}
-    assert "trial" not in again.stderr
-    # Another batch of the same sample is another question, so it is measured.
-    told = advisor(tuned, *TUNE)
-    assert "--force measures again" in told.stdout
-    forced = advisor(tuned, *TUNE, "--force", "--quiet", "--json")
-    found = json.loads(forced.stdout)
+    assert again.stderr == ""
+
+
+def test_force_measures_again(tuned: Path, first: dict[str, Any]) -> None:
+    """And on a terminal it shows a live table, which leaves stdout alone."""
+    ours, theirs = os.openpty()
+    forced = subprocess.Popen(
+        [sys.executable, "-m", "advisor", *TUNE, *ONE_TRIAL, "--force", "--json"],
+        cwd=tuned,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert b"\x1b[" in shown and b"best at your batch" in shown
+    found = json.loads(forced.communicate()[0])
     assert found["status"] == "tuned"
     assert found["record"]["id"] == first["id"]
     assert found["record"]["provenance"]["created"] > first["provenance"]["created"]
-    assert forced.stderr == ""
+
+
+def test_a_record_beyond_the_memory_limit_is_no_answer(tuned: Path) -> None:
+    records = Records(open_store())
+    (record,) = records.all()
+    records.put(replace(record, at_batch=replace(record.at_batch, peak_bytes=2**45)))
+    done = advisor(tuned, *TUNE, *ONE_TRIAL, "--max-memory", "1TiB", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Already tuned" not in done.stdout
+    assert records.get(record.id).at_batch.peak_bytes < 2**40
 
 
 def test_the_line_it_prints_works_in_a_script(tuned: Path) -> None:
     told = advisor(tuned, *TUNE)
-    line = next(line for line in told.stdout.splitlines() if "advisor.apply(" in line)
-    ran = script(
-        tuned, f"import advisor\n{line.strip()}\nprint(advice.status, advice.batch_size)\n"
-    )
+    assert told.stdout.startswith("Already tuned, ")
+    assert "--force measures again" in told.stdout
+    line = line_to_paste(told.stdout)
+    ran = script(tuned, f"import advisor\n{line}\nprint(advice.status, advice.batch_size)\n")
     assert (ran.stdout.strip(), ran.stderr) == ("exact 4", "")
 
 
-def test_show(tuned: Path) -> None:
-    key = json.loads((tuned / "stdout").read_text())["record"]["id"]
+def test_the_line_of_a_store_elsewhere_names_it(
+    tuned: Path, own_surroundings: Path, first: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = own_surroundings.rename(own_surroundings.with_name("elsewhere"))
+    monkeypatch.chdir(own_surroundings.parent)
+    shown = advisor(Path.cwd(), "show", first["id"], "--cache", "elsewhere")
+    monkeypatch.chdir(tuned)
+    advice = serve(line_to_paste(shown.stdout))
+    assert (advice.status, advice.record.id) == ("exact", first["id"])
+    assert f'cache="disk:{elsewhere}"' in shown.stdout
+
+
+def test_each_record_is_found_by_its_own_line(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is tuned for the same file and shape."""
+    monkeypatch.chdir(tuned)
+    records = Records(open_store())
+    (plain,) = records.all()
+    key, permits = plain.key, plain.key.permits
+    others = [
+        replace(plain, key=replace(key, mode="infer", optimizer="")),
+        replace(plain, key=replace(key, optimizer="adamw")),
+        replace(plain, key=replace(key, permits=replace(permits, deterministic=True))),
+        replace(
+            plain,
+            key=replace(key, permits=Permits(deterministic=False, precisions=("default", "bf16"))),
+        ),
+        replace(
+            plain,
+            key=replace(key, model="f" * 64),
+            target=replace(plain.target, arguments=Config(width=9, kind="a b", bias=None)),
+        ),
+    ]
+    for record in others:
+        records.put(record)
+    for record in others:
+        advice = serve(script_line(record))
+        assert (advice.status, advice.record) == ("exact", record)
+    # Last, because beside it a line that names no dtype is no answer any more.
+    doubles = replace(plain, key=replace(key, sample=Sample(shape=(3, 8, 8), dtype="float64")))
+    records.put(doubles)
+    assert serve(script_line(doubles)).record == doubles
+
+
+def test_show(tuned: Path, first: dict[str, Any]) -> None:
+    key, elsewhere = first["id"], examples.record()
+    Records(open_store()).put(elsewhere)
     listed = advisor(tuned, "show")
     assert listed.returncode == 0
     assert all(word in listed.stdout for word in (key, "model.py:Net", "3x8x8", "fresh", "now"))
+    assert all(word in listed.stdout for word in (elsewhere.id, "NVIDIA H200", "3x256x256"))
     whole = advisor(tuned, "show", key[:5])
     assert all(
         word in whole.stdout
         for word in ("torch default", "samples/s", "first step", "advisor.apply(")
     )
-    data = json.loads(advisor(tuned, "show", key, "--json").stdout)
-    assert data == json.loads((tuned / "stdout").read_text())["record"]
+    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first
     rows = json.loads(advisor(tuned, "show", "--json").stdout)
-    assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, [])]
+    assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, []), (elsewhere.id, [])]
     assert rows["damaged"] == []
 
 
-def test_a_record_of_another_machine_is_shown(tuned: Path, own_surroundings: Path) -> None:
-    Records(open_store(str(own_surroundings))).put(examples.record())
-    listed = advisor(tuned, "show")
-    assert "NVIDIA H200" in listed.stdout
+def test_a_narrow_terminal_shows_the_config_whole() -> None:
+    fast = examples.DEFAULT.replace(precision="bf16", channels_last=True)
+    record = replace(examples.record(), at_batch=examples.choice(fast, 2800.0, 1.4))
+    shown = {}
+    for width in (80, 140):
+        out = io.StringIO()
+        Console(width=width, file=out).print(report.verdict(record, width))
+        shown[width] = out.getvalue()
+        assert "channels_last, bf16" in shown[width] and "1.40x (1.37-1.43)" in shown[width]
+    assert "turns" in shown[140] and "turns" not in shown[80]
 
 
-def test_forget(tuned: Path, own_surroundings: Path) -> None:
-    key = json.loads((tuned / "stdout").read_text())["record"]["id"]
+def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> None:
+    key = first["id"]
     store = open_store(str(own_surroundings))
     store.put(record_key(examples.record()), b"\xc1 is no msgpack")
+    assert list(store.studies.glob("*.journal"))
     gone = advisor(tuned, "forget", key[:6], "--json")
     assert json.loads(gone.stdout) == {"forgotten": [key], "damaged": 0}
+    # Nothing is left that the next tuning would go on from.
+    assert list(store.studies.glob("*.journal")) == []
     assert advisor(tuned, "forget", key).returncode == 2
     listed = advisor(tuned, "show")
     assert "Nothing is tuned yet" in listed.stdout
     assert examples.record().id in listed.stderr  # which one cannot be read
     all_of_it = advisor(tuned, "forget", "--all")
-    assert "removed 1 unreadable" in all_of_it.stdout
+    assert "removed 1 unreadable record" in all_of_it.stdout
     assert store.keys() == []
 
 
@@ -122,13 +240,47 @@ def test_env(tuned: Path, own_surroundings: Path) -> None:
     assert str(own_surroundings) in told.stdout
 
 
-def test_version_and_completion(tmp_path: Path) -> None:
+def test_a_damaged_store_is_named(tuned: Path, own_surroundings: Path) -> None:
+    (own_surroundings / "records" / "cache.db").write_bytes(b"no database " * 1000)
+    shown = advisor(tuned, "show")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    (line,) = shown.stderr.splitlines()
+    assert str(own_surroundings) in line and "damaged" in line and "`advisor tune`" in line
+    found = json.loads(advisor(tuned, "env", "--device", "cpu", "--json").stdout)
+    assert found["store"]["health"].startswith("damaged: ")
+
+
+def test_version_and_help(tmp_path: Path) -> None:
     assert advisor(tmp_path, "--version").stdout.strip() == f"advisor {__version__}"
+    assert advisor(tmp_path, "version").stdout.strip() == __version__
     assert json.loads(advisor(tmp_path, "version", "--json").stdout) == {"version": __version__}
-    for shell in ("bash", "zsh", "fish"):
-        made = advisor(tmp_path, "completion", shell)
-        assert made.returncode == 0
-        assert "_ADVISOR_COMPLETE" in made.stdout
+    asked = advisor(tmp_path, "--help")
+    assert asked.returncode == 0
+    unasked = advisor(tmp_path)
+    assert (unasked.returncode, unasked.stdout, unasked.stderr) == (2, "", asked.stdout)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(tmp_path: Path, shell: str) -> None:
+    made = advisor(tmp_path, "completion", shell)
+    assert made.returncode == 0
+    assert f"_ADVISOR_COMPLETE={shell}_complete" in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("advisor tu", "plain,tune"),
+        ("advisor tune mod", "file,mod"),
+        ("advisor tune --op", "plain,--optimizer"),
+    ],
+)
+def test_completion(tmp_path: Path, typed: str, offered: str) -> None:
+    words = str(len(typed.split()) - 1)
+    said = advisor(
+        tmp_path, _ADVISOR_COMPLETE="bash_complete", COMP_WORDS=typed, COMP_CWORD=words
+    ).stdout
+    assert said.splitlines() == [offered]
 
 
 def test_python_m_is_the_same_command(tmp_path: Path) -> None:
@@ -139,3 +291,29 @@ def test_python_m_is_the_same_command(tmp_path: Path) -> None:
     )
     assert ran.returncode == 2
     assert ran.stderr.splitlines() == ["advisor: key 'nokey': no such record; run: advisor show"]
+
+
+def test_a_sabotaged_model_keeps_torchs_numbers(tmp_path: Path) -> None:
+    # Quick under bf16, and wrong: what is fast and wrong must not become advice.
+    (tmp_path / "model.py").write_text(
+        MODEL.replace(
+            "    def forward(self, x):\n",
+            "    def forward(self, x):\n"
+            "        import time\n"
+            "        if torch.is_autocast_enabled('cpu'):\n"
+            "            return self.head(self.conv(x).mean((2, 3))) * -3\n"
+            "        time.sleep(0.01)\n",
+        )
+    )
+    options = ("--precisions", "bf16", "--fixed-batch", "--budget", "15s")
+    done = advisor(tmp_path, "tune", "model.py", "--shape", SHAPE, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "struck out" in done.stderr
+    record = json.loads(done.stdout)["record"]
+    assert record["at_batch"]["config"]["precision"] == "default"
+    struck = [t for t in record["trials"] if t["stage"] == "numerics"]
+    assert struck and {t["measurement"]["outcome"] for t in struck} == {"wrong"}
+    unchecked = advisor(
+        tmp_path, "tune", "model.py", "--shape", SHAPE, *options, "--json", "--force", "--no-verify"
+    )
+    assert json.loads(unchecked.stdout)["record"]["at_batch"]["config"]["precision"] == "bf16"

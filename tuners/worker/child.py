@@ -21,7 +21,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Sample
 from advisor.cache.record import Measurement
 from advisor.errors import AdvisorError, TargetError, TargetFailed
-from advisor.tuners import fingerprint, target
+from advisor.tuners import fingerprint, target, verify
 from advisor.tuners.advice import Advice
 from advisor.tuners.knobs import INPUT, KNOBS
 from advisor.tuners.measure import Clock, CpuClock, CudaClock, time_steps, warm_up
@@ -120,7 +120,24 @@ class Bench:
         self._floor = int(torch.cuda.memory_allocated(self._device)) if self._cuda else 0
         return facts
 
-    def _build(self, config: Config, stage: str) -> Workload:
+    def verify(self, config: Config, against: Config, steps: int, tolerance: float) -> Measurement:
+        """Hold a config against strict fp32; outcome 'ok' or 'wrong', and how near it is."""
+
+        def build(which: str, **disturbed: Any) -> Workload:
+            self.release()
+            how = {"batches": verify.BATCHES, "watch": True, **disturbed}
+            return self._build(config if which == "candidate" else against, "compute", **how)
+
+        try:
+            good, reason = verify.check(build, steps, tolerance)
+            result = Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
+        except Exception as exc:  # a config may fail in any way; the outcome names it
+            result = _failure(exc)
+        self.release()
+        self.healthy = self._came_back()
+        return result
+
+    def _build(self, config: Config, stage: str, **watched: Any) -> Workload:
         batch = config["batch_size"]
         assert isinstance(batch, int)
         advice = Advice(config, device=self._job.device, batch_size=batch)
@@ -134,6 +151,7 @@ class Bench:
             optimizer=self._job.optimizer,
             from_loader=stage == INPUT,
             seed=self._job.seed,
+            **watched,
         )
         return workload
 
@@ -342,9 +360,14 @@ def main() -> int:
                     bench.release()
                     continue
                 config = Config(request["config"])
-                measured = bench.measure(
-                    config, request["seconds"], request["stage"], request["keep"]
-                )
+                if "steps" in request:
+                    measured = bench.verify(
+                        config, Config(request["against"]), request["steps"], request["tolerance"]
+                    )
+                else:
+                    measured = bench.measure(
+                        config, request["seconds"], request["stage"], request["keep"]
+                    )
                 reply = {"measurement": to_plain(measured), "healthy": bench.healthy}
         except (TargetError, TargetFailed) as exc:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}

@@ -82,11 +82,30 @@ class Worker:
         Raises:
             WorkerError: no worker can be started any more.
         """
+        request = {"config": dict(config), "seconds": seconds, "stage": stage, "keep": keep}
+        return self._measured(request, seconds + self.deadline_s)
+
+    def verify(
+        self, config: Config, *, against: Config, steps: int, tolerance: float
+    ) -> Measurement:
+        """Whether a config trains like another, strict fp32: outcome 'ok' or 'wrong', and how near.
+
+        Raises:
+            WorkerError: no worker can be started any more.
+        """
+        request = {
+            "config": dict(config),
+            "against": dict(against),
+            "steps": steps,
+            "tolerance": tolerance,
+        }
+        return self._measured(request, 2 * self.deadline_s)
+
+    def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
         if self._process is None or self._process.poll() is not None:
             self.describe()
-        request = {"config": dict(config), "seconds": seconds, "stage": stage, "keep": keep}
         try:
-            reply = self._ask(request, seconds + self.deadline_s)
+            reply = self._ask(request, deadline_s)
             measured = from_plain(Measurement, reply["measurement"])
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next trial
