@@ -25,6 +25,8 @@ def own_surroundings(
     """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
     folder = tmp_path_factory.mktemp("advisor") / "cache"
     monkeypatch.setenv("ADVISOR_CACHE", str(folder))
+    # Two processes of several OpenMP threads each starve one another on few cores.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("ADVISOR_DISABLE", "ADVISOR_LOG", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return folder

@@ -452,7 +452,7 @@ def test_tune_moves_a_damaged_store_aside(record: Record, own_surroundings: Path
         "model.py:Net",
         (4, 3, 8, 8),
         device="cpu",
-        budget_s=4,
+        budget_s=10,
         trials=2,
         fixed_batch=True,
         progress=heard,
