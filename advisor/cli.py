@@ -147,6 +147,7 @@ def cli(ctx: click.Context) -> None:
     help="full: also what is bad (cuDNN off) or takes minutes (max-autotune).",
 )
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
+@click.option("--no-step-graph", is_flag=True, help="Leave the CUDA graph over the whole step out.")
 @click.option("--no-verify", is_flag=True, help="Do not hold the advice against strict fp32.")
 @click.option(
     "--tolerance",
@@ -167,6 +168,7 @@ def tune(
     budget: float,
     space: str,
     no_compile: bool,
+    no_step_graph: bool,
     no_verify: bool,
     as_json: bool,
     quiet: bool,
@@ -191,6 +193,7 @@ def tune(
             budget_s=budget,
             full_space=space == "full",
             compile=not no_compile,
+            step_graph=not no_step_graph,
             verify=not no_verify,
             progress=progress,
             **options,

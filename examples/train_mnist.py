@@ -45,13 +45,19 @@ def main() -> None:
     train_loader = DataLoader(train, sampler=sampler, **advice.loader)
     test_loader = DataLoader(test, **advice.loader)
 
-    model.train()
-    started = 0.0
-    for step, (x, y) in enumerate(advice.batches(train_loader)):
+    def train_step(batch: list[torch.Tensor]) -> torch.Tensor:
+        x, y = batch
         with advice.autocast():
             loss = cross_entropy(model(x), y)
         advice.step(loss, optimizer)
-        if step == 0:
+        return loss
+
+    model.train()
+    step = advice.capture(train_step, next(iter(train_loader)))  # itself, where no graph is advised
+    started = 0.0
+    for number, batch in enumerate(advice.batches(train_loader)):
+        loss = step(batch)
+        if number == 0:
             loss.item()  # waits for the device
             started = time.perf_counter()
     final = loss.item()

@@ -10,7 +10,8 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.knobs import KNOBS, Knob
+from advisor.tuners.step_graph import StepGraph
 
 _NOTHING = contextlib.nullcontext()
 
@@ -69,6 +71,9 @@ class Advice:
             k.non_blocking(config[k.name]) for k in self._rows if k.non_blocking
         )
         self._graphed = any(k.graphs(config[k.name]) for k in self._rows if k.graphs)
+        self._captured = any(k.captured(config[k.name]) for k in self._rows if k.captured)
+        self._uncaptured = self._captured
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scaler: torch.amp.GradScaler | None = None
         self._copies: torch.cuda.Stream | None = None
 
@@ -92,6 +97,7 @@ class Advice:
         for knob in self._rows:
             if knob.model is not None:
                 model = knob.model(model, self.config[knob.name])
+        self._models.add(model)
         return model
 
     def _compare(self, model: nn.Module, record: Record) -> None:
@@ -146,8 +152,33 @@ class Advice:
             self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._scaled)
         return self._scaler
 
+    def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
+        """The training step as one CUDA graph where that is advised, else as it is.
+
+        `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
+        callable that comes back is used in its place. See `tuners.step_graph.StepGraph` for what
+        happens at its first calls and what falls back to `train_step` itself: one warning says so.
+
+        Args:
+            train_step: forward, loss, `advice.step` (or backward, optimizer step and zero_grad).
+            example_batch: one batch of the loader; those of its shapes are replayed.
+        """
+        self._uncaptured = False
+        if not self._captured or self.device.type != "cuda":
+            return train_step
+        return StepGraph(train_step, self.place(example_batch), self._models)
+
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Backward, optimizer step, zero_grad; with fp16 the loss is scaled."""
+        if self._uncaptured:
+            self._uncaptured = False
+            warnings.warn(
+                "advisor: this advice replays the whole step as one CUDA graph: put the step into "
+                "a function and call step = advice.capture(function, example_batch) in its place; "
+                "without, training is slower than advised. To tune without: --no-step-graph",
+                AdvisorWarning,
+                stacklevel=2,
+            )
         if self._scaled:
             scaler = self.scaler
             scaler.scale(loss).backward()

@@ -10,6 +10,11 @@ GUESSES: tuple[tuple[dict[str, Value], str], ...] = (
     ({"precision": "bf16"}, "half the traffic, matrix units at full rate"),
     ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
     ({"precision": "bf16", "channels_last": True}, "the usual guide, without algorithm search"),
+    ({"step_graph": True}, "the host launches one graph a step: small nets gain severalfold"),
+    (
+        {"precision": "bf16", "channels_last": True, "step_graph": True},
+        "the same where the device's share of a step is not small",
+    ),
     ({"channels_last": True}, "layout alone, numerics untouched"),
     (
         {"precision": "tf32", "channels_last": True, "fused_optimizer": True},

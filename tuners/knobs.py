@@ -47,6 +47,8 @@ class Situation:
     full: bool = False
     compilers: tuple[str, ...] = ()
     """Ways to compile that may be tried, cheapest first."""
+    step_graph: bool = True
+    """Whether the script can have its whole step captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class Knob:
     autocast: Callable[[Value], torch.dtype | None] | None = None
     scaled: Callable[[Value], bool] | None = None
     non_blocking: Callable[[Value], bool] | None = None
+    captured: Callable[[Value], bool] | None = None
+    """Whether `Advice.capture` makes a CUDA graph of the training step."""
     graphs: Callable[[Value], bool] | None = None
     """Whether the forward pass replays CUDA graphs, which must be told where a step begins."""
 
@@ -135,6 +139,8 @@ COMPILE_MODES = ("cudagraphs", "reduce-overhead", "default")
 """By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS)."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
+GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
+"""Those that replay CUDA graphs of the forward and the backward pass."""
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
@@ -224,7 +230,17 @@ KNOBS: tuple[Knob, ...] = (
         values=lambda here: ("none", *here.compilers) if here.compilers else (),
         dear=True,
         model=_compile,
-        graphs=lambda value: value in ("cudagraphs", "reduce-overhead", "max-autotune"),
+        graphs=lambda value: value in GRAPHED_MODES,
+    ),
+    Knob(
+        name="step_graph",
+        summary="the whole training step as one CUDA graph, through advice.capture",
+        values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
+        # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
+        # is part of it: it alone reads its learning rate from the device.
+        conflicts={"precision": ("fp16",), "compile": GRAPHED_MODES, "fused_optimizer": (True,)},
+        optimizer=lambda value: {"fused": True} if value else {},
+        captured=bool,
     ),
     Knob(
         name="threads",

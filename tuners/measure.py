@@ -88,14 +88,18 @@ class Timing:
     blocks: tuple[float, ...]
 
 
-def warm_up(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
+def warm_up(
+    step: Callable[[], None], clock: Clock, start: Callable[[], None] | None = None
+) -> tuple[float, float]:
     """Run until steps settle; (seconds of the first step, seconds of a settled one).
+
+    `start`, where given, is the first step, with whatever else comes before a settled one.
 
     Algorithm search and allocation happen in the first steps. Settled: the last three agree
     within a tenth, or WARM_S is spent on them and they get no faster. One step after the first
     always runs; the second and third of a compiled one record its CUDA graphs.
     """
-    first = _timed(step, clock)
+    first = _timed(start or step, clock)
     times: list[float] = []
     spent = 0.0
     while True:

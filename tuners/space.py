@@ -85,6 +85,14 @@ class Space:
             for other, values in conflicts.items()
         )
 
+    def combined(self, config: Config, name: str, value: Value) -> Config:
+        """The config with a knob set, and those that then conflict with it at their default."""
+        config = config.replace(**{name: value})
+        for other, conflicts in self._conflicts.items():
+            if other in config and value in conflicts.get(name, ()):
+                config = config.replace(**{other: self.choices[other][0]})
+        return config
+
     def configs(self, batch: int) -> Iterator[Config]:
         """All configs at one batch size, dear knobs at their default."""
         names = [name for name in self.choices if name != "batch_size"]

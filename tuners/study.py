@@ -206,7 +206,7 @@ class Search:
         for leader in dict.fromkeys(leaders):
             for name in self._space.dear:
                 for value in self._space.choices[name][1:]:
-                    config = leader.replace(**{name: value})
+                    config = self._space.combined(leader, name, value)
                     if self._left_s() >= DEAR_S and self._space.holds(config):
                         self._try(config, "leader")
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from advisor.cache.key import Sample
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.advice import Advice
+from advisor.tuners.step_graph import StepGraph
 from advisor.tuners.target import Loaded, build, failed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -76,6 +77,7 @@ class Workload:
             if target is None and self._training:
                 target = self._make_target(inputs, seed + 1 + number)
             made.append((inputs, target))
+        self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
         if from_loader:
             self._source = _forever(advice, _Repeated(made[0], batch))
         else:
@@ -121,20 +123,36 @@ class Workload:
         return self.model(inputs)
 
     def step(self) -> None:
-        """One step, exactly as in a script: batch, autocast, forward, loss, advice.step."""
-        inputs, target = next(self._source)
-        if not self._training:
-            with torch.inference_mode(), self.advice.autocast():
-                self._forward(inputs)
+        """One step, exactly as in a script: batch, autocast, forward, loss, advice.step.
+
+        Raises:
+            RuntimeError: it was to be captured as a CUDA graph and cannot be.
+        """
+        batch = next(self._source)
+        if self._training:
+            self.loss = self._train_step(batch)
+            if isinstance(self._train_step, StepGraph) and self._train_step.failure:
+                raise RuntimeError(f"no CUDA graph: {self._train_step.failure}")
             return
+        with torch.inference_mode(), self.advice.autocast():
+            self._forward(batch[0])
+
+    def start(self) -> None:
+        """The first step, and those before the first that a captured step replays."""
+        self.step()
+        while isinstance(self._train_step, StepGraph) and not self._train_step.ready:
+            self.step()
+
+    def _train(self, batch: Any) -> Tensor:
         assert self._optimizer is not None
+        inputs, target = batch
         with self.advice.autocast():
             output = self._forward(inputs)
             loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
         if self._watch and not self.outputs:
             self.outputs = [part.detach().float().cpu().clone() for part in _outputs(output)]
         self.advice.step(loss, self._optimizer)
-        self.loss = loss.detach()
+        return loss.detach()
 
 
 def make_input(sample: Sample, vocab: int, batch: int) -> Tensor:

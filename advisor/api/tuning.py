@@ -89,6 +89,7 @@ def tune(
     fixed_batch: bool = False,
     full_space: bool = False,
     compile: bool = True,
+    step_graph: bool = True,
     verify: bool = True,
     tolerance: float = 0.02,
     force: bool = False,
@@ -114,6 +115,7 @@ def tune(
         batches: batch sizes to try beside the user's; `fixed_batch` for none.
         full_space: also what is known to be bad (cuDNN off) or takes minutes (max-autotune).
         compile: try torch.compile on the leaders.
+        step_graph: try one CUDA graph over the whole step, for scripts that use advice.capture.
         verify: hold what is about to become advice against strict fp32 (training only).
         tolerance: distance of its loss curve that is always allowed, as a fraction of fp32's loss.
         force: measure again although the key is tuned.
@@ -216,6 +218,7 @@ def tune(
                 if compile and not deterministic
                 else ()
             ),
+            step_graph=step_graph,
         )
         return Tuned(
             record=_tune(

@@ -131,6 +131,7 @@ def test_every_knob_offers_torchs_own_behaviour_first() -> None:
         "cudnn_enabled": True,
         "fused_optimizer": False,
         "precision": "default",
+        "step_graph": False,
     }
 
 
@@ -148,6 +149,10 @@ def test_every_knob_offers_torchs_own_behaviour_first() -> None:
         (Situation(device="cuda", deterministic=True), "cudnn_deterministic", (True,)),
         (Situation(device="cuda", full=True), "cudnn_enabled", (True, False)),
         (Situation(device="cuda", training=False), "fused_optimizer", None),
+        (Situation(device="cuda"), "step_graph", (False, True)),
+        (Situation(device="cuda", step_graph=False), "step_graph", None),
+        (Situation(device="cuda", training=False), "step_graph", None),
+        (Situation(device="cpu"), "step_graph", None),
         (Situation(device="cpu", cpu_bf16=True), "precision", ("default", "bf16")),
         (Situation(device="cpu"), "precision", ("default",)),
         (Situation(device="cpu", threads=4, cores=8), "threads", (4, 8, 2, 1)),

@@ -162,3 +162,18 @@ def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
     assert {t.origin for t in dear} == {"leader"}
     short = search(Simulated(), tmp_path, "short", space=space, budget_s=20)
     assert all(t.config["compile"] == "none" for t in short.run())
+
+
+def test_compiling_takes_the_place_of_what_conflicts_with_it(tmp_path: Path) -> None:
+    space = Space(
+        SPACE.choices | {"step_graph": (False, True), "compile": ("none", "cudagraphs", "default")},
+        conflicts={"step_graph": {"compile": ("cudagraphs",), "precision": ("fp16",)}},
+        dear=("compile",),
+    )
+    graphed = space.default.replace(step_graph=True)
+    assert space.combined(graphed, "compile", "default")["step_graph"] is True
+    assert space.combined(graphed, "compile", "cudagraphs")["step_graph"] is False
+    assert space.combined(graphed, "precision", "fp16") == space.default.replace(precision="fp16")
+    assert all(
+        space.holds(trial.config) for trial in search(Simulated(), tmp_path, space=space).run()
+    )

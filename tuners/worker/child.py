@@ -224,7 +224,7 @@ class Bench:
         kept = self._kept.get((config, stage))
         if kept is None:
             workload = self._build(config, stage)
-            first, expected = warm_up(workload.step, self._clock)
+            first, expected = warm_up(workload.step, self._clock, workload.start)
         else:
             # Built and warm: one step brings its memory back into the caches.
             workload, first, expected = kept
@@ -278,7 +278,7 @@ class Bench:
             return True
         try:
             torch.cuda.synchronize(self._device)
-            (torch.ones(1, device=self._device) + 1).item()
+            torch.rand(1, device=self._device).item()  # also what a failed capture may break
         except RuntimeError:
             return False
         # Libraries keep workspaces of some tens of MiB: those are not a trial's.
