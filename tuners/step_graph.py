@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,6 @@ class StepGraph:
         self._output: Any = None
         self._fixed: list[Any] = []
         self._rates: list[_Rate] = []
-        self._side: torch.cuda.Stream | None = None
         self.failure = ""
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             kinds = sorted({type(x).__name__ for x in leaves if not isinstance(x, Tensor)})
@@ -146,7 +146,7 @@ class StepGraph:
     def _warm_up(self, batch: Any) -> Any:
         self._warm += 1
         seen = register_optimizer_step_pre_hook(self._see)
-        side = self._side = self._side or torch.cuda.Stream()
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side), _noticing_waits() as waits:
@@ -192,12 +192,13 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         self._rates = [_Rate(group) for group in self._groups() if _Rate.fits(group)]
         self._fixed = self._settings()
+        side = _side_stream(torch.cuda.current_device())
         buffers = [(m, *held) for m in self._modules() for held in m.named_buffers(recurse=False)]
         try:
             # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
             with (
                 self._capturable(),
-                torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
             ):
                 output = self._train_step(tree_unflatten(self._buffers, self._tree))
         except (RuntimeError, ValueError, TypeError) as exc:
@@ -306,6 +307,12 @@ def _alike(ours: Any, theirs: Tensor) -> bool:
         and ours.dtype == theirs.dtype
         and ours.requires_grad == theirs.requires_grad
     )
+
+
+@cache
+def _side_stream(_device: int) -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on."""
+    return torch.cuda.Stream()
 
 
 def _detached(value: Any) -> Any:
