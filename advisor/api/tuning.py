@@ -356,7 +356,7 @@ def _tune(
             worker,
             trials,
             process_s=effort.process_s,
-            left_s=lambda: budget_s - (search.spent_s),
+            left_s=lambda: budget_s - search.spent_s,
         )
         if effort.length is not None:
             progress.phase("first steps, each in a fresh process")
@@ -380,10 +380,11 @@ def _tune(
         extra += _reference(worker, space, len(trials) + len(extra))
         struck = {t.config.without("batch_size") for t in extra if t.measurement.outcome == "wrong"}
         rates = {c: seen for c, seen in rates.items() if c.without("batch_size") not in struck}
-        chosen = [c.config for c in (verdict.at_batch, verdict.free) if c is not None]
         if effort.length is None:
             progress.phase("first steps, each in a fresh process")
-        starts.measure(space.default, [*chosen, *_worthwhile(space, rates, starts)])
+        free = [] if verdict.free is None else [verdict.free.config]
+        chosen = [verdict.at_batch.config, *_worthwhile(space, rates, starts), *free]
+        starts.measure(space.default, chosen)
 
         def started(choice: Choice) -> Choice:
             return dataclasses.replace(choice, first_step_s=starts.fresh.get(choice.config, 0.0))

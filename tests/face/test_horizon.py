@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 import advisor
-from advisor.api import break_even
+from advisor.api import Progress, Tuned, break_even, tune_line
 from advisor.api.effort import suffices
 from advisor.api.tuning import DEAR_LEAST_S, _dear_limit
 from advisor.cache.codec import decode, encode, from_plain, plain
@@ -202,23 +202,41 @@ def test_efforts() -> None:
     assert not suffices("quick", "normal") and not suffices("heroic", "quick")
 
 
-def test_more_effort_goes_on_and_less_does_not(tmp_path: Path) -> None:
+def test_more_effort_goes_on_and_less_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    common = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--fixed-batch", "--trials")
-    short = ("2", "--no-verify", "--no-compile", "--json", "--budget")
-    job = ("10s", "--steps", "300")
-    first = command(tmp_path, *common, *short, *job)
-    assert first.returncode == 0, first.stderr
-    record = json.loads(first.stdout)["record"]
-    made = record["provenance"]
-    assert (made["effort"], made["steps"]) == ("normal", 300)
-    assert record["baseline"]["first_step_s"] > 0
-    less = command(tmp_path, *common, *short, *job, "--effort", "quick")
-    assert json.loads(less.stdout)["status"] == "known"
-    more = command(tmp_path, *common, *short, "4s", "--effort", "exhaustive")
-    assert "tuned with --effort normal; goes on with exhaustive" in more.stderr
-    made = json.loads(more.stdout)["record"]["provenance"]
-    assert (made["effort"], made["steps"]) == ("exhaustive", 0)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+
+    class Heard(Progress):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    def tune(effort: str, budget_s: float, steps: int | None) -> Tuned:
+        return advisor.tune(
+            "model.py",
+            SHAPE,
+            device="cpu",
+            effort=effort,
+            budget_s=budget_s,
+            steps=steps,
+            trials=2,
+            fixed_batch=True,
+            compile=False,
+            verify=False,
+            progress=Heard(),
+        )
+
+    first = tune("normal", 8.0, 300).record
+    assert (first.provenance.effort, first.provenance.steps) == ("normal", 300)
+    assert "--steps 300" in tune_line(first)
+    less = tune("quick", 8.0, 300)
+    assert less.known and less.record == first and said == []
+    more = tune("exhaustive", 3.0, None).record
+    assert said == ["tuned with --effort normal; goes on with exhaustive"]
+    assert (more.provenance.effort, more.provenance.steps) == ("exhaustive", 0)
+    assert "--effort exhaustive" in tune_line(more)
 
 
 def test_a_dear_knob_has_a_deadline_of_its_own() -> None:
