@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
@@ -38,16 +37,10 @@ class Duration(click.ParamType):  # type: ignore[type-arg] # generic in newer cl
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         if isinstance(value, int | float):
             return float(value)
-        found = re.fullmatch(
-            r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(value).strip()
-        )
-        if not value or found is None or not any(found.groups()):
-            self.fail(f"{value!r}: expected a time such as 90s, 5m or 1h30m")
-        hours, minutes, seconds = (float(part or 0) for part in found.groups())
-        total = 3600 * hours + 60 * minutes + seconds
-        if total <= 0:
-            self.fail(f"{value!r}: expected a time above zero, such as 90s, 5m or 1h30m")
-        return total
+        try:
+            return api.parse_duration(str(value))
+        except UsageError as exc:
+            self.fail(str(exc))
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
@@ -122,12 +115,21 @@ def cli(ctx: click.Context) -> None:
     help="Keyword argument of the factory; repeat for more.",
 )
 @click.option(
+    "--effort",
+    type=click.Choice(list(api.EFFORTS)),
+    default="normal",
+    show_default=True,
+    help="quick: nothing is compiled; exhaustive: also max-autotune and cuDNN off.",
+)
+@click.option(
     "--budget",
     type=Duration(),
-    default="3m",
-    show_default=True,
-    help="Wall time for all measuring, e.g. 90s, 5m, 1h30m.",
+    help="Wall time for all measuring, e.g. 90s, 1h30m  [default: 1m, 5m, 1h by effort]",
 )
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="Advice for a job of so many steps at your batch."
+)
+@click.option("--duration", type=Duration(), help="Advice for a job of this time, e.g. 2h.")
 @click.option("--trials", type=click.IntRange(min=1), help="Search trials at most.")
 @click.option(
     "--precisions",
@@ -139,13 +141,6 @@ def cli(ctx: click.Context) -> None:
 @click.option("--max-memory", metavar="SIZE", help="Configs must run within this, e.g. 40GiB.")
 @click.option("--batches", type=Listed("16,32,64", numbers=True), help="Batch sizes to try.")
 @click.option("--fixed-batch", is_flag=True, help="Try no batch size but yours.")
-@click.option(
-    "--space",
-    type=click.Choice(["normal", "full"]),
-    default="normal",
-    show_default=True,
-    help="full: also what is bad (cuDNN off) or takes minutes (max-autotune).",
-)
 @click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
 @click.option("--no-step-graph", is_flag=True, help="Leave the CUDA graph over the whole step out.")
 @click.option("--no-verify", is_flag=True, help="Do not hold the advice against strict fp32.")
@@ -165,8 +160,9 @@ def tune(
     target: str,
     shape: tuple[int, ...],
     model_args: tuple[str, ...],
-    budget: float,
-    space: str,
+    effort: str,
+    budget: float | None,
+    duration: float | None,
     no_compile: bool,
     no_step_graph: bool,
     no_verify: bool,
@@ -180,6 +176,9 @@ def tune(
     """
     if options["fixed_batch"] and options["batches"]:
         raise UsageError("--fixed-batch and --batches exclude each other; give one of them")
+    if duration is not None and options["steps"] is not None:
+        raise UsageError("--steps and --duration exclude each other; give one of them")
+    budget = api.EFFORTS[effort].budget_s if budget is None else budget
     arguments = _keywords(model_args)
     from advisor import report
     from advisor.progress import Shown
@@ -190,8 +189,9 @@ def tune(
             target,
             shape,
             model_args=arguments,
+            effort=effort,
             budget_s=budget,
-            full_space=space == "full",
+            duration_s=duration,
             compile=not no_compile,
             step_graph=not no_step_graph,
             verify=not no_verify,
@@ -242,6 +242,9 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         out.print()
         out.print(report.trials(record))
         out.print()
+        if paying := api.break_even(record):
+            out.print(report.horizon(record, paying))
+            out.print()
         for line in report.summary(record, cache):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         return

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from advisor.api import choices, script_line
+from advisor.api import Row, break_even, choices, script_line
 from advisor.cache.codec import plain
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
@@ -121,6 +121,13 @@ def summary(record: Record, cache: str | None) -> list[str]:
     count = record.provenance.trials
     if record.at_batch == record.baseline:
         lines.append("Nothing measured is clearly faster at your batch: the advice is the default.")
+    made = record.provenance
+    if made.steps:
+        lines.append(f"Chosen for a job of {made.steps:,} steps.")
+    elif made.duration_s:
+        lines.append(f"Chosen for a job of {duration(made.duration_s)}.")
+    if paying := pays(record, break_even(record)):
+        lines.append(paying)
     unsteady = record.at_batch.high / record.at_batch.low
     if unsteady >= UNSTEADY:
         lines.append(
@@ -149,6 +156,38 @@ def summary(record: Record, cache: str | None) -> list[str]:
             "another batch is another optimisation)"
         )
     return lines
+
+
+def horizon(record: Record, rows: Sequence[Row]) -> Table:
+    """Which config is the best from how many steps on, at the user's batch."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("best from step", "after", "config", "first step", "step", "how"):
+        numeric = heading not in ("config", "how")
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        one = row.candidate
+        table.add_row(
+            f"{row.steps:,}",
+            duration(row.seconds) if row.steps > 1 else "",
+            changes(one.config, record.baseline.config),
+            duration(one.pace.first_step_s),
+            duration(one.pace.step_s),
+            ("raced" if one.raced else "measured once")
+            + (", started afresh" if one.fresh else ", slowest first step seen"),
+        )
+    return table
+
+
+def pays(record: Record, rows: Sequence[Row]) -> str:
+    """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
+    advised = record.at_batch.config
+    if advised == record.baseline.config:
+        return ""
+    for row in rows:
+        if row.candidate.config == advised:
+            after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
+            return f"The advice pays from step {row.steps:,} on{after}."
+    return ""
 
 
 def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
@@ -244,4 +283,17 @@ def environment(found: Environment) -> list[tuple[str, str]]:
 
 def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     """A record as JSON has it, with its id and the line for a script."""
-    return {"id": record.id, "script": script_line(record, cache), **plain(record)}
+    rows = [
+        {
+            "from_step": row.steps,
+            "seconds": row.seconds,
+            "config": dict(row.candidate.config),
+            "first_step_s": row.candidate.pace.first_step_s,
+            "step_s": row.candidate.pace.step_s,
+            "raced": row.candidate.raced,
+            "fresh": row.candidate.fresh,
+        }
+        for row in break_even(record)
+    ]
+    script = script_line(record, cache)
+    return {"id": record.id, "script": script, "break_even": rows, **plain(record)}

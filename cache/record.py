@@ -68,7 +68,8 @@ class Trial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
-    `rounds` are the samples/s of each turn of the race."""
+    `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
+    step in a fresh process with empty caches, 0 where that was not measured."""
 
     config: Config
     batch: int
@@ -80,6 +81,7 @@ class Choice:
     speedup_high: float
     peak_bytes: int
     rounds: tuple[float, ...] = ()
+    first_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -97,7 +99,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a record comes from; never compared. `created` is in Unix seconds."""
+    """Where a record comes from; never compared. `created` is in Unix seconds.
+
+    `steps` or `duration_s`: the length of the job that the advice was chosen for; both 0 for the
+    steady state.
+    """
 
     created: float
     seconds: float
@@ -110,6 +116,9 @@ class Provenance:
     budget_s: float
     modules: int
     parameters: int
+    effort: str = "normal"
+    steps: int = 0
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +130,7 @@ class Record:
         baseline: torch's default at that batch, from the race.
         at_batch: the best at that batch; `free` the best with the batch free, if it differs.
         input: the knobs of the input stage that were chosen; may be empty.
+        raced: all that finished the race and was not struck out, chosen or not.
     """
 
     key: Key
@@ -132,6 +142,7 @@ class Record:
     input: Config
     trials: tuple[Trial, ...]
     provenance: Provenance
+    raced: tuple[Choice, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Trial
 from advisor.errors import WorkerError
-from advisor.tuners.knobs import INPUT
+from advisor.tuners.knobs import INPUT, PAYING
 from advisor.tuners.runner import Runner
 from advisor.tuners.space import Space
 
@@ -138,9 +138,13 @@ def finalists(space: Space, trials: Sequence[Trial]) -> list[Config]:
     user = space.batches[0]
     ok = [trial for trial in trials if trial.measurement.ok]
     rate = {t.config: t.measurement.samples_per_s for t in ok}
-    at_batch = _leaders([c for c in rate if c["batch_size"] == user], rate, WITHIN)
+    sorted_all = _leaders([c for c in rate if c["batch_size"] == user], rate, 0.0)
+    at_batch = [config for config in sorted_all if rate[config] >= WITHIN * rate[sorted_all[0]]]
     free = _free_leaders(rate) if len(space.batches) > 1 else []
-    found = [space.default, *at_batch[:1], *free[:1], *at_batch[1:FINALISTS], *free[1:]]
+    # What pays nothing before its first step is the best of a short job.
+    first = [name for name in PAYING if name in space.default]
+    cheap = [c for c in sorted_all if all(c[n] == space.default[n] for n in first)][:1]
+    found = [space.default, *at_batch[:1], *cheap, *free[:1], *at_batch[1:FINALISTS], *free[1:]]
     return list(dict.fromkeys(found))
 
 
@@ -162,8 +166,16 @@ def _free_leaders(rate: dict[Config, float]) -> list[Config]:
     return list(dict.fromkeys([*top, *smallest]))
 
 
-def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, int]) -> Verdict:
+def decide(
+    space: Space,
+    rates: dict[Config, list[float]],
+    peaks: dict[Config, int],
+    weigh: Callable[[Config, float], float] | None = None,
+) -> Verdict:
     """Choose on what the race measured, and on nothing else.
+
+    `weigh` gives the samples/s over a whole job from a config and its steady samples/s; the choice
+    is then made on these, and what is returned still tells the steady state.
 
     Raises:
         WorkerError: the default did not finish the race, so that nothing can be compared.
@@ -171,9 +183,17 @@ def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, i
     default = space.default
     if not rates.get(default):
         raise WorkerError("torch's default did not finish the final race; tune again")
-    reference = rates[default]
+    if weigh is not None:
+        over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
+        chosen = decide(space, over_job, peaks)
+        steady = raced(space, rates, peaks)
+        return Verdict(
+            baseline=steady[chosen.baseline.config],
+            at_batch=steady[chosen.at_batch.config],
+            free=None if chosen.free is None else steady[chosen.free.config],
+        )
     user = space.batches[0]
-    choices = {config: _choice(config, seen, reference, peaks) for config, seen in rates.items()}
+    choices = raced(space, rates, peaks)
     baseline = choices[default]
     at_batch = _clearly_best(space, [c for c in choices.values() if c.batch == user])
     free: Choice | None = None
@@ -185,6 +205,14 @@ def decide(space: Space, rates: dict[Config, list[float]], peaks: dict[Config, i
         if free.batch == user or free.samples_per_s < at_batch.samples_per_s * CLEARLY:
             free = at_batch
     return Verdict(baseline=baseline, at_batch=at_batch, free=free)
+
+
+def raced(
+    space: Space, rates: dict[Config, list[float]], peaks: dict[Config, int]
+) -> dict[Config, Choice]:
+    """What the race says of each config, held against the default."""
+    reference = rates[space.default]
+    return {config: _choice(config, seen, reference, peaks) for config, seen in rates.items()}
 
 
 def _clearly_best(space: Space, choices: Sequence[Choice]) -> Choice:

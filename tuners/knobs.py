@@ -63,6 +63,8 @@ class Knob:
     """Values of other knobs with which only the first value here is sound."""
     dear: bool = False
     """Each value but the first costs many seconds before its first step: tried on leaders only."""
+    first_step: bool = False
+    """Values but the first pay before the first step: algorithm search, compilation, capture."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
     flags: Callable[[Value], None] | None = None
@@ -192,6 +194,7 @@ KNOBS: tuple[Knob, ...] = (
             if here.device == "cuda" and here.convolves
             else ()
         ),
+        first_step=True,
         flags=_set_benchmark,
     ),
     Knob(
@@ -202,7 +205,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="cudnn_enabled",
-        summary="cuDNN at all (off is tried with --space full only)",
+        summary="cuDNN at all (off is tried with --effort exhaustive only)",
         values=lambda here: (
             ((True, False) if here.full else (True,)) if here.device == "cuda" else ()
         ),
@@ -229,6 +232,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="torch.compile mode, or its backend cudagraphs",
         values=lambda here: ("none", *here.compilers) if here.compilers else (),
         dear=True,
+        first_step=True,
         model=_compile,
         graphs=lambda value: value in GRAPHED_MODES,
     ),
@@ -259,3 +263,4 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
+PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)

@@ -20,6 +20,8 @@ PRECISION = 0.01
 """Timing ends when the median's confidence interval is within this fraction of it."""
 WARM_STEPS = 3
 WARM_S = 1.0
+FIRST_STEPS = 4
+"""Steps after the first that are looked at for what a job pays once."""
 
 
 class Clock(Protocol):
@@ -111,6 +113,18 @@ def warm_up(
         if spent >= WARM_S and times[-1] >= 0.5 * (times[-2] if len(times) > 1 else first):
             break
     return first, min(times[-WARM_STEPS:])
+
+
+def first_steps(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
+    """(Seconds of the first step and what the next take beyond a settled one, of a settled one).
+
+    The second and third step of a compiled model record its CUDA graphs: that is paid once too.
+    """
+    first = _timed(step, clock)
+    later = [_timed(step, clock) for _ in range(FIRST_STEPS)]
+    settled = min(later)
+    # The last two are ordinary steps: what they differ by is noise.
+    return first + sum(seconds - settled for seconds in later[:-2]), settled
 
 
 def _timed(step: Callable[[], None], clock: Clock) -> float:

@@ -20,7 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from advisor.cache.codec import from_plain, to_plain
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import guesses
@@ -206,11 +206,21 @@ class Search:
         for leader in dict.fromkeys(leaders):
             for name in self._space.dear:
                 for value in self._space.choices[name][1:]:
+                    if self._hung(name, value):
+                        continue
                     config = self._space.combined(leader, name, value)
-                    if self._left_s() >= DEAR_S and self._space.holds(config):
+                    if self.left_s >= DEAR_S and self._space.holds(config):
                         self._try(config, "leader")
 
-    def _left_s(self) -> float:
+    def _hung(self, name: str, value: Value) -> bool:
+        """Whether a value of a dear knob ran into its deadline on another leader."""
+        return any(
+            t.measurement.outcome == "timed_out" and t.config[name] == value for t in self.trials
+        )
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
         return self._budget_s - self.spent_s
 
     def _sample(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class Workload:
 
         A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
         """
-        with torch.no_grad(), self.advice.autocast(), self._eagerly():
+        with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unsearched():
             output = self._forward(self.advice.place(inputs))
         torch.manual_seed(seed)
         return _random_targets(output)
@@ -153,6 +153,17 @@ class Workload:
             self.outputs = [part.detach().float().cpu().clone() for part in _outputs(output)]
         self.advice.step(loss, self._optimizer)
         return loss.detach()
+
+
+@contextmanager
+def _unsearched() -> Iterator[None]:
+    """Without cudnn.benchmark's search: its seconds are the first step's, which is timed."""
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = searches
 
 
 def make_input(sample: Sample, vocab: int, batch: int) -> Tensor:

@@ -1,18 +1,23 @@
 """The public functions; the only place where stores and studies meet."""
 
-from advisor.api.arguments import parse_shape
+from advisor.api.arguments import parse_duration, parse_shape
+from advisor.api.effort import EFFORTS
+from advisor.api.horizon import Row
 from advisor.api.lines import choices, script_line, staleness, tune_line
-from advisor.api.serve import apply, lookup
-from advisor.api.tuning import BUDGET_S, Progress, Tuned, forget, tune
+from advisor.api.serve import apply, break_even, lookup
+from advisor.api.tuning import Progress, Tuned, forget, tune
 
 __all__ = [
-    "BUDGET_S",
+    "EFFORTS",
     "Progress",
+    "Row",
     "Tuned",
     "apply",
+    "break_even",
     "choices",
     "forget",
     "lookup",
+    "parse_duration",
     "parse_shape",
     "script_line",
     "staleness",

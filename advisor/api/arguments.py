@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
 from advisor.errors import UsageError
@@ -51,6 +53,36 @@ def parse_bytes(text: int | str | None) -> int:
     if size <= 0:
         raise UsageError(f"memory size {text!r}: expected a positive size such as 40GiB or 512MiB")
     return size
+
+
+def parse_duration(text: float | str) -> float:
+    """Seconds of '90s', '5m' or '1h30m', or of a number.
+
+    Raises:
+        UsageError: it is no time above zero.
+    """
+    parts = re.fullmatch(
+        r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(text).strip()
+    )
+    if not str(text).strip() or parts is None or not any(parts.groups()):
+        raise UsageError(f"{text!r}: expected a time such as 90s, 5m or 1h30m")
+    hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+    total = 3600 * hours + 60 * minutes + seconds
+    if not 0 < total < math.inf:
+        raise UsageError(f"{text!r}: expected a time above zero, such as 90s, 5m or 1h30m")
+    return total
+
+
+def check_length(steps: int | None, duration_s: float | None) -> None:
+    """Raise UsageError where a job's length is given twice or is no length."""
+    if steps is not None and duration_s is not None:
+        raise UsageError("steps and duration exclude each other; give one of them")
+    if steps is not None:
+        if type(steps) is not int:
+            raise UsageError(f"steps {steps!r}: expected a number from 1 to {MOST}")
+        check_number("steps", steps)
+    if duration_s is not None and not 0 < duration_s < math.inf:
+        raise UsageError(f"duration {duration_s:g}s: expected a time above zero")
 
 
 def check_number(what: str, value: int, least: int = 1) -> None:

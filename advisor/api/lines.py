@@ -57,6 +57,13 @@ def tune_line(record: Record) -> str:
         options.append("--deterministic")
     if set(key.permits.precisions) != set(PERMITTED):
         options.append(f"--precisions {','.join(key.permits.precisions)}")
+    made = record.provenance
+    if made.effort != "normal":
+        options.append(f"--effort {made.effort}")
+    if made.steps:
+        options.append(f"--steps {made.steps}")
+    elif made.duration_s:
+        options.append(f"--duration {made.duration_s:g}s")
     return f"advisor tune {record.target.name} {' '.join(options)}"
 
 

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from advisor.api.arguments import MODES, check, parse_bytes, parse_shape
+from advisor.api import horizon
+from advisor.api.arguments import (
+    MODES,
+    check,
+    check_length,
+    parse_bytes,
+    parse_duration,
+    parse_shape,
+)
 from advisor.api.lines import tune_line
 from advisor.cache.config import Config, Value
 from advisor.cache.match import Match, Query, best
@@ -25,6 +33,7 @@ from advisor.errors import (
     NoRecord,
     UsageError,
 )
+from advisor.tuners.job import Length
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +57,8 @@ def apply(
     deterministic: bool | None = None,
     precisions: Sequence[str] | None = None,
     max_memory: int | str | None = None,
+    steps: int | None = None,
+    duration: float | str | None = None,
     cache: str | None = None,
     strict: bool = False,
 ) -> Advice:
@@ -71,6 +82,9 @@ def apply(
             PyTorch for deterministic algorithms.
         precisions: only these precisions.
         max_memory: bytes, or '20GiB': only configs whose measured peak is at most this.
+        steps: how many steps this job has, at its batch: the best over that job, with what is
+            paid before the first step counted in. `duration` is how long it runs instead:
+            seconds, or '2h'. Default: what the record was tuned for.
         cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
         strict: raise instead of warning.
 
@@ -89,6 +103,8 @@ def apply(
         deterministic=deterministic,
         precisions=precisions,
         max_memory=max_memory,
+        steps=steps,
+        duration=duration,
         cache=cache,
         strict=strict,
     )
@@ -109,6 +125,8 @@ def lookup(
     deterministic: bool | None = None,
     precisions: Sequence[str] | None = None,
     max_memory: int | str | None = None,
+    steps: int | None = None,
+    duration: float | str | None = None,
     cache: str | None = None,
     strict: bool = False,
 ) -> Advice:
@@ -135,7 +153,13 @@ def lookup(
         limits = _Limits(
             batch=known, max_memory=parse_bytes(max_memory), precisions=asked.precisions
         )
-        config, reason = _answer(record, limits, free=batch == "free")
+        seconds = None if duration is None else parse_duration(duration)
+        check_length(steps, seconds)
+        if steps or seconds:
+            length = Length(batch=known or record.batch, steps=steps or 0, seconds=seconds or 0.0)
+            config, reason = _over(record, limits, length, free=batch == "free")
+        else:
+            config, reason = _answer(record, limits, free=batch == "free")
     except AdvisorError as exc:
         if strict:
             raise
@@ -400,9 +424,18 @@ def _answer(record: Record, limits: _Limits, *, free: bool) -> tuple[Config, str
     if limits.batch == choice.batch and limits.allow(choice.config, choice.peak_bytes):
         return (
             Config(choice.config | record.input),
-            f"{choice.speedup:.2f}x torch's default at batch {record.batch}",
+            f"{choice.speedup:.2f}x torch's default at batch {record.batch}{_chosen_for(record)}",
         )
     return _from_trials(record, limits)
+
+
+def _chosen_for(record: Record) -> str:
+    made = record.provenance
+    if made.steps:
+        return f" in the steady state, chosen for a job of {made.steps} steps"
+    return f" in the steady state, chosen for a job of {made.duration_s:g} s" * bool(
+        made.duration_s
+    )
 
 
 def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
@@ -437,6 +470,48 @@ def _from_trials(record: Record, limits: _Limits) -> tuple[Config, str]:
         Config(trial.config | record.input),
         f"{speedup:.2f}x torch's default at batch {limits.batch}, each measured once",
     )
+
+
+def _over(record: Record, limits: _Limits, length: Length, *, free: bool) -> tuple[Config, str]:
+    """The config that trains on most samples a second over a job, and what it is.
+
+    Raises:
+        NoRecord: nothing that was measured satisfies the limits.
+    """
+    limits = dataclasses.replace(limits, batch=length.batch)
+    sizes = {int(t.config["batch_size"] or 0) for t in record.trials if t.stage == "compute"}
+    known = {
+        size: horizon.candidates(record, size, lambda config: _is_sound(record, config))
+        for size in (sorted({record.batch} | sizes) if free else [length.batch])
+    }
+    base = next(iter(known.get(length.batch, [])), None)
+    found = [c for some in known.values() for c in some if limits.allow(c.config, c.peak_bytes)]
+    if base is None or not found:
+        config, reason = _answer(record, limits, free=free)
+        return (
+            config,
+            f"{reason}; its first steps are not known, so the job's length is not counted",
+        )
+    best = max(found, key=lambda one: length.rate(one.pace))
+    if base in found and length.rate(best.pace) < 1.01 * length.rate(base.pace):
+        best = base
+    config = Config(best.config | record.input)
+    job = f"{length.steps} steps" if length.steps else f"{length.seconds:g} s"
+    if best == base:
+        return config, f"torch's default: over {job} at batch {length.batch} nothing pays"
+    ran = length.rate(base.pace)
+    gain = f"{length.rate(best.pace) / ran:.2f}x" if ran else "more than"
+    rates = "raced" if best.raced and base.raced else "each measured once"
+    started = "in a fresh process" if best.fresh and base.fresh else "as the slowest one seen"
+    return config, (
+        f"{gain} torch's default over {job} at batch {best.pace.batch}, "
+        f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates})"
+    )
+
+
+def break_even(record: Record) -> list[horizon.Row]:
+    """Which config is the best from how many steps on, at the user's batch."""
+    return horizon.table(record, lambda config: _is_sound(record, config))
 
 
 def _is_sound(record: Record, config: Config) -> bool:

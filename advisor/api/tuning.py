@@ -6,18 +6,27 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
-from advisor.api.arguments import MODES, check, check_number, parse_bytes, parse_shape
+from advisor.api.arguments import (
+    MODES,
+    check,
+    check_length,
+    check_number,
+    parse_bytes,
+    parse_shape,
+)
+from advisor.api.effort import DEFAULT, EFFORTS, suffices
 from advisor.cache.config import Config, Value
 from advisor.cache.key import Key, Permits, Sample
 from advisor.cache.match import best
-from advisor.cache.record import Measurement, Provenance, Record, Target, Trial
+from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial
 from advisor.cache.store import Records, Store, open_store
 from advisor.errors import (
     Busy,
@@ -29,12 +38,14 @@ from advisor.errors import (
 if TYPE_CHECKING:
     from advisor.tuners.choose import Verdict
     from advisor.tuners.space import Space
+    from advisor.tuners.starts import Starts
     from advisor.tuners.study import Search
     from advisor.tuners.worker.wire import Facts
 
+from advisor.api.horizon import length_of
 from advisor.api.serve import set_up_logging
+from advisor.tuners.job import Length, Pace, break_even
 
-BUDGET_S = 180.0
 LEAST_S = 3.0
 """A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
 MOST_S = 30 * 86400.0
@@ -42,6 +53,10 @@ RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
 VERIFY = 0.1
 """Share of the budget for holding the chosen configs against fp32, each."""
+DEAR_SHARE = 2 / 3
+"""Of the search time left, what one value of a dear knob may take before it is given up."""
+DEAR_LEAST_S = 45.0
+"""Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this."""
 RACE_TURN_S = 0.3
 """Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
 
@@ -80,14 +95,16 @@ def tune(
     device: str | None = None,
     optimizer: str = "sgd",
     model_args: Mapping[str, Value] | None = None,
-    budget_s: float = BUDGET_S,
+    effort: str = DEFAULT,
+    budget_s: float | None = None,
     trials: int | None = None,
+    steps: int | None = None,
+    duration_s: float | None = None,
     precisions: Sequence[str] | None = None,
     deterministic: bool = False,
     max_memory: int | str | None = None,
     batches: Sequence[int] | None = None,
     fixed_batch: bool = False,
-    full_space: bool = False,
     compile: bool = True,
     step_graph: bool = True,
     verify: bool = True,
@@ -107,13 +124,16 @@ def tune(
         device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
-        budget_s: wall seconds, worker start not counted.
+        effort: 'quick' (a minute, nothing compiled), 'normal' (five) or 'exhaustive' (an hour: also
+            what is known to be bad, as cuDNN off, or takes minutes, as max-autotune).
+        budget_s: wall seconds, worker start not counted; default: the effort's.
         trials: search trials at most.
+        steps: of the job that the advice is for, at the user's batch; `duration_s`: its seconds
+            instead. What is paid before the first step is counted in. Default: the steady state.
         precisions: those permitted; default: default, tf32, bf16, fp16.
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.
         batches: batch sizes to try beside the user's; `fixed_batch` for none.
-        full_space: also what is known to be bad (cuDNN off) or takes minutes (max-autotune).
         compile: try torch.compile on the leaders.
         step_graph: try one CUDA graph over the whole step, for scripts that use advice.capture.
         verify: hold what is about to become advice against strict fp32 (training only).
@@ -138,6 +158,13 @@ def tune(
         check_number("trials", trials)
     check_number("vocab", vocab)
     check_number("seed", seed, least=0)
+    check("effort", effort, tuple(EFFORTS))
+    check_length(steps, duration_s)
+    length = None
+    if steps or duration_s:
+        length = Length(batch=shape[0], steps=steps or 0, seconds=duration_s or 0.0)
+    much = EFFORTS[effort]
+    budget_s = much.budget_s if budget_s is None else budget_s
     if not LEAST_S <= budget_s <= MOST_S:
         raise UsageError(
             f"budget {budget_s:g}s: expected from {LEAST_S:g}s, which is the shortest race, to 30 "
@@ -184,7 +211,9 @@ def tune(
         seed=seed,
     )
     with Worker(job, deadline_s=max(30.0, budget_s / 3)) as worker:
+        began = time.monotonic()
         facts = worker.describe()
+        process_s = time.monotonic() - began
         _same_device(where, facts.device_uuid)
         key = Key(
             environment=environment,
@@ -199,7 +228,14 @@ def tune(
         records = Records(store)
         known = [r for r in records.find(model=facts.model) if r.id == key.id]
         if known and not force and known[0].batch == shape[0] and _within(known[0], limit):
-            return Tuned(record=known[0], known=True)
+            if not suffices(known[0].provenance.effort, effort):
+                progress.notice(
+                    f"tuned with --effort {known[0].provenance.effort}; goes on with {effort}"
+                )
+            elif length_of(known[0]) == length:
+                return Tuned(record=known[0], known=True)
+            else:
+                progress.notice("tuned for a job of another length; the choice is made again")
         here = Situation(
             device=environment.device.kind,
             capability=_capability(environment.device.capability),
@@ -212,10 +248,10 @@ def tune(
             batches=_batches(facts, environment.device.memory_gib, job, batches, fixed_batch),
             deterministic=deterministic,
             precisions=permits.precisions,
-            full=full_space,
+            full=much.full,
             compilers=(
-                _compilers(environment.device.kind, full_space)
-                if compile and not deterministic
+                _compilers(environment.device.kind, much.full)
+                if compile and much.compiles and not deterministic
                 else ()
             ),
             step_graph=step_graph,
@@ -229,6 +265,9 @@ def tune(
                 facts,
                 records,
                 _Effort(
+                    name=effort,
+                    length=length,
+                    process_s=process_s,
                     budget_s=budget_s,
                     trials=trials,
                     seed=seed,
@@ -244,6 +283,11 @@ def tune(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Effort:
+    name: str
+    length: Length | None
+    """Of the job; None for the steady state."""
+    process_s: float
+    """What starting a worker took."""
     budget_s: float
     trials: int | None
     seed: int
@@ -264,6 +308,7 @@ def _tune(
     progress: Progress,
 ) -> Record:
     from advisor.tuners import choose
+    from advisor.tuners.starts import Starts
     from advisor.tuners.study import Search, open_study
 
     budget_s = effort.budget_s
@@ -287,11 +332,14 @@ def _tune(
             budget_s=budget_s * (1 - RESERVED),
             limit=effort.trials,
             seed=effort.seed,
-            first=(nearly.record.at_batch.config,) if nearly.record else (),
+            # A record of less effort knows fewer knobs.
+            first=(space.default | nearly.record.at_batch.config,) if nearly.record else (),
             on_trial=lambda trial: progress.tried(trial, search.spent_s),
         )
         progress.started(facts, key, space, len(search.trials))
+        worker.limit = lambda config: _dear_limit(space, config, search)
         trials = search.run()
+        worker.limit = lambda _config: None
         if len(trials) == 1 and effort.trials != 1 and space.is_choice:
             raise UsageError(
                 f"budget {budget_s:g}s is too small: measuring torch's default alone took "
@@ -307,7 +355,16 @@ def _tune(
         )
         peaks = {t.config: t.measurement.peak_bytes for t in trials}
         step_s = search.known(space.default).measurement.step_s
-        verdict, extra = _verified(worker, space, rates, peaks, effort, step_s, progress)
+        starts = Starts(
+            worker,
+            trials,
+            process_s=effort.process_s,
+            left_s=lambda: budget_s - search.spent_s,
+        )
+        if effort.length is not None:
+            progress.phase("first steps, each in a fresh process")
+            starts.measure(space.default, _worthwhile(space, rates, starts))
+        verdict, extra = _verified(worker, space, rates, peaks, effort, step_s, starts, progress)
         for check in extra:
             if check.measurement.outcome == "wrong":
                 trials = [_struck_out(trial, check) for trial in trials]
@@ -324,13 +381,24 @@ def _tune(
             )
             extra += _input_trials(seen, len(trials) + len(extra))
         extra += _reference(worker, space, len(trials) + len(extra))
+        struck = {t.config.without("batch_size") for t in extra if t.measurement.outcome == "wrong"}
+        rates = {c: seen for c, seen in rates.items() if c.without("batch_size") not in struck}
+        if effort.length is None:
+            progress.phase("first steps, each in a fresh process")
+        free = [] if verdict.free is None else [verdict.free.config]
+        chosen = [verdict.at_batch.config, *_worthwhile(space, rates, starts), *free]
+        starts.measure(space.default, chosen)
+
+        def started(choice: Choice) -> Choice:
+            return dataclasses.replace(choice, first_step_s=starts.fresh.get(choice.config, 0.0))
+
         record = Record(
             key=key,
             target=target,
             batch=user,
-            baseline=verdict.baseline,
-            at_batch=verdict.at_batch,
-            free=verdict.free,
+            baseline=started(verdict.baseline),
+            at_batch=started(verdict.at_batch),
+            free=None if verdict.free is None else started(verdict.free),
             input=chosen_input,
             trials=(*trials, *extra),
             provenance=Provenance(
@@ -345,7 +413,11 @@ def _tune(
                 budget_s=budget_s,
                 modules=facts.modules,
                 parameters=facts.parameters,
+                effort=effort.name,
+                steps=effort.length.steps if effort.length else 0,
+                duration_s=effort.length.seconds if effort.length else 0.0,
             ),
+            raced=tuple(map(started, choose.raced(space, rates, peaks).values())),
         )
         records.put(record)
     return record
@@ -376,6 +448,7 @@ def _verified(
     peaks: dict[Config, int],
     effort: _Effort,
     step_s: float,
+    starts: Starts,
     progress: Progress,
 ) -> tuple[Verdict, list[Trial]]:
     """The verdict, in which every choice but the default trains like strict fp32."""
@@ -385,8 +458,9 @@ def _verified(
     steps = steps_within(VERIFY * effort.budget_s, step_s) if effort.tolerance else 0
     checks: dict[Config, Trial] = {}
     while True:
-        verdict = choose.decide(space, rates, peaks)
+        verdict = choose.decide(space, rates, peaks, _weigh(space, effort.length, starts))
         chosen = [c.config for c in (verdict.at_batch, verdict.free) if c is not None]
+        chosen += _worthwhile(space, rates, starts)
         # The batch size changes no number format: what holds at the user's holds at another.
         doubtful = {c.replace(batch_size=space.batches[0]) for c in chosen} - {space.default}
         doubtful -= set(checks)
@@ -416,6 +490,39 @@ def _verified(
                 progress.notice(f"struck out: {changed}: {measured.reason}")
                 knobs = config.without("batch_size")
                 rates = {c: r for c, r in rates.items() if c.without("batch_size") != knobs}
+
+
+def _weigh(
+    space: Space, length: Length | None, starts: Starts
+) -> Callable[[Config, float], float] | None:
+    """Samples/s over the job, from a config and its steady samples/s; None in the steady state."""
+    if length is None:
+        return None
+    asked = length
+
+    def weigh(config: Config, rate: float) -> float:
+        return asked.rate(_pace(space, config, rate, starts))
+
+    return weigh
+
+
+def _worthwhile(space: Space, rates: dict[Config, list[float]], starts: Starts) -> list[Config]:
+    """What was raced at the user's batch and is the best for some length of job."""
+    raced = [c for c in rates if c["batch_size"] == space.batches[0]]
+    paces = [_pace(space, c, statistics.median(rates[c]), starts) for c in raced]
+    return [raced[i] for _, i in break_even(paces)]
+
+
+def _pace(space: Space, config: Config, rate: float, starts: Starts) -> Pace:
+    batch = int(config["batch_size"] or 1)
+    return Pace(batch=batch, first_step_s=starts.of(config, space.default), step_s=batch / rate)
+
+
+def _dear_limit(space: Space, config: Config, search: Search) -> float | None:
+    """A dear knob's own deadline, so that one value that hangs does not take the others' time."""
+    if all(config.get(name) == space.default[name] for name in space.dear):
+        return None
+    return max(DEAR_LEAST_S, DEAR_SHARE * search.left_s)
 
 
 def _struck_out(trial: Trial, check: Trial) -> Trial:

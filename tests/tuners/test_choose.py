@@ -10,7 +10,8 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import WorkerError
-from advisor.tuners.choose import choose_input, decide, finalists, paired_ratio, race
+from advisor.tuners.choose import Verdict, choose_input, decide, finalists, paired_ratio, race
+from advisor.tuners.job import Length, Pace
 from advisor.tuners.space import Space
 
 SPACE = Space(
@@ -175,3 +176,41 @@ def test_pinning_is_chosen_only_where_it_pays() -> None:
         runner = Steady({plain: 100.0, pinned: rate})
         chosen, _seen = choose_input(runner, SPACE, FAST, share_s=0.1, budget_s=1e9)
         assert chosen == Config(pin_memory=expected)
+
+
+def test_a_short_job_is_chosen_for_by_its_whole_time() -> None:
+    rates = run(Steady({DEFAULT: 100.0, BF16: 150.0, FAST: 200.0}), [DEFAULT, BF16, FAST])
+    first = {DEFAULT: 1.0, BF16: 1.0, FAST: 30.0}
+
+    def chosen(steps: int) -> Verdict:
+        job = Length(steps=steps, batch=64)
+
+        def weigh(config: Config, rate: float) -> float:
+            return job.rate(Pace(batch=64, first_step_s=first[config], step_s=64 / rate))
+
+        return decide(SPACE, rates, {FAST: 7}, weigh)
+
+    assert chosen(1).at_batch.config == DEFAULT
+    assert chosen(100).at_batch.config == BF16
+    verdict = chosen(1000)
+    # What is told of it is the steady state, as ever.
+    assert verdict.at_batch == decide(SPACE, rates, {FAST: 7}).at_batch
+    assert verdict.at_batch.samples_per_s == 200.0
+
+
+def test_the_cheap_leader_is_a_finalist_however_far_behind() -> None:
+    space = Space(SPACE.choices | {"compile": ("none", "default")}, dear=("compile",))
+    eager = space.default.replace(precision="bf16")
+    names = {space.default: 10.0, eager: 15.0, eager.replace(compile="default"): 60.0}
+    trials = [
+        Trial(
+            number=number,
+            config=config,
+            measurement=Measurement(outcome="ok", samples_per_s=rate),
+            stage="compute",
+            origin="guess",
+            seconds=1.0,
+        )
+        for number, (config, rate) in enumerate(names.items())
+    ]
+    assert finalists(space, trials) == [space.default, eager.replace(compile="default"), eager]

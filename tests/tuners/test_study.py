@@ -177,3 +177,22 @@ def test_compiling_takes_the_place_of_what_conflicts_with_it(tmp_path: Path) -> 
     assert all(
         space.holds(trial.config) for trial in search(Simulated(), tmp_path, space=space).run()
     )
+
+
+def test_what_hangs_is_not_tried_on_the_next_leader(tmp_path: Path) -> None:
+    class Hangs(Simulated):
+        def measure(self, config: Config, **how: object) -> Measurement:  # type: ignore[override]
+            found = super().measure(config, seconds=0.1)
+            if config["compile"] == "cudagraphs":
+                return Measurement(outcome="timed_out", reason="simulated")
+            # At a large batch another precision leads: two leaders.
+            large = config["precision"] == "fp16" and int(config["batch_size"] or 0) > 64
+            rate = found.samples_per_s * (2 if large else 1)
+            return Measurement(
+                outcome="ok", samples_per_s=rate, low=rate, high=rate, step_s=0.001, peak_bytes=1
+            )
+
+    space = Space(SPACE.choices | {"compile": ("none", "cudagraphs", "default")}, dear=("compile",))
+    trials = search(Hangs(), tmp_path, space=space).run()
+    tried = [t.config["compile"] for t in trials if t.config["compile"] != "none"]
+    assert tried == ["cudagraphs", "default", "default"]

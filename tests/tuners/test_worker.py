@@ -145,6 +145,36 @@ def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
     assert measure(worker, 4).ok
 
 
+def test_a_config_has_a_deadline_of_its_own(worker: Worker) -> None:
+    worker.limit = lambda c: 2.0 if c["batch_size"] == 6 else None
+    try:
+        measured = measure(worker, 6)
+        assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 2 s")
+        assert measure(worker, 4).ok
+    finally:
+        worker.limit = lambda _config: None
+
+
+def test_first_steps_are_those_of_a_fresh_process(tmp_path: Path) -> None:
+    """What the process has loaded, searched or compiled before does not count."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        MEAN.replace(
+            "        return y\n",
+            "        if self.training and torch.is_grad_enabled() and not PAID:\n"
+            "            PAID.append(time.sleep(0.5))\n"
+            "        return y\n",
+        ).replace("class Net", "PAID = []\n\nclass Net")
+    )
+    with Worker(job(path), deadline_s=60) as worker:
+        worker.describe()
+        assert measure(worker, 4).first_step_s < 0.4
+        started = worker.start(config(4), deadline_s=60)
+        assert started.ok and started.first_step_s >= 0.5 > started.step_s
+        assert worker.start(config(6), deadline_s=1).outcome == "timed_out"
+        assert measure(worker, 4).ok
+
+
 def test_noise_is_no_answer(worker: Worker) -> None:
     assert measure(worker, 13).ok
     assert measure(worker, 4).ok

@@ -24,7 +24,7 @@ from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, target, verify
 from advisor.tuners.advice import Advice
 from advisor.tuners.knobs import INPUT, KNOBS
-from advisor.tuners.measure import Clock, CpuClock, CudaClock, time_steps, warm_up
+from advisor.tuners.measure import Clock, CpuClock, CudaClock, first_steps, time_steps, warm_up
 from advisor.tuners.worker.wire import Facts, Job, receive, send
 from advisor.tuners.workload import Layers, Workload
 
@@ -136,6 +136,14 @@ class Bench:
         self.release()
         self.healthy = self._came_back()
         return result
+
+    def start(self, config: Config) -> Measurement:
+        """What a config pays before its steps settle, in a process that has run none before."""
+        try:
+            first, settled = first_steps(self._build(config, "compute").step, self._clock)
+        except Exception as exc:  # a config may fail in any way; the outcome names it
+            return _failure(exc)
+        return Measurement(outcome="ok", first_step_s=first, step_s=settled)
 
     def _build(self, config: Config, stage: str, **watched: Any) -> Workload:
         batch = config["batch_size"]
@@ -351,9 +359,13 @@ def main() -> int:
         try:
             if "job" in request:
                 bench = Bench(Job(**request["job"] | {"shape": tuple(request["job"]["shape"])}))
-                bench.first_step()
-                bench.release()
-                reply: dict[str, Any] = {"facts": dataclasses.asdict(bench.describe())}
+                if request.get("start"):
+                    measured = bench.start(Config(request["start"]))
+                    reply: dict[str, Any] = {"measurement": to_plain(measured)}
+                else:
+                    bench.first_step()
+                    bench.release()
+                    reply = {"facts": dataclasses.asdict(bench.describe())}
             else:
                 assert bench is not None
                 if request.get("release"):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -45,11 +46,15 @@ class Worker:
     Args:
         job: what to measure.
         deadline_s: seconds until a trial is given up and its worker killed.
+
+    Attributes:
+        limit: a config's own deadline in seconds, where it has one; None for `deadline_s`.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job = job
         self.deadline_s = deadline_s
+        self.limit: Callable[[Config], float | None] = lambda _config: None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
@@ -83,7 +88,8 @@ class Worker:
             WorkerError: no worker can be started any more.
         """
         request = {"config": dict(config), "seconds": seconds, "stage": stage, "keep": keep}
-        return self._measured(request, seconds + self.deadline_s)
+        limit = self.limit(config)
+        return self._measured(request, seconds + (self.deadline_s if limit is None else limit))
 
     def verify(
         self, config: Config, *, against: Config, steps: int, tolerance: float
@@ -100,6 +106,29 @@ class Worker:
             "tolerance": tolerance,
         }
         return self._measured(request, 2 * self.deadline_s)
+
+    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+        """The first steps of a config in a process of its own, as a training script has them.
+
+        `first_step_s` is what they take once: kernels are loaded, algorithms searched, code
+        compiled with empty caches on disk. The worker is ended for it; the next one to measure
+        starts anew.
+        """
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+            caches = {
+                f"{name}_CACHE_DIR": f"{empty}/{name}" for name in ("TORCHINDUCTOR", "TRITON")
+            }
+            try:
+                self._launch(caches)
+                request = {"job": dataclasses.asdict(self._job), "start": dict(config)}
+                reply = self._ask(request, deadline_s)
+                return from_plain(Measurement, reply["measurement"])
+            except _Gone as exc:
+                return Measurement(outcome=exc.outcome, reason=str(exc))
+            except (KeyError, RecordDamaged) as exc:
+                return Measurement(outcome="crashed", reason=f"its answer made no sense: {exc}")
+            finally:
+                self._kill()
 
     def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
         if self._process is None or self._process.poll() is not None:
@@ -131,6 +160,18 @@ class Worker:
         self._output.close()
 
     def _start(self) -> Facts:
+        self._launch({})
+        reply = self._ask({"job": dataclasses.asdict(self._job)}, max(60.0, self.deadline_s))
+        if "error" in reply:
+            self._kill()
+            errors: dict[str, type[TargetError | TargetFailed]] = {
+                "TargetError": TargetError,
+                "TargetFailed": TargetFailed,
+            }
+            raise errors[reply["error"]](reply["message"], reply["details"])
+        return Facts(**reply["facts"])
+
+    def _launch(self, environment: dict[str, str]) -> None:
         self._kill()
         ours, theirs = Pipe()
         lifeline_theirs, lifeline_ours = os.pipe()
@@ -142,6 +183,7 @@ class Worker:
                     *(str(theirs.fileno()), str(lifeline_theirs)),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
+                env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -153,15 +195,6 @@ class Worker:
             os.close(lifeline_theirs)
         self._pipe, self._lifeline = ours, lifeline_ours
         self._receive(START_S)
-        reply = self._ask({"job": dataclasses.asdict(self._job)}, max(60.0, self.deadline_s))
-        if "error" in reply:
-            self._kill()
-            errors: dict[str, type[TargetError | TargetFailed]] = {
-                "TargetError": TargetError,
-                "TargetFailed": TargetFailed,
-            }
-            raise errors[reply["error"]](reply["message"], reply["details"])
-        return Facts(**reply["facts"])
 
     def _ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         assert self._pipe is not None

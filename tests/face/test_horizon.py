@@ -1,0 +1,251 @@
+"""apply(steps=...), the break-even table, and what tuning for a job and with an effort keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import advisor
+from advisor.api import Progress, Tuned, break_even, tune_line
+from advisor.api.effort import suffices
+from advisor.api.tuning import DEAR_LEAST_S, _dear_limit
+from advisor.cache.codec import decode, encode, from_plain, plain
+from advisor.cache.config import Config
+from advisor.cache.record import Choice, Measurement, Record, Trial
+from advisor.cache.store import Records, open_store
+from advisor.tuners.space import Space
+from advisor.tuners.study import Search
+from tests.cache import examples
+from tests.face.commands import MODEL, SHAPE
+from tests.face.commands import advisor as command
+from tests.face.test_apply import DEFAULT, remember
+
+CHEAP = DEFAULT.replace(channels_last=True, compile="none")
+BASE = DEFAULT.replace(compile="none")
+COMPILED = CHEAP.replace(compile="default")
+ONCE = BASE.replace(precision="tf32")
+
+
+def choice(config: Config, rate: float, first_step_s: float) -> Choice:
+    made = examples.choice(config, rate, rate / 100.0)
+    return replace(made, first_step_s=first_step_s)
+
+
+def trial(config: Config, rate: float, first_step_s: float) -> Trial:
+    return Trial(
+        number=0,
+        config=config,
+        measurement=Measurement(
+            outcome="ok",
+            samples_per_s=rate,
+            low=0.99 * rate,
+            high=1.01 * rate,
+            step_s=4 / rate,
+            first_step_s=first_step_s,
+            peak_bytes=2**30,
+        ),
+        stage="compute",
+        origin="guess",
+        seconds=1.0,
+    )
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """Steps of 40 ms; a cheap config of 20 ms; compiled 10 ms, after 30 s."""
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    made = replace(
+        remember(),
+        baseline=choice(BASE, 100.0, 1.0),
+        at_batch=choice(COMPILED, 400.0, 31.0),
+        free=None,
+        raced=(
+            choice(BASE, 100.0, 1.0),
+            choice(CHEAP, 200.0, 1.0),
+            choice(COMPILED, 400.0, 31.0),
+        ),
+        trials=(
+            trial(BASE, 100.0, 0.5),
+            trial(CHEAP, 200.0, 0.05),
+            trial(COMPILED, 400.0, 29.0),
+            trial(ONCE, 190.0, 0.1),
+        ),
+    )
+    Records(open_store(None)).put(made)
+    yield made
+
+
+def served(**asked: object) -> advisor.Advice:
+    return advisor.lookup("model.py:Net", device="cpu", strict=True, **asked)  # type: ignore[arg-type]
+
+
+def test_the_length_of_the_job_decides(record: Record) -> None:
+    assert served().config == COMPILED
+    for steps in (10, 500, 2900):
+        assert served(steps=steps).config == CHEAP
+    assert served(steps=3100).config == COMPILED
+    assert served(duration="30s").config == CHEAP
+    assert served(duration=55).config == CHEAP
+    assert served(duration="2h").config == COMPILED
+    advice = served(steps=500)
+    assert advice.reason.startswith("1.91x torch's default over 500 steps at batch 4")
+    assert "raced" in advice.reason and "in a fresh process" in advice.reason
+
+
+def test_a_single_step_is_no_job_to_tune(record: Record) -> None:
+    advice = served(steps=1)
+    assert advice.config == BASE
+    assert "over 1 steps at batch 4 nothing pays" in advice.reason
+
+
+def test_limits_hold_for_a_job_too(record: Record) -> None:
+    assert served(steps=10**6, max_memory="2GiB").config == COMPILED
+    assert served(steps=10**6, precisions=["default"]).config == COMPILED
+    with pytest.raises(advisor.NoRecord, match="not measured at batch 4 within"):
+        served(steps=10**6, max_memory="100MiB")
+
+
+def test_what_was_measured_once_is_said_so(record: Record) -> None:
+    alone = replace(
+        record, raced=record.raced[:1], at_batch=record.baseline, trials=record.trials[::3]
+    )
+    Records(open_store(None)).put(alone)
+    # A race has said that nothing is faster in the steady state: no single measurement undoes it.
+    assert served(steps=10**6).config == BASE
+    short = replace(alone.provenance, steps=1)
+    Records(open_store(None)).put(replace(alone, provenance=short))
+    assert "chosen for a job of 1 steps" in served().reason
+    advice = served(steps=10**6)
+    assert advice.config == ONCE
+    assert "measured once" in advice.reason and "slowest one seen" in advice.reason
+
+
+def test_what_was_struck_out_is_never_served(record: Record) -> None:
+    wrong = Trial(
+        number=9,
+        config=CHEAP,
+        measurement=Measurement(outcome="wrong", reason="the loss is nan"),
+        stage="numerics",
+        origin="fp32",
+        seconds=1.0,
+    )
+    fast = trial(COMPILED.replace(precision="bf16"), 900.0, 0.1)
+    Records(open_store(None)).put(replace(record, trials=(*record.trials, wrong, fast)))
+    assert served(steps=10**6).config == COMPILED
+
+
+def test_an_old_record_says_that_it_cannot_tell(record: Record) -> None:
+    content = plain(record)
+    del content["raced"]
+    for name in ("baseline", "at_batch"):
+        del content[name]["first_step_s"]
+    for name in ("effort", "steps", "duration_s"):
+        del content["provenance"][name]
+    for old in content["trials"]:
+        old["measurement"]["first_step_s"] = 0.0
+    older = from_plain(Record, content)
+    assert (older.provenance.effort, older.raced) == ("normal", ())
+    Records(open_store(None)).put(older)
+    advice = served(steps=5)
+    assert advice.config == COMPILED
+    assert "first steps are not known" in advice.reason
+    assert break_even(older) == []
+
+
+def test_free_batch_trains_on_as_many_samples(record: Record) -> None:
+    wide = CHEAP.replace(batch_size=16)
+    trials = (*record.trials, trial(BASE.replace(batch_size=16), 300.0, 0.5))
+    Records(open_store(None)).put(
+        replace(record, free=choice(wide, 800.0, 1.0), trials=(*trials, trial(wide, 800.0, 0.1)))
+    )
+    advice = served(steps=500, batch="free")
+    assert (advice.config, advice.batch_size) == (wide, 16)
+    assert served(steps=500).config == CHEAP
+
+
+def test_the_table(record: Record) -> None:
+    rows = break_even(record)
+    assert [row.candidate.config for row in rows] == [CHEAP, COMPILED]
+    assert [row.steps for row in rows] == [1, 3002]
+    assert all(row.candidate.raced and row.candidate.fresh for row in rows)
+    assert decode(encode(record)) == record
+    shown = command(Path.cwd(), "show", record.id[:6])
+    assert "best from step" in shown.stdout and "3,002" in shown.stdout
+    assert "The advice pays from step 3,002 on (1m 01s)." in shown.stdout
+    data = json.loads(command(Path.cwd(), "show", record.id, "--json").stdout)
+    assert [row["from_step"] for row in data["break_even"]] == [1, 3002]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"steps": 0}, "steps 0: expected a number from 1"),
+        ({"steps": 1.5}, "steps 1.5: expected a number"),
+        ({"duration": "soon"}, "'soon': expected a time such as 90s"),
+        ({"duration": -3}, "'-3'|-3: expected a time"),
+        ({"steps": 5, "duration": 5}, "exclude each other"),
+    ],
+)
+def test_wrong_lengths(record: Record, asked: dict[str, object], says: str) -> None:
+    with pytest.raises(advisor.UsageError, match=says):
+        served(**asked)
+
+
+def test_efforts() -> None:
+    assert suffices("exhaustive", "quick") and suffices("normal", "normal")
+    assert not suffices("quick", "normal") and not suffices("heroic", "quick")
+
+
+def test_more_effort_goes_on_and_less_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+
+    class Heard(Progress):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    def tune(effort: str, budget_s: float, steps: int | None) -> Tuned:
+        return advisor.tune(
+            "model.py",
+            SHAPE,
+            device="cpu",
+            effort=effort,
+            budget_s=budget_s,
+            steps=steps,
+            trials=2,
+            fixed_batch=True,
+            compile=False,
+            verify=False,
+            progress=Heard(),
+        )
+
+    first = tune("normal", 8.0, 300).record
+    assert (first.provenance.effort, first.provenance.steps) == ("normal", 300)
+    assert "--steps 300" in tune_line(first)
+    less = tune("quick", 8.0, 300)
+    assert less.known and less.record == first and said == []
+    more = tune("exhaustive", 3.0, None).record
+    assert said == ["tuned with --effort normal; goes on with exhaustive"]
+    assert (more.provenance.effort, more.provenance.steps) == ("exhaustive", 0)
+    assert "--effort exhaustive" in tune_line(more)
+
+
+def test_a_dear_knob_has_a_deadline_of_its_own() -> None:
+    class Left:
+        left_s = 300.0
+
+    space = Space({"precision": ("default", "bf16"), "compile": ("none", "x")}, dear=("compile",))
+    search, dear = cast(Search, Left()), space.default.replace(compile="x")
+    assert _dear_limit(space, space.default.replace(precision="bf16"), search) is None
+    assert _dear_limit(space, dear, search) == pytest.approx(200.0)
+    Left.left_s = 10.0
+    assert _dear_limit(space, dear, search) == DEAR_LEAST_S

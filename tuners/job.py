@@ -1,0 +1,116 @@
+"""What a config is worth over a job of a given length: arithmetic, nothing is measured here.
+
+A job of N steps takes `first_step_s + (N - 1) * step_s` seconds: what algorithm search,
+compilation and graph capture cost before the first step counts once, what they gain every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from advisor.cache.config import Config
+from advisor.cache.record import Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a config trains: seconds until its first step is done, then seconds per step."""
+
+    batch: int
+    first_step_s: float
+    step_s: float
+
+    def time_s(self, steps: float) -> float:
+        """Seconds of that many steps, one at least."""
+        return self.first_step_s + max(0.0, steps - 1) * self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other one is 0.
+
+    At another batch the job is as many samples, hence fewer or more steps.
+
+    Raises:
+        ValueError: not exactly one of the two is above 0.
+    """
+
+    batch: int
+    steps: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.steps > 0) == (self.seconds > 0) or self.batch < 1:
+            raise ValueError(f"{self}: expected either steps or seconds, at a batch of at least 1")
+
+    def samples(self, pace: Pace) -> float:
+        """Samples that are trained on."""
+        if self.steps:
+            return float(self.steps * self.batch)
+        return pace.batch * max(0.0, self.seconds - pace.first_step_s) / pace.step_s
+
+    def time_s(self, pace: Pace) -> float:
+        """Seconds that the job takes."""
+        if self.steps:
+            return pace.time_s(self.steps * self.batch / pace.batch)
+        return self.seconds
+
+    def rate(self, pace: Pace) -> float:
+        """Samples per second over the whole job, its first step included: to be maximised."""
+        return self.samples(pace) / self.time_s(pace)
+
+
+def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
+    """The lower envelope of time over steps: (from which step on, index of the fastest pace).
+
+    The first pair is from step 1; of equal paces the first one given is taken. All paces are at
+    one batch. What is never the fastest does not appear.
+    """
+    if not paces:
+        return []
+    order = range(len(paces))
+    here = min(order, key=lambda i: (paces[i].first_step_s, paces[i].step_s, i))
+    found = [(1, here)]
+    while True:
+        overtaken = [
+            (_overtakes(paces[here], paces[i]), paces[i].step_s, i)
+            for i in order
+            if paces[i].step_s < paces[here].step_s
+        ]
+        if not overtaken:
+            return found
+        start, _, here = min(overtaken)
+        if start == found[-1][0]:
+            found.pop()  # two overtake at one step: the faster one stays
+        found.append((start, here))
+
+
+def _overtakes(slow: Pace, fast: Pace) -> int:
+    """The first number of steps at which `fast` takes less time than `slow`."""
+    start = (fast.first_step_s - slow.first_step_s) / (slow.step_s - fast.step_s)
+    return max(1, math.floor(start) + 2)
+
+
+def first_step_seen(trials: Iterable[Trial], config: Config, paying: Collection[str]) -> float:
+    """Seconds of the slowest first step among trials that pay for the same things; 0 for none.
+
+    A trial's own number is as it fell: what an earlier trial of the same process had searched or
+    compiled was not paid again. Those of the same batch with the same values of the `paying`
+    knobs pay for the same, and the slowest of them is the one that paid for most of it.
+    """
+
+    def pays(other: Config) -> list[object]:
+        return [other.get(name) for name in ("batch_size", *paying)]
+
+    return max(
+        (
+            trial.measurement.first_step_s
+            for trial in trials
+            if trial.stage == "compute"
+            and trial.measurement.first_step_s > 0
+            and pays(trial.config) == pays(config)
+        ),
+        default=0.0,
+    )
