@@ -5,6 +5,7 @@ Drawn between measurements only: a redraw is noise to a step that is bound by th
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -37,6 +38,7 @@ class Shown(Progress):
         self._trials: list[Trial] = []
         self._best: dict[bool, Trial] = {}
         self._status = ""
+        self._began = time.monotonic()
 
     def __enter__(self) -> Shown:
         return self
@@ -47,6 +49,7 @@ class Shown(Progress):
 
     def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
         self._default = space.default
+        self._began = time.monotonic()
         device = key.environment.device
         self._console.print(
             f"{facts.name}: {facts.parameters:,} parameters, {key.sample}, batch "
@@ -81,11 +84,12 @@ class Shown(Progress):
             )
 
     def phase(self, what: str) -> None:
-        self._status = what
+        so_far = report.duration(time.monotonic() - self._began)
+        self._status = f"{what} (after {so_far})"
         if self._live is not None:
             self._draw()
         else:
-            self._console.print(what, highlight=False)
+            self._console.print(self._status, highlight=False)
 
     def notice(self, text: str) -> None:
         self._console.print(f"advisor: {text}", highlight=False, soft_wrap=True)

@@ -31,10 +31,13 @@ REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
 PATIENCE = 12
 """Trials without a better config at any batch after which the sampler stops."""
-EAGER = 0.6
+EAGER = 0.5
 """Share of the budget for guesses and larger batches where a dear knob is to be tried after."""
 DEAR_S = 30.0
 """Seconds that must be left for a config that compiles."""
+REBUILT = 2
+"""Times that what leads is built, and compiled, again once the search is over: to hold it against
+fp32, and through a DataLoader."""
 GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
 
@@ -155,6 +158,7 @@ class Search:
         self._climb()
         self._stage_s = self._budget_s
         self._try_dear()
+        self._stage_s -= REBUILT * self.best(user).measurement.first_step_s
         for config in guesses.searched(self._space, self.best(user).config):
             self._try(config, "guess")
         self._sample()

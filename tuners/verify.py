@@ -149,17 +149,22 @@ def check(
 ) -> tuple[bool, str]:
     """Judge a config. `build('candidate' or 'fp32', order=0, rounded=False)` gives a fresh, watched
     workload."""
-    scale = _searched_scale(build("candidate"))
-    if scale == 0.0:
-        return False, f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows here"
+    candidate = build("candidate")
+    if candidate.advice.scaler.is_enabled():
+        scale = _searched_scale(candidate)
+        if scale == 0.0:
+            return (
+                False,
+                f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows here",
+            )
+        candidate = build("candidate")
+        state = candidate.advice.scaler.state_dict()
+        candidate.advice.scaler.load_state_dict(state | {"scale": scale})
+    traced = trace(candidate, steps)
     reference = trace(build("fp32"), steps)
     reordered = trace(build("fp32", order=1), steps)
     rounded = trace(build("fp32", rounded=True), steps)
-    candidate = build("candidate")
-    if candidate.advice.scaler.is_enabled():
-        state = candidate.advice.scaler.state_dict()
-        candidate.advice.scaler.load_state_dict(state | {"scale": scale})
-    return judge(reference, reordered, rounded, trace(candidate, steps), tolerance)
+    return judge(reference, reordered, rounded, traced, tolerance)
 
 
 def _searched_scale(workload: Workload) -> float:
@@ -168,12 +173,12 @@ def _searched_scale(workload: Workload) -> float:
     Its search at the start is no fault, but a run that has it lags behind one that has not.
     """
     scaler = workload.advice.scaler
-    for _ in range(SCALE_STEPS if scaler.is_enabled() else 0):
+    for _ in range(SCALE_STEPS):
         before = scaler.get_scale()
         workload.step()
         if scaler.get_scale() >= before:
             return float(before)
-    return 0.0 if scaler.is_enabled() else 1.0
+    return 0.0
 
 
 def steps_within(seconds: float, step_s: float) -> int:

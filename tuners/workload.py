@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -78,11 +79,18 @@ class Workload:
                 target = self._make_target(inputs, seed + 1 + number)
             made.append((inputs, target))
         self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
+        self._made = made[0]
         if from_loader:
             self._source = _forever(advice, _Repeated(made[0], batch))
         else:
             self._source = advice.batches(_cycle([advice.place(one) for one in made], order))
         torch.manual_seed(seed + 1000 * (1 + order))
+
+    def fed_by(self, advice: Advice, batch: int) -> Workload:
+        """The same model and optimizer behind another DataLoader: nothing is compiled again."""
+        other = copy.copy(self)
+        other._source = _forever(advice, _Repeated(self._made, batch))
+        return other
 
     def _make_batch(self, sample: Sample, vocab: int, batch: int) -> tuple[Any, Any]:
         hook = self._loaded.make_batch

@@ -370,7 +370,10 @@ def _tune(
                 trials = [_struck_out(trial, check) for trial in trials]
         extra = [dataclasses.replace(c, number=len(trials) + n) for n, c in enumerate(extra)]
         chosen_input = space.default_input
-        if len(chosen_input):
+        rebuilt_s = starts.seen(verdict.at_batch.config)
+        if len(chosen_input) and budget_s - search.spent_s < rebuilt_s:
+            progress.notice("the input pipeline is not measured: the budget is spent")
+        elif len(chosen_input):
             progress.phase("the input pipeline, through a DataLoader")
             chosen_input, seen = choose.choose_input(
                 worker,

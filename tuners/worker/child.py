@@ -41,6 +41,8 @@ OUT_OF_MEMORY = (
 )
 
 
+INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
+
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a trial."""
 
@@ -145,6 +147,16 @@ class Bench:
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
 
+    def _beside(self, config: Config, stage: str) -> Workload | None:
+        """What is kept already of a config that differs in its input pipeline alone."""
+        batch = config["batch_size"]
+        assert isinstance(batch, int)
+        for (other, at), (workload, _first, _expected) in self._kept.items():
+            if stage == at == INPUT and other.without(*INPUTS) == config.without(*INPUTS):
+                advice = Advice(config, device=self._job.device, batch_size=batch)
+                return workload.fed_by(advice, batch)
+        return None
+
     def _build(self, config: Config, stage: str, **watched: Any) -> Workload:
         batch = config["batch_size"]
         assert isinstance(batch, int)
@@ -231,7 +243,7 @@ class Bench:
         held = self._reset_peak()
         kept = self._kept.get((config, stage))
         if kept is None:
-            workload = self._build(config, stage)
+            workload = self._beside(config, stage) or self._build(config, stage)
             first, expected = warm_up(workload.step, self._clock, workload.start)
         else:
             # Built and warm: one step brings its memory back into the caches.
