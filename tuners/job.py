@@ -7,7 +7,7 @@ compilation and graph capture cost before the first step counts once, what they 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
@@ -93,16 +93,18 @@ def _overtakes(slow: Pace, fast: Pace) -> int:
     return max(1, math.floor(start) + 2)
 
 
-def first_step_seen(trials: Iterable[Trial], config: Config, paying: Collection[str]) -> float:
+def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[str]) -> float:
     """Seconds of the slowest first step among trials that pay for the same things; 0 for none.
 
-    A trial's own number is as it fell: what an earlier trial of the same process had searched or
-    compiled was not paid again. Those of the same batch with the same values of the `paying`
-    knobs pay for the same, and the slowest of them is the one that paid for most of it.
+    A trial's own number is as it fell: what an earlier trial had searched, or compiled into the
+    compiler's cache on disk, was not paid again. Those of the same batch that pay for nothing else
+    than the config does, by the values of the `paying` knobs, tell what it costs at least, and the
+    slowest of them is the one that paid for most. The first trial is torch's default.
     """
 
-    def pays(other: Config) -> list[object]:
-        return [other.get(name) for name in ("batch_size", *paying)]
+    def pays(other: Config) -> set[tuple[str, object]]:
+        free = trials[0].config
+        return {(name, other.get(name)) for name in paying if other.get(name) != free.get(name)}
 
     return max(
         (
@@ -110,7 +112,8 @@ def first_step_seen(trials: Iterable[Trial], config: Config, paying: Collection[
             for trial in trials
             if trial.stage == "compute"
             and trial.measurement.first_step_s > 0
-            and pays(trial.config) == pays(config)
+            and trial.config.get("batch_size") == config.get("batch_size")
+            and pays(trial.config) <= pays(config)
         ),
         default=0.0,
     )

@@ -92,7 +92,7 @@ class StepGraph:
         self._train_step = train_step
         self._models = tuple(models)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        leaves, self._tree = tree_flatten(example)
+        leaves, self._tree = _flatten(example)
         self._buffers = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in leaves]
         self._warm = 0
         self._checked = 0
@@ -116,7 +116,7 @@ class StepGraph:
     def __call__(self, batch: Any) -> Any:
         if self.failure:
             return self._train_step(batch)
-        leaves, tree = tree_flatten(batch)
+        leaves, tree = _flatten(batch)
         if tree != self._tree or not all(map(_alike, leaves, self._buffers)):
             return self._plainly(batch)
         if self._warm < WARM_STEPS:
@@ -298,6 +298,11 @@ class StepGraph:
             AdvisorWarning,
             stacklevel=4,
         )
+
+
+def _flatten(batch: Any) -> tuple[list[Any], Any]:
+    # A DataLoader yields lists where datasets hold tuples: one as good as the other.
+    return tree_flatten(list(batch) if type(batch) is tuple else batch)
 
 
 def _alike(ours: Any, theirs: Tensor) -> bool:

@@ -23,6 +23,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
+PATIENCE = 100
+"""Steps within which a captured step must come to its first replay."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 
 
@@ -146,10 +148,17 @@ class Workload:
             self._forward(batch[0])
 
     def start(self) -> None:
-        """The first step, and those before the first that a captured step replays."""
+        """The first step, and those before the first that a captured step replays.
+
+        Raises:
+            RuntimeError: it is never replayed, or as `step`.
+        """
         self.step()
-        while isinstance(self._train_step, StepGraph) and not self._train_step.ready:
+        for _ in range(PATIENCE):
+            if not isinstance(self._train_step, StepGraph) or self._train_step.ready:
+                return
             self.step()
+        raise RuntimeError("no CUDA graph: the batches are not alike")
 
     def _train(self, batch: Any) -> Tensor:
         assert self._optimizer is not None

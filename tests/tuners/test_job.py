@@ -98,3 +98,17 @@ def test_what_an_earlier_trial_had_paid_is_counted() -> None:
     assert first_step_seen(trials, config, ["search"]) == 26.0
     assert first_step_seen(trials, config.replace(search=False), ["search"]) == 0.3
     assert first_step_seen(trials, config.replace(batch_size=32), ["search"]) == 0.0
+
+
+def test_what_was_compiled_once_is_not_free_for_the_next() -> None:
+    plain = {"compile": "none", "search": False, "batch_size": 64}
+    trials = [
+        trial(0.3, **plain),
+        trial(25.0, **plain | {"compile": "default"}),
+        trial(1.2, **plain | {"compile": "default", "search": True}),
+        trial(6.0, **plain | {"search": True}),
+    ]
+    paying = ["compile", "search"]
+    both = Config(compile="default", search=True, batch_size=64)
+    assert first_step_seen(trials, both, paying) == 25.0
+    assert first_step_seen(trials, both.replace(compile="none"), paying) == 6.0

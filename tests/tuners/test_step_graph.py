@@ -286,10 +286,8 @@ def test_a_capture_beside_pinning_workers() -> None:
         Config(precision="default", step_graph=True, pin_memory=True), device="cuda"
     )
     loader = DataLoader(made, batch_size=16, num_workers=2, pin_memory=True)
-    losses = [
-        float(training.step(batch).detach())
-        for batch in map(tuple, training.advice.batches(loader))
-    ]
+    losses = [float(training.step(batch).detach()) for batch in training.advice.batches(loader)]
+    assert isinstance(training.step, StepGraph) and training.step.ready
     assert training.failure == "" and losses[-1] < losses[0]
 
 
