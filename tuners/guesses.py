@@ -6,30 +6,33 @@ from advisor.cache.config import Config, Value
 from advisor.tuners.space import Space
 
 GUESSES: tuple[tuple[dict[str, Value], str], ...] = (
-    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
-    ({"precision": "bf16"}, "half the traffic, matrix units at full rate"),
     ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
-    ({"precision": "bf16", "channels_last": True}, "the usual guide, without algorithm search"),
-    ({"step_graph": True}, "the host launches one graph a step: small nets gain severalfold"),
+    (
+        {"precision": "bf16", "channels_last": True},
+        "half the traffic, matrix units at full rate; the usual guide, without algorithm search",
+    ),
     (
         {"precision": "bf16", "channels_last": True, "step_graph": True},
-        "the same where the device's share of a step is not small",
+        "the same as one launch a step, where the host is the limit",
     ),
-    ({"channels_last": True}, "layout alone, numerics untouched"),
     (
-        {"precision": "tf32", "channels_last": True, "fused_optimizer": True},
-        "fewer kernel launches, for steps bound by the host",
-    ),
-    ({"fused_optimizer": True}, "fewer kernel launches alone"),
-    ({"precision": "bf16", "fused_optimizer": True}, "the same for models without convolutions"),
-    (
-        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
-        "everything but the algorithm search",
+        {"precision": "tf32", "step_graph": True},
+        "small nets gain severalfold from one launch a step, and lose by casts",
     ),
     (
         {"precision": "fp16", "channels_last": True},
         "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
     ),
+    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
+    ({"precision": "bf16"}, "half precision alone, where the layout is in the way"),
+    ({"step_graph": True}, "one launch a step alone, numerics untouched"),
+    ({"channels_last": True}, "layout alone, numerics untouched"),
+    (
+        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
+        "fewer kernel launches, for steps bound by the host",
+    ),
+    ({"precision": "tf32", "channels_last": True, "fused_optimizer": True}, "the same in TF32"),
+    ({"fused_optimizer": True}, "fewer kernel launches alone"),
 )
 """Knobs left out keep torch's default; what the space does not offer is skipped."""
 
@@ -51,14 +54,19 @@ def searched(space: Space, leader: Config) -> list[Config]:
 
 
 def at_large_batch(space: Space, leader: Config, batch: int) -> list[Config]:
-    """What may lead where the device is the limit instead of the host."""
+    """What may lead where the device is the limit instead of the host.
+
+    Convolutions gain most in fp16, as cuDNN has more kernels for it; other models in bf16, which
+    needs no scaling. Where the first guess is no gain at all, torch's default goes first.
+    """
+    convolves = len(space.choices.get("channels_last", ())) > 1
     half: list[dict[str, Value]] = [
-        {"precision": precision, "channels_last": layout, "fused_optimizer": False}
-        for precision in ("bf16", "fp16")
-        for layout in (True, False)
+        {"precision": precision, "channels_last": True, "fused_optimizer": False}
+        for precision in (("fp16", "bf16") if convolves else ("bf16", "fp16"))
     ]
-    found = [leader, *(leader.replace(**_offered(space, changes)) for changes in half)]
-    return _new(space, [config.replace(batch_size=batch) for config in found])
+    found = [space.default.replace(**_offered(space, changes)) for changes in half]
+    found = [leader, *found] if leader == space.default else [*found, leader]
+    return [c for c in (config.replace(batch_size=batch) for config in found) if space.holds(c)]
 
 
 def _new(space: Space, configs: list[Config]) -> list[Config]:

@@ -6,6 +6,7 @@ timed, synchronised at their ends only, by the wall clock and by device events a
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 BLOCK_S = 0.1
 MIN_BLOCKS = 6
+HOPELESS_BLOCKS = 5
 PRECISION = 0.01
 """Timing ends when the median's confidence interval is within this fraction of it."""
 WARM_STEPS = 3
@@ -143,11 +145,13 @@ def time_steps(
     first_s: float,
     expected_s: float,
     least: int = 2,
+    slowest_s: float = math.inf,
 ) -> Timing:
     """Time a warmed-up step in blocks for at most about `seconds`, less if it is steady.
 
     At least `least` blocks are run: two, so that there is a spread; one is enough where turns of
-    a race give it.
+    a race give it. A step that is clearly slower than `slowest_s` is timed no longer:
+    HOPELESS_BLOCKS that are all slower happen by chance, its median being faster, 1 time in 32.
     """
     per_block = max(1, round(BLOCK_S / max(expected_s, 1e-7)))
     blocks: list[float] = []
@@ -162,6 +166,8 @@ def time_steps(
         clock.synchronize()
         blocks.append((clock.now() - start) / per_block)
         gpu.append(clock.between(mark, end_mark) / per_block)
+        if len(blocks) >= HOPELESS_BLOCKS and min(blocks) > slowest_s:
+            break
         if len(blocks) >= MIN_BLOCKS:
             low, high = median_interval(blocks)
             if high - low <= PRECISION * statistics.median(blocks):

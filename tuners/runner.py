@@ -18,7 +18,13 @@ class Runner(Protocol):
     """Measures configs, one at a time. A failing config is a Measurement too, never an error."""
 
     def measure(
-        self, config: Config, *, seconds: float, stage: str = "compute", keep: bool = False
+        self,
+        config: Config,
+        *,
+        seconds: float,
+        stage: str = "compute",
+        keep: bool = False,
+        slowest_s: float = math.inf,
     ) -> Measurement:
         """Measure for about `seconds`, warm-up not counted.
 
@@ -27,6 +33,7 @@ class Runner(Protocol):
             seconds: time to spend on timed steps.
             stage: 'compute' (a batch on the device) or 'input' (through a DataLoader).
             keep: hold the built workload for the next turn of a race.
+            slowest_s: seconds of a step beyond which its exact number is of no interest.
         """
 
     def release(self) -> None:
@@ -58,9 +65,15 @@ class ReplayRunner:
         return list(self._rows)
 
     def measure(
-        self, config: Config, *, seconds: float, stage: str = "compute", keep: bool = False
+        self,
+        config: Config,
+        *,
+        seconds: float,
+        stage: str = "compute",
+        keep: bool = False,
+        slowest_s: float = math.inf,
     ) -> Measurement:
-        del seconds, stage, keep
+        del seconds, stage, keep, slowest_s
         self.measured.append(config)
         row = self._rows.get(config)
         if row is None or not row.get("ok", True):

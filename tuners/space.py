@@ -93,10 +93,12 @@ class Space:
                 config = config.replace(**{other: self.choices[other][0]})
         return config
 
-    def configs(self, batch: int) -> Iterator[Config]:
-        """All configs at one batch size, dear knobs at their default."""
+    def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
+        """All configs at one batch size; dear knobs at their default, unless asked for."""
         names = [name for name in self.choices if name != "batch_size"]
-        offered = [self.choices[name][: 1 if name in self.dear else None] for name in names]
+        offered = [
+            self.choices[name][: 1 if name in self.dear and not dear else None] for name in names
+        ]
         for values in itertools.product(*offered):
             config = Config(dict(zip(names, values, strict=True)), batch_size=batch)
             if self._combines(config):

@@ -10,8 +10,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -24,13 +25,19 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import guesses
+from advisor.tuners.memory import needed
 from advisor.tuners.runner import Runner
+from advisor.tuners.sampler import SECONDS, GainPerSecond
 from advisor.tuners.space import Space
 
 REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
 PATIENCE = 12
-"""Trials without a better config at any batch after which the sampler stops."""
+"""Trials without a better config after which the sampler stops."""
+LEADING = 1
+"""Guesses before the first look at a large batch."""
+HOPELESS = 0.6
+"""Below this fraction of the fastest at its batch a config is measured no longer."""
 EAGER = 0.5
 """Share of the budget for guesses and larger batches where a dear knob is to be tried after."""
 DEAR_S = 30.0
@@ -44,6 +51,12 @@ GAIN = 1.03
 _log = logging.getLogger("advisor.study")
 
 OnTrial = Callable[[Trial], None]
+
+
+class MakeSampler(Protocol):
+    def __call__(
+        self, configs: Sequence[Config], *, best: float | None, seed: int
+    ) -> optuna.samplers.BaseSampler: ...
 
 
 def open_study(folder: Path, name: str, *, fresh: bool = False) -> optuna.Study:
@@ -68,6 +81,8 @@ class Search:
         budget_s: wall seconds for the search, those of a resumed study counted in.
         limit: trials at most, or None.
         first: configs to try before the guesses, from records that nearly fit.
+        memory: bytes that a config may take; 0 where that is not known.
+        sampler: makes the Optuna sampler that proposes one of some configs.
         on_trial: called after each trial, never during one.
         now: wall clock in seconds.
     """
@@ -83,6 +98,8 @@ class Search:
         limit: int | None = None,
         seed: int = 0,
         first: tuple[Config, ...] = (),
+        memory: int = 0,
+        sampler: MakeSampler = GainPerSecond,
         on_trial: OnTrial = lambda _trial: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +113,8 @@ class Search:
         self._limit = limit
         self._seed = seed
         self._first = first
+        self._memory = memory
+        self._sampler = sampler
         self._on_trial = on_trial
         self._now = now
         self._distributions: dict[str, BaseDistribution] = {
@@ -152,10 +171,14 @@ class Search:
             reason = default.measurement.reason if default else "interrupted twice"
             raise WorkerError(f"torch's default could not be measured: {reason}")
         user = self._space.batches[0]
-        for config in (*self._first, *guesses.first(self._space)):
+        guessed = [c for c in guesses.first(self._space) if self._space.holds(c)]
+        for config in (*self._first, *guessed[:LEADING]):
             if self._space.holds(config):
                 self._try(config, "guess")
-        self._climb()
+        self._probe_large()
+        for config in guessed[LEADING:]:
+            self._try(config, "guess")
+        self._settle_batch()
         self._stage_s = self._budget_s
         self._try_dear()
         self._stage_s -= REBUILT * self.best(user).measurement.first_step_s
@@ -175,29 +198,42 @@ class Search:
             key=lambda trial: trial.measurement.samples_per_s,
         )
 
-    def _climb(self) -> None:
-        """Double the batch while it gains, from what leads where the device is the limit."""
+    def _probe_large(self) -> None:
+        """What leads where the device is the limit, at the largest batch that is sure to fit."""
+        user = self._space.batches[0]
+        peak = self._known[self._space.default].measurement.peak_bytes
+        sure = [
+            batch
+            for batch in self._space.batches
+            if batch > user and (not self._memory or peak * batch / user <= self._memory)
+        ]
+        if not sure:
+            return
+        for config in guesses.at_large_batch(self._space, self.best(user).config, max(sure)):
+            self._try(config, "large")
+
+    def _settle_batch(self) -> None:
+        """From the fastest batch up while that gains, then down while it costs nothing.
+
+        Advised with the batch free is the smallest batch that is about as fast as any.
+        """
         batches = sorted(self._space.batches)
-        above = [batch for batch in batches if batch > self._space.batches[0]]
-        below = [batch for batch in batches if batch < self._space.batches[0]]
-        leader = self.best(self._space.batches[0])
-        if above:
-            probe = above[min(1, len(above) - 1)]
-            for config in guesses.at_large_batch(self._space, leader.config, probe):
-                self._try(config, "climb")
         top = self.best()
-        flat = 0
-        for batch in above:
+        for batch in batches[batches.index(int(top.config["batch_size"] or 0)) + 1 :]:
             tried = self._try(top.config.replace(batch_size=batch), "climb")
-            if tried is None or batch <= int(top.config["batch_size"] or 0):
-                continue
-            gained = tried.measurement.samples_per_s >= GAIN * top.measurement.samples_per_s
-            flat = 0 if gained else flat + 1
-            top = max(top, tried, key=lambda trial: trial.measurement.samples_per_s)
-            if flat == 2 or not tried.measurement.ok:
+            if tried is None or not tried.measurement.ok:
                 break
-        for batch in reversed(below):
-            self._try(top.config.replace(batch_size=batch), "climb")
+            gained = tried.measurement.samples_per_s >= GAIN * top.measurement.samples_per_s
+            top = max(top, tried, key=lambda trial: trial.measurement.samples_per_s)
+            if not gained:
+                break
+        at = batches.index(int(top.config["batch_size"] or 0))
+        for batch in reversed(batches[:at]):
+            tried = self._try(top.config.replace(batch_size=batch), "climb")
+            if tried is not None and (
+                tried.measurement.samples_per_s < top.measurement.samples_per_s / GAIN
+            ):
+                break
 
     def _try_dear(self) -> None:
         """Dear knobs, cheapest value first, on what leads at the user's batch and at any.
@@ -228,61 +264,79 @@ class Search:
         return self._budget_s - self.spent_s
 
     def _sample(self) -> None:
-        tpe = optuna.samplers.TPESampler(
-            seed=self._seed + len(self.trials), n_startup_trials=8, multivariate=True
-        )
-        draw = random.Random(self._seed + len(self.trials))
+        """Until PATIENCE trials in a row gained nothing, at the user's batch and with it free."""
         user = self._space.batches[0]
-        stale = 0
+        stale: dict[int | None, int] = {user: 0}
+        if len(self._space.batches) > 1:
+            stale[None] = 0
         for turn in itertools.count():
-            # Two thirds of the trials at the user's batch: that is what apply() serves.
-            fixed = user if turn % 3 < 2 else None
-            config = self._propose(tpe, draw, fixed) or self._propose(tpe, draw, None)
-            if config is None or stale >= PATIENCE:
+            open_ = [batch for batch, count in stale.items() if count < PATIENCE]
+            if not open_ or not self._affords(self._space.default):
                 return
-            before = (self._rate(user), self._rate(None))
-            if self._try(config, "sampler") is None and not self._affords(config):
-                if not self._affords(self._space.default):
-                    return
-                stale += 1
+            # Two thirds of the trials at the user's batch: that is what apply() serves.
+            batch = open_[0] if turn % 3 < 2 else open_[-1]
+            config = self._propose(batch)
+            if config is None:
+                stale[batch] = PATIENCE
                 continue
-            stale = 0 if (self._rate(user), self._rate(None)) != before else stale + 1
+            before = self._rate(batch)
+            self._try(config, "sampler")
+            stale[batch] = 0 if self._rate(batch) > before else stale[batch] + 1
+
+    def _compiles(self) -> bool:
+        """Whether there is time for a dear config, with a sampler that counts what it costs."""
+        return self._sampler is GainPerSecond and self._stage_s - self.spent_s >= DEAR_S
 
     def _rate(self, batch: int | None) -> float:
         return self.best(batch).measurement.samples_per_s
 
-    def _propose(
-        self, tpe: optuna.samplers.BaseSampler, draw: random.Random, batch: int | None
-    ) -> Config | None:
-        """A config not yet tried, from the sampler or, when it repeats itself, at random."""
+    def _propose(self, batch: int | None) -> Config | None:
+        """A config not yet tried, at one batch size or at any; None where none is left."""
         batches = self._space.batches if batch is None else (batch,)
         left = [
             config
             for size in batches
-            for config in self._space.configs(size)
-            if config not in self._known and not self._cannot_fit(config)
+            for config in self._space.configs(size, dear=self._compiles())
+            if config not in self._known
+            and not self._cannot_fit(config)
+            and not any(self._hung(name, config[name]) for name in self._space.dear)
         ]
         if not left:
             return None
+        seed = self._seed + len(self.trials)
+        sampler = self._sampler(left, best=self._rate(batch), seed=seed)
         # In a study of its own: the one on disk holds only what was really measured.
-        mirror = optuna.create_study(direction="maximize", sampler=tpe)
+        mirror = optuna.create_study(direction="maximize", sampler=sampler)
         for trial in self.trials:
-            rate = trial.measurement.samples_per_s if trial.measurement.ok else 0.0
             mirror.add_trial(
                 optuna.trial.create_trial(
-                    params=dict(trial.config), distributions=self._distributions, value=rate
+                    params=dict(trial.config),
+                    distributions=self._distributions,
+                    value=trial.measurement.samples_per_s if trial.measurement.ok else 0.0,
+                    user_attrs={SECONDS: trial.seconds},
                 )
             )
         waiting = set(left)
         for _ in range(REPEATS):
             fixed = {name: self._space.choices[name][0] for name in self._space.dear}
-            mirror.enqueue_trial(fixed if batch is None else fixed | {"batch_size": batch})
+            if not isinstance(sampler, GainPerSecond):
+                mirror.enqueue_trial(fixed if batch is None else fixed | {"batch_size": batch})
             asked = mirror.ask(self._distributions)
-            config = Config(asked.params)
             mirror.tell(asked, state=TrialState.FAIL)
-            if config in waiting:
-                return config
-        return draw.choice(left)
+            if Config(asked.params) in waiting:
+                return Config(asked.params)
+        return random.Random(seed).choice(left)
+
+    def _hopeless_s(self, config: Config) -> float:
+        """Seconds of a step with which a config could be neither a finalist nor a leader."""
+        rates = [
+            trial.measurement.samples_per_s
+            for trial in self.trials
+            if trial.measurement.ok and trial.config["batch_size"] == config["batch_size"]
+        ]
+        if not rates:
+            return float("inf")
+        return int(config["batch_size"] or 1) / (HOPELESS * max(rates))
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
@@ -299,15 +353,9 @@ class Search:
         return 6 * step_s * max(1.0, scale) <= left
 
     def _cannot_fit(self, config: Config) -> bool:
-        """Whether a smaller batch of the same config ran out of memory."""
-        batch = int(config["batch_size"] or 0)
-        same = config.without("batch_size")
-        return any(
-            trial.measurement.outcome == "out_of_memory"
-            and int(trial.config["batch_size"] or 0) <= batch
-            and trial.config.without("batch_size") == same
-            for trial in self.trials
-        )
+        """Whether a config needs more memory than there is, by what others took."""
+        most = needed(self.trials, config)
+        return most == float("inf") or 0 < self._memory < most
 
     def _try(self, config: Config, origin: str, *, always: bool = False) -> Trial | None:
         """Measure a config, once; None where it is not to be tried."""
@@ -321,7 +369,9 @@ class Search:
         self._study.enqueue_trial(dict(config), user_attrs={"origin": origin})
         asked = self._study.ask(self._distributions)
         start = self._now()
-        measured = self._runner.measure(config, seconds=self._share_s)
+        measured = self._runner.measure(
+            config, seconds=self._share_s, slowest_s=self._hopeless_s(config)
+        )
         trial = Trial(
             number=asked.number,
             config=config,

@@ -268,6 +268,7 @@ def tune(
                     name=effort,
                     length=length,
                     process_s=process_s,
+                    memory=min(limit or facts.memory_bytes, facts.memory_bytes or limit),
                     budget_s=budget_s,
                     trials=trials,
                     seed=seed,
@@ -288,6 +289,8 @@ class _Effort:
     """Of the job; None for the steady state."""
     process_s: float
     """What starting a worker took."""
+    memory: int
+    """Bytes that a config may take; 0 where that is not known."""
     budget_s: float
     trials: int | None
     seed: int
@@ -332,6 +335,7 @@ def _tune(
             budget_s=budget_s * (1 - RESERVED),
             limit=effort.trials,
             seed=effort.seed,
+            memory=effort.memory,
             # A record of less effort knows fewer knobs.
             first=(space.default | nearly.record.at_batch.config,) if nearly.record else (),
             on_trial=lambda trial: progress.tried(trial, search.spent_s),

@@ -219,7 +219,9 @@ class Bench:
                     raw.details,
                 ) from exc
 
-    def measure(self, config: Config, seconds: float, stage: str, keep: bool) -> Measurement:
+    def measure(
+        self, config: Config, seconds: float, stage: str, keep: bool, slowest_s: float = math.inf
+    ) -> Measurement:
         """Measure one config; whatever goes wrong is the measurement's outcome.
 
         Afterwards `healthy` says whether this process may measure another.
@@ -227,19 +229,21 @@ class Bench:
         if not keep:
             self.release()
         try:
-            result = self._measure(config, seconds, stage, keep)
+            result = self._measure(config, seconds, stage, keep, slowest_s)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             result = _failure(exc)
         if not result.ok and self._kept:
             # Beside others in memory it may have failed for their sake: once more, alone.
             self.release()
-            return self.measure(config, seconds, stage, keep)
+            return self.measure(config, seconds, stage, keep, slowest_s)
         if not keep or not result.ok:
             self.release()
             self.healthy = self._came_back()
         return result
 
-    def _measure(self, config: Config, seconds: float, stage: str, keep: bool) -> Measurement:
+    def _measure(
+        self, config: Config, seconds: float, stage: str, keep: bool, slowest_s: float
+    ) -> Measurement:
         held = self._reset_peak()
         kept = self._kept.get((config, stage))
         if kept is None:
@@ -258,6 +262,7 @@ class Bench:
             first_s=first,
             expected_s=expected,
             least=1 if keep else 2,
+            slowest_s=slowest_s,
         )
         if keep:
             self._kept[config, stage] = (workload, first, timing.step_s)
@@ -390,7 +395,11 @@ def main() -> int:
                     )
                 else:
                     measured = bench.measure(
-                        config, request["seconds"], request["stage"], request["keep"]
+                        config,
+                        request["seconds"],
+                        request["stage"],
+                        request["keep"],
+                        request["slowest_s"],
                     )
                 reply = {"measurement": to_plain(measured), "healthy": bench.healthy}
         except (TargetError, TargetFailed) as exc:

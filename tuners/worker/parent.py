@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -80,14 +81,26 @@ class Worker:
             raise WorkerError(f"target {self._job.target!r}: {exc}") from exc
 
     def measure(
-        self, config: Config, *, seconds: float, stage: str = "compute", keep: bool = False
+        self,
+        config: Config,
+        *,
+        seconds: float,
+        stage: str = "compute",
+        keep: bool = False,
+        slowest_s: float = math.inf,
     ) -> Measurement:
         """As `Runner.measure`.
 
         Raises:
             WorkerError: no worker can be started any more.
         """
-        request = {"config": dict(config), "seconds": seconds, "stage": stage, "keep": keep}
+        request = {
+            "config": dict(config),
+            "seconds": seconds,
+            "stage": stage,
+            "keep": keep,
+            "slowest_s": slowest_s,
+        }
         limit = self.limit(config)
         return self._measured(request, seconds + (self.deadline_s if limit is None else limit))
 

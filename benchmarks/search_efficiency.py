@@ -1,0 +1,376 @@
+"""How much measuring the search needs, replayed from measured tables.
+
+    python benchmarks/search_efficiency.py FOLDER --plot search_efficiency.png
+
+Every *.jsonl in FOLDER whose rows hold `config` and `samples_per_s` (or `ok: false`) takes the
+place of a device; the first row is torch's default at the user's batch. The search, the race of
+the finalists and the verdict are those of `advisor tune`; only the worker is swapped for the
+table, its numbers blurred by --noise, and the clock for one that counts what measuring would have
+taken: a row's first step, three steps to settle, and blocks of 0.1 s or a step, six of them, five
+where the config is hopeless. Against it: Optuna's random and default TPE samplers over the same
+choices, and a pass over the whole table.
+
+`share`: seconds until a config within 1% of the best was measured, over those of a pass over all
+configs that were to choose from; where torch's default and one guess are all that was measured, a
+table of N configs cannot give less than about 2/N; 1 where it was not found before such a pass
+would have ended. `of the table` divides by the pass over all
+batches instead. `regret`: how far the config returned in the end, by the table's own number, is
+below the best; with the batch free, below what the rule asks for: 97% of the fastest. Prints a
+table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+import record as results
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from advisor.api.effort import EFFORTS
+from advisor.api.tuning import RACE_TURN_S, RESERVED
+from advisor.cache.config import Config, Value
+from advisor.cache.record import Measurement
+from advisor.tuners import choose
+from advisor.tuners.knobs import BY_NAME
+from advisor.tuners.measure import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
+from advisor.tuners.runner import ReplayRunner
+from advisor.tuners.space import Space
+from advisor.tuners.study import Search, open_study
+
+NEAR = 0.99
+BUDGET_S = EFFORTS["exhaustive"].budget_s
+FREE_TRIALS = 300
+"""At which Optuna's samplers end where they have not found the best before."""
+
+
+class TableSpace(Space):
+    """The configs of a table, and nothing else."""
+
+    def __init__(self, rows: list[Config]) -> None:
+        names = sorted({name for config in rows for name in config})
+        default = rows[0]
+        choices: dict[str, tuple[Value, ...]] = {}
+        for name in names:
+            seen = [config[name] for config in rows if name in config]
+            first = [default[name]] if name in default else []
+            choices[name] = tuple({repr(v): v for v in [*first, *seen]}.values())
+        dear = [name for name in names if name in BY_NAME and BY_NAME[name].dear]
+        super().__init__(choices, dear=dear)
+        self._rows = dict.fromkeys(rows)
+
+    def holds(self, config: Config) -> bool:
+        return config in self._rows
+
+    def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
+        for config in self._rows:
+            plain = all(config[name] == self.default[name] for name in self.dear)
+            if config["batch_size"] == batch and (dear or plain):
+                yield config
+
+
+class Clocked(ReplayRunner):
+    """Replays, and adds up what measuring would have taken."""
+
+    def __init__(self, table: Path, *, noise: float, seed: int) -> None:
+        super().__init__(table, noise=noise, seed=seed)
+        # What some rows leave out is torch's default there: None, so that every row has all knobs.
+        names = {name for config in self._rows for name in config}
+        bare = Config(dict.fromkeys(names))
+        self._rows = {bare | config: row for config, row in self._rows.items()}
+        self.time = 0.0
+        self.log: list[tuple[float, Config]] = []
+        self._built: set[Config] = set()
+
+    def now(self) -> float:
+        return self.time
+
+    def rate(self, config: Config) -> float:
+        """The table's own number; 0 for what did not run."""
+        row = self._rows[config]
+        return float(str(row["samples_per_s"])) if row.get("ok", True) else 0.0
+
+    def cost(self, config: Config, *, slowest_s: float = math.inf) -> float:
+        """Seconds of one trial."""
+        row = self._rows[config]
+        first = float(str(row.get("first_step_s", 0.0)))
+        if not row.get("ok", True):
+            return first
+        step_s = int(config["batch_size"] or 1) / self.rate(config)
+        blocks = HOPELESS_BLOCKS if step_s > slowest_s else MIN_BLOCKS
+        return first + WARM_STEPS * step_s + blocks * max(BLOCK_S, step_s)
+
+    def measure(
+        self,
+        config: Config,
+        *,
+        seconds: float,
+        stage: str = "compute",
+        keep: bool = False,
+        slowest_s: float = math.inf,
+    ) -> Measurement:
+        measured = super().measure(config, seconds=seconds)
+        if not keep:
+            self.time += self.cost(config, slowest_s=slowest_s)
+        else:  # a turn of the race
+            step_s = measured.step_s if measured.ok else 0.0
+            self.time += max(seconds, step_s) + step_s
+            if config not in self._built:
+                self.time += float(str(self._rows[config].get("first_step_s", 0.0)))
+        self._built.add(config)
+        self.log.append((self.time, config))
+        return measured
+
+
+@dataclass(frozen=True)
+class Question:
+    """A table at the batch of its first row, or with the batch free."""
+
+    table: Path
+    free: bool
+    noise: float
+
+    def runner(self, seed: int) -> Clocked:
+        return Clocked(self.table, noise=self.noise, seed=seed)
+
+    def rows(self, runner: Clocked) -> list[Config]:
+        rows = runner.configs()
+        return [c for c in rows if self.free or c["batch_size"] == rows[0]["batch_size"]]
+
+    def reached(self, runner: Clocked) -> float:
+        """Seconds until a config within 1% of the best was measured."""
+        best = max(map(runner.rate, self.rows(runner)))
+        return next((t for t, config in runner.log if runner.rate(config) >= NEAR * best), math.inf)
+
+    def regret(self, runner: Clocked, returned: Config) -> float:
+        asked = max(map(runner.rate, self.rows(runner))) * (choose.FREE_WITHIN if self.free else 1)
+        return max(0.0, 1 - runner.rate(returned) / asked)
+
+
+def by_advisor(
+    question: Question, seed: int, sampler: Callable[..., optuna.samplers.BaseSampler] | None = None
+) -> tuple[Clocked, Config]:
+    """As advisor.api.tuning does."""
+    runner = question.runner(seed)
+    space = TableSpace(question.rows(runner))
+    how = {} if sampler is None else {"sampler": sampler}
+    with tempfile.TemporaryDirectory() as folder:
+        search = Search(
+            runner,
+            space,
+            open_study(Path(folder), "replay"),
+            share_s=2.0,
+            budget_s=BUDGET_S * (1 - RESERVED),
+            seed=seed,
+            now=runner.now,
+            **how,
+        )
+        trials = search.run()
+    rates = choose.race(
+        runner,
+        choose.finalists(space, trials),
+        share_s=RACE_TURN_S,
+        budget_s=0.6 * (BUDGET_S - search.spent_s),
+        now=runner.now,
+    )
+    peaks = {trial.config: trial.measurement.peak_bytes for trial in trials}
+    verdict = choose.decide(space, rates, peaks)
+    free = verdict.free if question.free else None
+    return runner, (free or verdict.at_batch).config
+
+
+def by_advisor_with_tpe(question: Question, seed: int) -> tuple[Clocked, Config]:
+    """The same search, its last stage by Optuna's TPE."""
+
+    def tpe(
+        _configs: list[Config], *, best: float | None, seed: int
+    ) -> optuna.samplers.BaseSampler:
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
+
+    return by_advisor(question, seed, tpe)
+
+
+def by_optuna(
+    question: Question, seed: int, sampler: optuna.samplers.BaseSampler
+) -> tuple[Clocked, Config]:
+    """A study as a user of Optuna writes it: ask, measure, tell; the best trial is returned."""
+    runner = question.runner(seed)
+    rows = question.rows(runner)
+    space = TableSpace(rows)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    seen: dict[Config, float] = {}
+    pass_s = sum(map(runner.cost, rows))
+    for _ in range(FREE_TRIALS):
+        trial = study.ask()
+        values = {n: trial.suggest_categorical(n, list(v)) for n, v in space.choices.items()}
+        config = Config(values)
+        if not space.holds(config):
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            continue
+        measured = runner.measure(config, seconds=2.0)
+        seen[config] = measured.samples_per_s
+        study.tell(trial, measured.samples_per_s)
+        if runner.time > pass_s:
+            break
+    return runner, max(seen, key=lambda config: seen[config]) if seen else rows[0]
+
+
+def by_random(question: Question, seed: int) -> tuple[Clocked, Config]:
+    return by_optuna(question, seed, optuna.samplers.RandomSampler(seed=seed))
+
+
+def by_tpe(question: Question, seed: int) -> tuple[Clocked, Config]:
+    return by_optuna(question, seed, optuna.samplers.TPESampler(seed=seed))
+
+
+def by_pass(question: Question, seed: int) -> tuple[Clocked, Config]:
+    """All configs, in an order drawn by the seed, as nobody knows which way round is lucky."""
+    runner = question.runner(seed)
+    rows = question.rows(runner)
+    random.Random(seed).shuffle(rows)
+    rates = {config: runner.measure(config, seconds=2.0).samples_per_s for config in rows}
+    return runner, max(rates, key=lambda config: rates[config])
+
+
+METHODS: dict[str, Callable[[Question, int], tuple[Clocked, Config]]] = {
+    "advisor": by_advisor,
+    "advisor with TPE": by_advisor_with_tpe,
+    "Optuna TPE": by_tpe,
+    "Optuna random": by_random,
+    "exhaustive": by_pass,
+}
+
+
+def ask(question: Question, method: str, seeds: int) -> dict[str, object]:
+    shares, of_table, regrets, trials = [], [], [], []
+    for seed in range(seeds):
+        runner, returned = METHODS[method](question, seed)
+        pass_s = sum(map(runner.cost, question.rows(runner)))
+        all_s = sum(map(runner.cost, runner.configs()))
+        reached = question.reached(runner)
+        shares.append(min(1.0, reached / pass_s))  # 1: not before a pass would have ended
+        of_table.append(min(1.0, reached / all_s))
+        regrets.append(question.regret(runner, returned))
+        trials.append(len({config for _, config in runner.log}))
+    return {
+        "share_to_1pct": round(statistics.median(shares), 4),
+        "share_of_table": round(statistics.median(of_table), 4),
+        "missed": sum(share == 1.0 for share in shares) / seeds,
+        "regret_p90": round(sorted(regrets)[math.ceil(0.9 * seeds) - 1], 4),
+        "configs_measured": statistics.median(trials),
+        "shares": sorted(shares),
+    }
+
+
+def readable(path: Path) -> bool:
+    """Whether a file holds rows of configs; the benchmark knows no table by its name."""
+    first = next(iter(path.read_text().splitlines()), "{}")
+    try:
+        return {"config"} <= json.loads(first).keys()
+    except (ValueError, AttributeError):
+        return False
+
+
+def draw(found: dict[str, dict[str, dict[str, dict[str, object]]]], path: Path) -> None:
+    """Cumulative shares of seeds, by the measuring time it took to come within 1%."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        2, len(found), figsize=(3.6 * len(found), 6), sharey=True, squeeze=False
+    )
+    for column, (table, kinds) in enumerate(found.items()):
+        for row, (kind, methods) in enumerate(kinds.items()):
+            axis = axes[row][column]
+            for name, figures in methods.items():
+                shares = figures["shares"]
+                assert isinstance(shares, list)
+                heights = [(i + 1) / len(shares) for i in range(len(shares))]
+                axis.step(shares, heights, where="post", label=name)
+            axis.axvline(0.05, color="grey", linewidth=0.8, linestyle=":")
+            axis.set(xscale="log", xlim=(0.005, 1.5), title=f"{table}, batch {kind}")
+            axis.set_xlabel("share of the exhaustive measuring time")
+    axes[0][0].set_ylabel("seeds within 1% of the best")
+    axes[1][0].set_ylabel("seeds within 1% of the best")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=70)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--noise", type=float, default=0.005)
+    parser.add_argument("--methods", default=",".join(METHODS), help="with commas between")
+    parser.add_argument("--plot", type=Path, help="PNG or SVG (needs matplotlib)")
+    parser.add_argument("--results", type=Path, help="folder to append the figures to")
+    given = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    methods = given.methods.split(",")
+    if set(methods) - set(METHODS) or given.seeds < 1:
+        parser.error(f"--methods: some of {', '.join(METHODS)}; --seeds: at least 1")
+    tables = [path for path in sorted(given.folder.glob("*.jsonl")) if readable(path)]
+    for path in sorted(set(given.folder.glob("*.jsonl")) - set(tables)):
+        print(f"{path.name}: no rows of configs; skipped", file=sys.stderr)
+    if not tables:
+        parser.error(f"{given.folder}: no table (*.jsonl with rows of `config`, `samples_per_s`)")
+    out = Console()
+    shown = Table("table", "batch", "configs", "method", "share", "of the table", box=None)
+    for heading in ("missed", "regret p90", "measured"):
+        shown.add_column(heading)
+    found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
+    jobs = [(path, kind, name) for path in tables for kind in ("fixed", "free") for name in methods]
+    for path, kind, name in track(jobs, console=Console(stderr=True), transient=True):
+        question = Question(path, free=kind == "free", noise=given.noise)
+        figures = ask(question, name, given.seeds)
+        found.setdefault(path.stem, {}).setdefault(kind, {})[name] = figures
+        shown.add_row(
+            path.stem,
+            kind,
+            str(len(question.rows(question.runner(0)))),
+            name,
+            *(f"{figures[key]:.1%}" for key in ("share_to_1pct", "share_of_table")),
+            *(f"{figures[key]:.1%}" for key in ("missed", "regret_p90")),
+            f"{figures['configs_measured']:.0f}",
+        )
+    out.print(shown)
+    if given.plot:
+        draw(found, given.plot)
+    ours = {
+        table: {
+            kind: {key: by[methods[0]][key] for key in ("share_to_1pct", "regret_p90")}
+            for kind, by in kinds.items()
+        }
+        for table, kinds in found.items()
+    }
+    if given.results:
+        brief = {
+            table: {
+                kind: {
+                    name: {k: v for k, v in figures.items() if k != "shares"}
+                    for name, figures in by.items()
+                }
+                for kind, by in kinds.items()
+            }
+            for table, kinds in found.items()
+        }
+        results.append("search_efficiency", {"tables": brief}, given.results)
+    print(json.dumps(ours))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
