@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -242,6 +243,9 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         out.print()
         out.print(report.trials(record))
         out.print()
+        if record.parts:
+            out.print(report.parts(record))
+            out.print()
         if paying := api.break_even(record):
             out.print(report.horizon(record, paying))
             out.print()
@@ -254,7 +258,8 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         click.echo(f"advisor: record {damaged}", err=True)
     if as_json:
         rows = [
-            report.as_data(record, cache) | {"stale": [str(d) for d in differs]}
+            report.as_data(record, cache)
+            | {"stale": [*filter(None, [record.stale]), *map(str, differs)]}
             for record, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
@@ -262,6 +267,107 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
     else:
         out.print(report.listing(found))
+
+
+target_option = click.option(
+    "--target", metavar="TARGET", help="Where its target is  [default: its name, from here]"
+)
+
+
+@cli.command()
+@click.argument("key")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also a bar chart, as .png or .svg.",
+)
+@click.option(
+    "--budget",
+    type=Duration(),
+    default=api.EXPLAIN_S,
+    metavar="TIME",
+    help=f"Wall time of each race  [default: {api.EXPLAIN_S:.0f}s]",
+)
+@target_option
+@cache_option
+@json_option
+def explain(
+    key: str,
+    plot: Path | None,
+    budget: float,
+    target: str | None,
+    cache: str | None,
+    as_json: bool,
+) -> None:
+    """Measure what each knob of the record KEY's advice contributes.
+
+    What contributes nothing is set back to torch's default in the advice.
+    """
+    from advisor import plot as charts
+    from advisor import report
+
+    if plot is not None:
+        charts.check(plot)
+    found = api.explain(key, target=target, budget_s=budget, cache=cache)
+    if plot is not None and found.record.parts:
+        charts.parts(found.record, plot)
+    if as_json:
+        data = report.as_data(found.record, cache)
+        click.echo(json.dumps({"dropped": list(found.dropped), "record": data}))
+        return
+    out = _console()
+    if not found.record.parts:
+        out.print("Nothing to explain: the advice is torch's default.")
+        return
+    out.print(report.parts(found.record))
+    if found.dropped:
+        out.print("\nSet back to torch's default, as no slower: " + ", ".join(found.dropped))
+    if plot is not None:
+        out.print(f"\nchart: {plot}", highlight=False)
+
+
+@cli.command()
+@click.argument("key")
+@click.option(
+    "--budget",
+    type=Duration(),
+    default=api.VERIFY_S,
+    metavar="TIME",
+    help=f"Wall time of the race  [default: {api.VERIFY_S:.0f}s]",
+)
+@target_option
+@cache_option
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    key: str,
+    budget: float,
+    target: str | None,
+    cache: str | None,
+    as_json: bool,
+) -> None:
+    """Measure the record KEY again: does it still hold? Exit code 1, and stale, if not."""
+    found = api.verify(key, target=target, budget_s=budget, cache=cache)
+    then, now = found.record.at_batch, found.now
+    if as_json:
+        data = {
+            "holds": found.holds,
+            "reason": found.reason,
+            "now": {"ratio": now.mean, "low": now.low, "high": now.high},
+            "then": {"ratio": then.speedup, "low": then.speedup_low, "high": then.speedup_high},
+            "differs": list(found.differs),
+        }
+        click.echo(json.dumps(data))
+    else:
+        click.echo(f"tuned {then.speedup:.2f}x ({then.speedup_low:.2f}-{then.speedup_high:.2f})")
+        click.echo(f"now   {now.mean:.2f}x ({now.low:.2f}-{now.high:.2f})")
+        for difference in found.differs:
+            click.echo(f"changed since: {difference}")
+        said = "the record holds" if found.holds else f"marked stale: {found.reason}"
+        click.echo(said)
+    ctx.exit(DONE if found.holds else FAILED)
 
 
 @cli.command()

@@ -14,7 +14,7 @@ from advisor.cache.codec import plain
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
-from advisor.cache.record import Choice, Measurement, Record
+from advisor.cache.record import Choice, Measurement, Part, Record
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -126,6 +126,8 @@ def summary(record: Record, cache: str | None) -> list[str]:
         lines.append(f"Chosen for a job of {made.steps:,} steps.")
     elif made.duration_s:
         lines.append(f"Chosen for a job of {duration(made.duration_s)}.")
+    if record.stale:
+        lines.append(f"Marked stale by advisor verify: {record.stale}.")
     if paying := pays(record, break_even(record)):
         lines.append(paying)
     unsteady = record.at_batch.high / record.at_batch.low
@@ -156,6 +158,30 @@ def summary(record: Record, cache: str | None) -> list[str]:
             "another batch is another optimisation)"
         )
     return lines
+
+
+def part_name(part: Part) -> str:
+    """'channels_last', 'bf16', 'compile=default'."""
+    return changes(part.knob, Config(dict.fromkeys(part.knob, False)))
+
+
+def parts(record: Record) -> Table:
+    """What each knob of the advice contributes."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("knob", "contributes", "95%", ""):
+        table.add_column(heading, justify="right" if heading == "contributes" else "left")
+    held = record.at_batch.config | record.input
+    for part in record.parts:
+        name, value = next(iter(part.knob.items()))
+        note = "through a DataLoader" if part.stage == "input" else ""
+        if held.get(name) != value:
+            note = "not needed, set back to torch's default"
+        elif part.low <= 1:
+            note = "not needed"
+        table.add_row(
+            part_name(part), f"{part.ratio:.2f}x", f"{part.low:.2f}-{part.high:.2f}", note
+        )
+    return table
 
 
 def horizon(record: Record, rows: Sequence[Row]) -> Table:
@@ -206,6 +232,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
     ):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("key", "speed-up", "age"))
     for record, differs in records:
+        why = [*([record.stale] if record.stale else []), *map(str, differs)]
         table.add_row(
             record.id,
             record.key.environment.device.name,
@@ -215,7 +242,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
             str(record.batch),
             f"{record.at_batch.speedup:.2f}x",
             age(record.provenance.created),
-            Text("stale: " + ", ".join(map(str, differs)), "yellow") if differs else "fresh",
+            Text("stale: " + ", ".join(why), "yellow") if why else "fresh",
         )
     return table
 

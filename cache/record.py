@@ -89,6 +89,18 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one knob contributes: samples/s of the advice over those with this knob alone at torch's
+    default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
+
+    knob: Config
+    ratio: float
+    low: float
+    high: float
+    stage: str = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What was tuned: `name` as 'model.py:Net', `origin` the digest of its path or ''."""
 
@@ -102,7 +114,7 @@ class Provenance:
     """Where a record comes from; never compared. `created` is in Unix seconds.
 
     `steps` or `duration_s`: the length of the job that the advice was chosen for; both 0 for the
-    steady state.
+    steady state. `vocab`: bound of integer inputs.
     """
 
     created: float
@@ -119,6 +131,7 @@ class Provenance:
     effort: str = "normal"
     steps: int = 0
     duration_s: float = 0.0
+    vocab: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +143,8 @@ class Record:
         baseline: torch's default at that batch, from the race.
         at_batch: the best at that batch; `free` the best with the batch free, if it differs.
         input: the knobs of the input stage that were chosen; may be empty.
+        parts: what each knob of `at_batch` contributes, once `advisor explain` has measured it.
+        stale: why it no longer holds, as `advisor verify` found; empty while it does.
         raced: all that finished the race and was not struck out, chosen or not.
     """
 
@@ -143,6 +158,8 @@ class Record:
     trials: tuple[Trial, ...]
     provenance: Provenance
     raced: tuple[Choice, ...] = ()
+    parts: tuple[Part, ...] = ()
+    stale: str = ""
 
     def __post_init__(self) -> None:
         if self.batch < 1:

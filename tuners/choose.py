@@ -212,7 +212,7 @@ def raced(
 ) -> dict[Config, Choice]:
     """What the race says of each config, held against the default."""
     reference = rates[space.default]
-    return {config: _choice(config, seen, reference, peaks) for config, seen in rates.items()}
+    return {config: choice_of(config, seen, reference, peaks) for config, seen in rates.items()}
 
 
 def _clearly_best(space: Space, choices: Sequence[Choice]) -> Choice:
@@ -231,9 +231,10 @@ def _ties(ours: Choice, fastest: Choice) -> bool:
     return ratio.mean >= TIE or (ratio.mean >= NOISY_TIE and ratio.high >= 1.0)
 
 
-def _choice(
+def choice_of(
     config: Config, seen: list[float], reference: list[float], peaks: dict[Config, int]
 ) -> Choice:
+    """What a race says of a config, held against the turns of the default."""
     turns = min(len(seen), len(reference))
     ratio = paired_ratio(seen[:turns], reference[:turns])
     batch = config["batch_size"]

@@ -38,8 +38,14 @@ GUESSES: tuple[tuple[dict[str, Value], str], ...] = (
 
 
 def first(space: Space) -> list[Config]:
-    """The guesses that fit the space, at the user's batch, most valuable first."""
-    found = [space.default.replace(**_offered(space, changes)) for changes, _why in GUESSES]
+    """The guesses that fit the space, at the user's batch, most valuable first.
+
+    Without convolutions a step is mostly matrix products, which half precision doubles: bf16 first.
+    """
+    ordered = [changes for changes, _why in GUESSES]
+    if not _convolves(space):
+        ordered.sort(key=lambda changes: changes.get("precision") != "bf16")
+    found = [space.default.replace(**_offered(space, changes)) for changes in ordered]
     threads = [
         space.default.replace(threads=value) for value in space.choices.get("threads", ())[1:]
     ]
@@ -59,14 +65,17 @@ def at_large_batch(space: Space, leader: Config, batch: int) -> list[Config]:
     Convolutions gain most in fp16, as cuDNN has more kernels for it; other models in bf16, which
     needs no scaling. Where the first guess is no gain at all, torch's default goes first.
     """
-    convolves = len(space.choices.get("channels_last", ())) > 1
     half: list[dict[str, Value]] = [
         {"precision": precision, "channels_last": True, "fused_optimizer": False}
-        for precision in (("fp16", "bf16") if convolves else ("bf16", "fp16"))
+        for precision in (("fp16", "bf16") if _convolves(space) else ("bf16", "fp16"))
     ]
     found = [space.default.replace(**_offered(space, changes)) for changes in half]
     found = [leader, *found] if leader == space.default else [*found, leader]
     return [c for c in (config.replace(batch_size=batch) for config in found) if space.holds(c)]
+
+
+def _convolves(space: Space) -> bool:
+    return len(space.choices.get("channels_last", ())) > 1
 
 
 def _new(space: Space, configs: list[Config]) -> list[Config]:

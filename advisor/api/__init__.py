@@ -1,5 +1,6 @@
 """The public functions; the only place where stores and studies meet."""
 
+from advisor.api.again import EXPLAIN_S, VERIFY_S, Explained, Verified, explain, verify
 from advisor.api.arguments import parse_duration, parse_shape
 from advisor.api.effort import EFFORTS
 from advisor.api.horizon import Row
@@ -9,12 +10,17 @@ from advisor.api.tuning import Progress, Tuned, forget, tune
 
 __all__ = [
     "EFFORTS",
+    "EXPLAIN_S",
+    "VERIFY_S",
+    "Explained",
     "Progress",
     "Row",
     "Tuned",
+    "Verified",
     "apply",
     "break_even",
     "choices",
+    "explain",
     "forget",
     "lookup",
     "parse_duration",
@@ -23,4 +29,5 @@ __all__ = [
     "staleness",
     "tune",
     "tune_line",
+    "verify",
 ]

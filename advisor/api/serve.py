@@ -182,7 +182,13 @@ def lookup(
             f"{record.target.name} was tuned under other conditions ({listed}); its advice is "
             f"used and may be out of date. To measure again: {tune_line(record)}"
         )
-    status = "stale" if changed else "exact"
+    if record.stale:
+        reason += f"; marked stale by advisor verify: {record.stale}"
+        _warn(
+            f"the advice for {record.target.name} no longer holds ({record.stale}); it is used all "
+            f"the same. To measure again: {tune_line(record)}"
+        )
+    status = "stale" if changed or record.stale else "exact"
     _log.info("record %s (%s): %s", record.id, status, reason)
     size = config["batch_size"]
     assert isinstance(size, int)

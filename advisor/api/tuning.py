@@ -228,7 +228,10 @@ def tune(
         records = Records(store)
         known = [r for r in records.find(model=facts.model) if r.id == key.id]
         if known and not force and known[0].batch == shape[0] and _within(known[0], limit):
-            if not suffices(known[0].provenance.effort, effort):
+            if known[0].stale:
+                progress.notice(f"marked stale ({known[0].stale}); measured again")
+                force = True
+            elif not suffices(known[0].provenance.effort, effort):
                 progress.notice(
                     f"tuned with --effort {known[0].provenance.effort}; goes on with {effort}"
                 )
@@ -274,6 +277,7 @@ def tune(
                     seed=seed,
                     force=force,
                     host_cpu=host_cpu(),
+                    vocab=vocab,
                     tolerance=tolerance if verify and mode == "train" else None,
                 ),
                 progress,
@@ -296,6 +300,7 @@ class _Effort:
     seed: int
     force: bool
     host_cpu: str
+    vocab: int
     tolerance: float | None
     """Of the comparison with fp32; None for none."""
 
@@ -324,7 +329,7 @@ def _tune(
     began = time.monotonic()
     name = f"{key.id}-{user}-{space.digest}"
     folder = records.store.studies
-    with _locked(folder, name):
+    with locked(folder, name):
         study = open_study(folder, name, fresh=effort.force)
         nearly = best(key, [r for r in records.find(model=key.model)])
         search = Search(
@@ -420,6 +425,7 @@ def _tune(
                 budget_s=budget_s,
                 modules=facts.modules,
                 parameters=facts.parameters,
+                vocab=effort.vocab,
                 effort=effort.name,
                 steps=effort.length.steps if effort.length else 0,
                 duration_s=effort.length.seconds if effort.length else 0.0,
@@ -443,7 +449,7 @@ def forget(records: Records, record: Record) -> None:
         Busy: another process tunes the same key. StoreError: the store cannot be written.
     """
     for study in records.store.studies.glob(f"{record.id}-*.journal"):
-        with _locked(study.parent, study.stem):
+        with locked(study.parent, study.stem):
             study.unlink(missing_ok=True)
     records.delete(record)
 
@@ -663,7 +669,12 @@ def _batches(
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, name: str) -> Iterator[None]:
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """While no other process measures the study `name`.
+
+    Raises:
+        Busy: one does. StoreError: the folder cannot be written.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / f"{name}.lock")

@@ -1,0 +1,51 @@
+"""Charts, as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from advisor import report
+from advisor.cache.record import Record
+from advisor.errors import UsageError
+
+ENDINGS = (".png", ".svg")
+
+
+def check(path: Path) -> None:
+    """Refuse a chart that could not be written, before it is measured for minutes.
+
+    Raises:
+        UsageError: another ending than .png or .svg, no such folder, or matplotlib is missing.
+    """
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"plot {str(path)!r}: expected a name that ends in .png or .svg")
+    if not path.parent.is_dir():
+        raise UsageError(f"plot {str(path)!r}: there is no folder {str(path.parent)!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as exc:
+        raise UsageError('a plot needs matplotlib; run: pip install "advisor[plot]"') from exc
+
+
+def parts(record: Record, path: Path) -> None:
+    """What each knob contributes: bars from 1x, with 95% intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    known = list(reversed(record.parts))
+    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(known)))
+    for row, part in enumerate(known):
+        colour = "#2a6f97" if part.low > 1 else "#b0b7bd"
+        axis.barh(row, part.ratio - 1, left=1, height=0.6, color=colour)
+        reach = [[max(0.0, part.ratio - part.low)], [max(0.0, part.high - part.ratio)]]
+        axis.errorbar(part.ratio, row, xerr=reach, color="black", capsize=3, linewidth=1)
+    axis.set_yticks(range(len(known)), [report.part_name(part) for part in known])
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("samples/s of the advice over those without it (95% interval)")
+    device = record.key.environment.device.name
+    axis.set_title(f"{record.target.name}, batch {record.batch}, {device}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
