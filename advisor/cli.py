@@ -96,10 +96,12 @@ def cli(ctx: click.Context) -> None:
 @click.argument("target", shell_complete=_complete_files)
 @click.option(
     "--shape",
+    "shapes",
     type=Shape(),
     required=True,
+    multiple=True,
     metavar="BATCHxSAMPLE",
-    help="Your batch and the sample: 64x3x256x256.",
+    help="Your batch and the sample: 64x3x256x256; repeat for a job of several shapes.",
 )
 @click.option("--dtype", default="float32", show_default=True, help="Of the input.")
 @click.option("--vocab", type=int, default=1000, show_default=True, help="Bound of integer inputs.")
@@ -159,7 +161,7 @@ def cli(ctx: click.Context) -> None:
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 def tune(
     target: str,
-    shape: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
     model_args: tuple[str, ...],
     effort: str,
     budget: float | None,
@@ -188,7 +190,7 @@ def tune(
     with Shown(stderr, budget_s=budget) as progress:
         found = api.tune(
             target,
-            shape,
+            shapes,
             model_args=arguments,
             effort=effort,
             budget_s=budget,
@@ -234,7 +236,7 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
             return
         target = record.target
         out.print(
-            f"[bold]{target.name}[/bold]  {record.key.sample}  {record.key.mode}", highlight=False
+            f"[bold]{target.name}[/bold]  {record.key.inputs}  {record.key.mode}", highlight=False
         )
         for name, value in report.environment(record.key.environment):
             out.print(f"  {name:<16}{value}", highlight=False, markup=False)

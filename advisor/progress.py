@@ -52,7 +52,7 @@ class Shown(Progress):
         self._began = time.monotonic()
         device = key.environment.device
         self._console.print(
-            f"{facts.name}: {facts.parameters:,} parameters, {key.sample}, batch "
+            f"{facts.name}: {facts.parameters:,} parameters, {key.inputs}, batch "
             f"{space.batches[0]}, {key.mode}, on {device.name}",
             highlight=False,
         )

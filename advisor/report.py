@@ -238,7 +238,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
             record.key.environment.device.name,
             record.target.name,
             record.key.mode,
-            str(record.key.sample),
+            record.key.inputs,
             str(record.batch),
             f"{record.at_batch.speedup:.2f}x",
             age(record.provenance.created),

@@ -101,14 +101,14 @@ class Clocked(ReplayRunner):
         row = self._rows[config]
         return float(str(row["samples_per_s"])) if row.get("ok", True) else 0.0
 
-    def cost(self, config: Config, *, slowest_s: float = math.inf) -> float:
+    def cost(self, config: Config, *, floor: float = 0.0) -> float:
         """Seconds of one trial."""
         row = self._rows[config]
         first = float(str(row.get("first_step_s", 0.0)))
         if not row.get("ok", True):
             return first
         step_s = int(config["batch_size"] or 1) / self.rate(config)
-        blocks = HOPELESS_BLOCKS if step_s > slowest_s else MIN_BLOCKS
+        blocks = HOPELESS_BLOCKS if self.rate(config) < floor else MIN_BLOCKS
         return first + WARM_STEPS * step_s + blocks * max(BLOCK_S, step_s)
 
     def measure(
@@ -118,11 +118,11 @@ class Clocked(ReplayRunner):
         seconds: float,
         stage: str = "compute",
         keep: bool = False,
-        slowest_s: float = math.inf,
+        floor: float = 0.0,
     ) -> Measurement:
         measured = super().measure(config, seconds=seconds)
         if not keep:
-            self.time += self.cost(config, slowest_s=slowest_s)
+            self.time += self.cost(config, floor=floor)
         else:  # a turn of the race
             step_s = measured.step_s if measured.ok else 0.0
             self.time += max(seconds, step_s) + step_s

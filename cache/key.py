@@ -69,7 +69,11 @@ class Permits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """`model` is a fingerprint in hex; `optimizer` is '' for inference."""
+    """`model` is a fingerprint in hex; `optimizer` is '' for inference.
+
+    `mix`: where a job's inputs alternate between shapes, all of them with their batches, as
+    '64x3x224x224', the largest first, whose sample `sample` is; empty for a job of one shape.
+    """
 
     environment: Environment
     model: str
@@ -78,11 +82,20 @@ class Key:
     optimizer: str
     world_size: int
     permits: Permits
+    mix: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> str:
+        """'3x224x224 float32', or the shapes of a mix: '64x3x224x224 + 17x3x224x224 float32'."""
+        return f"{' + '.join(self.mix)} {self.sample.dtype}" if self.mix else str(self.sample)
 
     @property
     def digest(self) -> str:
-        """64 hex characters over every field."""
-        return fingerprint(fields(self))
+        """64 hex characters over every field; an empty mix leaves it what it was before mixes."""
+        found = fields(self)
+        if not self.mix:
+            del found["mix"]
+        return fingerprint(found)
 
     @property
     def id(self) -> str:
@@ -94,6 +107,7 @@ PLACE = (
     "model",
     "sample.shape",
     "sample.dtype",
+    "mix",
     "mode",
     "optimizer",
     "permits.deterministic",

@@ -23,6 +23,7 @@ class Query:
     world_size: int
     model: str | None = None
     shape: tuple[int, ...] | None = None
+    mix: tuple[str, ...] | None = None
     dtype: str | None = None
     optimizer: str | None = None
     deterministic: bool | None = None
@@ -108,6 +109,7 @@ def _constraints(wanted: Key | Query) -> dict[str, Field]:
         "model": wanted.model,
         "sample.shape": wanted.shape,
         "sample.dtype": wanted.dtype,
+        "mix": wanted.mix,
         "mode": wanted.mode,
         "optimizer": wanted.optimizer,
         "permits.deterministic": wanted.deterministic,

@@ -24,7 +24,7 @@ class Runner(Protocol):
         seconds: float,
         stage: str = "compute",
         keep: bool = False,
-        slowest_s: float = math.inf,
+        floor: float = 0.0,
     ) -> Measurement:
         """Measure for about `seconds`, warm-up not counted.
 
@@ -33,7 +33,7 @@ class Runner(Protocol):
             seconds: time to spend on timed steps.
             stage: 'compute' (a batch on the device) or 'input' (through a DataLoader).
             keep: hold the built workload for the next turn of a race.
-            slowest_s: seconds of a step beyond which its exact number is of no interest.
+            floor: samples/s below which the exact number is of no interest.
         """
 
     def release(self) -> None:
@@ -71,9 +71,9 @@ class ReplayRunner:
         seconds: float,
         stage: str = "compute",
         keep: bool = False,
-        slowest_s: float = math.inf,
+        floor: float = 0.0,
     ) -> Measurement:
-        del seconds, stage, keep, slowest_s
+        del seconds, stage, keep, floor
         self.measured.append(config)
         row = self._rows.get(config)
         if row is None or not row.get("ok", True):

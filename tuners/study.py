@@ -327,16 +327,14 @@ class Search:
                 return Config(asked.params)
         return random.Random(seed).choice(left)
 
-    def _hopeless_s(self, config: Config) -> float:
-        """Seconds of a step with which a config could be neither a finalist nor a leader."""
+    def _hopeless(self, config: Config) -> float:
+        """Samples/s with which a config could be neither a finalist nor a leader."""
         rates = [
             trial.measurement.samples_per_s
             for trial in self.trials
             if trial.measurement.ok and trial.config["batch_size"] == config["batch_size"]
         ]
-        if not rates:
-            return float("inf")
-        return int(config["batch_size"] or 1) / (HOPELESS * max(rates))
+        return HOPELESS * max(rates, default=0.0)
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
@@ -369,9 +367,7 @@ class Search:
         self._study.enqueue_trial(dict(config), user_attrs={"origin": origin})
         asked = self._study.ask(self._distributions)
         start = self._now()
-        measured = self._runner.measure(
-            config, seconds=self._share_s, slowest_s=self._hopeless_s(config)
-        )
+        measured = self._runner.measure(config, seconds=self._share_s, floor=self._hopeless(config))
         trial = Trial(
             number=asked.number,
             config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
+_NO_LOSS = torch.zeros(())
 PATIENCE = 100
 """Steps within which a captured step must come to its first replay."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
@@ -47,9 +49,13 @@ class Workload:
         order: int = 0,
         watch: bool = False,
         rounded: bool = False,
+        mix: tuple[tuple[int, ...], ...] = (),
     ) -> None:
-        """`batches` different ones are cycled through, in an order that `order` names; with
-        `watch`, `outputs` holds the first step's; `rounded` starts from weights in bf16."""
+        """A step is a pass through the shapes of `mix`, where there are any.
+
+        `batches` different ones of each shape are cycled through, in an order that `order` names;
+        with `watch`, `outputs` holds the first step's; `rounded` starts from weights in bf16.
+        """
         torch.manual_seed(seed)
         advice.set_flags()
         self.advice = advice
@@ -76,10 +82,13 @@ class Workload:
         for number in range(batches):
             # The same numbers for every config, whatever a model's dropout has drawn before.
             torch.manual_seed(seed + 1 + number)
-            inputs, target = self._make_batch(sample, vocab, batch)
-            if target is None and self._training:
-                target = self._make_target(inputs, seed + 1 + number)
-            made.append((inputs, target))
+            for size, *shape in mix or ((batch, *sample.shape),):
+                one = Sample(shape=tuple(shape), dtype=sample.dtype)
+                inputs, target = self._make_batch(one, vocab, size, mixed=bool(mix))
+                if target is None and self._training:
+                    target = self._make_target(inputs, seed + 1 + number)
+                made.append((inputs, target))
+        self._passes = 1 if from_loader else max(1, len(mix))
         self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
         self._made = made[0]
         if from_loader:
@@ -94,12 +103,20 @@ class Workload:
         other._source = _forever(advice, _Repeated(self._made, batch))
         return other
 
-    def _make_batch(self, sample: Sample, vocab: int, batch: int) -> tuple[Any, Any]:
+    def _make_batch(
+        self, sample: Sample, vocab: int, batch: int, *, mixed: bool = False
+    ) -> tuple[Any, Any]:
         hook = self._loaded.make_batch
         if hook is None:
             return make_input(sample, vocab, batch), None
+        more = (sample.shape,) if len(inspect.signature(hook).parameters) > 2 else ()
+        if mixed and not more:
+            raise TargetFailed(
+                f"target {self._loaded.spec.name!r}: for several shapes make_batch must take a "
+                "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
+            )
         try:
-            made = hook(batch, torch.device("cpu"))
+            made = hook(batch, torch.device("cpu"), *more)
         except Exception as exc:  # the user's code may raise anything; it is reported whole
             raise failed(self._loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
         if not isinstance(made, tuple) or len(made) != 2:
@@ -138,14 +155,19 @@ class Workload:
         Raises:
             RuntimeError: it was to be captured as a CUDA graph and cannot be.
         """
-        batch = next(self._source)
+        losses = [self._one_step(next(self._source)) for _ in range(self._passes)]
         if self._training:
-            self.loss = self._train_step(batch)
+            self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _one_step(self, batch: Any) -> Tensor:
+        if self._training:
+            loss: Tensor = self._train_step(batch)
             if isinstance(self._train_step, StepGraph) and self._train_step.failure:
                 raise RuntimeError(f"no CUDA graph: {self._train_step.failure}")
-            return
+            return loss
         with torch.inference_mode(), self.advice.autocast():
             self._forward(batch[0])
+        return _NO_LOSS
 
     def start(self) -> None:
         """The first step, and those before the first that a captured step replays.

@@ -314,6 +314,7 @@ def _measuring(records: Records, record: Record, target: str | None) -> Iterator
         device=where,
         max_memory=0,
         seed=made.seed,
+        mix=tuple(tuple(map(int, shape.split("x"))) for shape in key.mix),
     )
     with (
         locked(records.store.studies, made.study or record.id),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from advisor.errors import UsageError
 
 MODES = ("train", "infer")
+MOST_SHAPES = 8
 MOST = 2**31 - 1
 """The largest number taken anywhere: far above any that is meant, and safe to compute with."""
 
@@ -30,6 +31,36 @@ def parse_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
             "e.g. 64x3x256x256"
         )
     return numbers
+
+
+Shapes = Sequence[int] | str | Sequence[Sequence[int] | str]
+"""One shape, or two to eight that a job's inputs alternate between."""
+
+
+def parse_shapes(shape: Shapes) -> tuple[tuple[int, ...], ...]:
+    """Each shape with its batch, the largest first: their order does not matter to a job.
+
+    Raises:
+        UsageError: one is no shape, or they do not go together.
+    """
+    if isinstance(shape, str) or not any(isinstance(part, str | Sequence) for part in shape):
+        return (parse_shape(shape),)  # type: ignore[arg-type]
+    if all(isinstance(part, str) and part.isdigit() for part in shape):
+        return (parse_shape(shape),)  # type: ignore[arg-type]
+    found = [parse_shape(one) for one in shape]  # type: ignore[arg-type]
+    listed = ", ".join("x".join(map(str, one)) for one in found)
+    if not 1 <= len(found) <= MOST_SHAPES:
+        raise UsageError(f"shapes {listed}: expected one to {MOST_SHAPES}, got {len(found)}")
+    if len(set(found)) < len(found):
+        raise UsageError(f"shapes {listed}: one is given twice; give each once")
+    if len({len(one) for one in found}) > 1:
+        raise UsageError(f"shapes {listed}: expected the same number of dimensions in all")
+    return tuple(sorted(found, key=lambda one: (-math.prod(one), one)))
+
+
+def mix_of(shapes: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+    """A key's mix: nothing for a job of one shape."""
+    return tuple("x".join(map(str, shape)) for shape in shapes) if len(shapes) > 1 else ()
 
 
 def parse_bytes(text: int | str | None) -> int:

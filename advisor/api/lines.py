@@ -16,7 +16,8 @@ def script_line(record: Record, cache: str | None = None) -> str:
 
     key = record.key
     given = [f'"{record.target.name}"']
-    given.append(f"shape=({', '.join(map(str, (record.batch, *key.sample.shape)))})")
+    shapes = [f"({', '.join(shape.split('x'))})" for shape in shapes_of(record)]
+    given.append(f"shape={shapes[0] if len(shapes) == 1 else '[' + ', '.join(shapes) + ']'}")
     if len(record.target.arguments):
         pairs = (f'"{name}": {value!r}' for name, value in record.target.arguments.items())
         given.append(f"model_args={{{', '.join(pairs)}}}")
@@ -37,12 +38,17 @@ def script_line(record: Record, cache: str | None = None) -> str:
     return f"advice = advisor.apply({', '.join(given)})"
 
 
+def shapes_of(record: Record) -> tuple[str, ...]:
+    """The shapes of a record's batches, as '64x3x224x224'."""
+    return record.key.mix or ("x".join(map(str, (record.batch, *record.key.sample.shape))),)
+
+
 def tune_line(record: Record) -> str:
     """The command that measures a record again."""
     from advisor.tuners.knobs import PERMITTED
 
     key = record.key
-    options = [f"--shape {'x'.join(map(str, (record.batch, *key.sample.shape)))}"]
+    options = [f"--shape {shape}" for shape in shapes_of(record)]
     for name, value in record.target.arguments.items():
         options.append(f"--model-arg {shlex.quote(f'{name}={value}')}")
     if key.sample.dtype != "float32":

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from advisor.api import horizon
 from advisor.api.arguments import (
     MODES,
+    Shapes,
     check,
     check_length,
+    mix_of,
     parse_bytes,
     parse_duration,
-    parse_shape,
+    parse_shapes,
 )
 from advisor.api.lines import tune_line
 from advisor.cache.config import Config, Value
@@ -47,7 +49,7 @@ _log = logging.getLogger("advisor")
 def apply(
     target: str | nn.Module | None = None,
     *,
-    shape: Sequence[int] | str | None = None,
+    shape: Shapes | None = None,
     batch: int | str | None = None,
     dtype: str | torch.dtype | None = None,
     mode: str = "train",
@@ -71,6 +73,7 @@ def apply(
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
             running script or a module beside it.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
+            A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
             (`advice.batch_size` says which).
         dtype: of the input, e.g. 'int64'; default: whatever was tuned.
@@ -115,7 +118,7 @@ def apply(
 def lookup(
     target: str | nn.Module | None = None,
     *,
-    shape: Sequence[int] | str | None = None,
+    shape: Shapes | None = None,
     batch: int | str | None = None,
     dtype: str | torch.dtype | None = None,
     mode: str = "train",
@@ -148,7 +151,7 @@ def lookup(
         query = asked.query(_fingerprint(target), deterministic)
         match = _find(Records(open_store(cache)), target, query, model_args)
         if match.record is None:
-            raise NoRecord(_why_missed(target, asked.shape, match, query))
+            raise NoRecord(_why_missed(target, asked.shapes, match, query))
         record = match.record
         limits = _Limits(
             batch=known, max_memory=parse_bytes(max_memory), precisions=asked.precisions
@@ -206,7 +209,7 @@ def lookup(
 class _Asked:
     """What a script asks for, checked."""
 
-    shape: tuple[int, ...] | None
+    shapes: tuple[tuple[int, ...], ...]
     dtype: str | None
     mode: str
     device: str
@@ -217,7 +220,7 @@ class _Asked:
     def of(
         cls,
         target: object,
-        shape: Sequence[int] | str | None,
+        shape: Shapes | None,
         batch: int | str | None,
         dtype: str | torch.dtype | None,
         mode: str,
@@ -246,7 +249,7 @@ class _Asked:
         for precision in precisions or ():
             check("precision", precision, PRECISIONS)
         return cls(
-            shape=None if shape is None else parse_shape(shape),
+            shapes=() if shape is None else parse_shapes(shape),
             dtype=kind,
             mode=mode,
             device=default_device() if device is None else str(device),
@@ -261,7 +264,8 @@ class _Asked:
         return Query(
             environment=detect(self.device),
             model=model,
-            shape=None if self.shape is None else self.shape[1:],
+            shape=self.shapes[0][1:] if self.shapes else None,
+            mix=mix_of(self.shapes) if self.shapes else None,
             dtype=self.dtype,
             mode=self.mode,
             optimizer=self.optimizer,
@@ -271,11 +275,11 @@ class _Asked:
         )
 
 
-def _known_batch(shape: Sequence[int] | str | None, batch: int | str | None) -> int | None:
+def _known_batch(shape: Shapes | None, batch: int | str | None) -> int | None:
     """The batch size that the script itself names, None where it leaves it open or is wrong."""
     if batch is None and shape is not None:
         with contextlib.suppress(UsageError):
-            return parse_shape(shape)[0]
+            return parse_shapes(shape)[0][0]
     return batch if isinstance(batch, int) and batch >= 1 else None
 
 
@@ -383,7 +387,9 @@ def _of_script(records: Records) -> list[Record]:
     return [record for record in records.all() if record.target.origin in mine]
 
 
-def _why_missed(target: object, shape: Sequence[int] | None, match: Match, query: Query) -> str:
+def _why_missed(
+    target: object, shapes: Sequence[tuple[int, ...]], match: Match, query: Query
+) -> str:
     name = target if isinstance(target, str) else "TARGET"
     if target is None:
         what = f"nothing was tuned for {_script().name} or a module beside it"
@@ -394,8 +400,8 @@ def _why_missed(target: object, shape: Sequence[int] | None, match: Match, query
     what += f" on {query.environment.device.name}"
     if match.differs:
         what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
-    size = "x".join(map(str, shape)) if shape else "BATCHxSAMPLE"
-    return f"{what}; run: advisor tune {name} --shape {size}"
+    sizes = ["x".join(map(str, shape)) for shape in shapes] or ["BATCHxSAMPLE"]
+    return f"{what}; run: advisor tune {name} --shape {' --shape '.join(sizes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import advisor
 from advisor.api.arguments import (
     MODES,
+    Shapes,
     check,
     check_length,
     check_number,
+    mix_of,
     parse_bytes,
-    parse_shape,
+    parse_shapes,
 )
 from advisor.api.effort import DEFAULT, EFFORTS, suffices
 from advisor.cache.config import Config, Value
@@ -87,7 +89,7 @@ class Tuned:
 
 def tune(
     target: str,
-    shape: Sequence[int] | str,
+    shape: Shapes,
     *,
     dtype: str = "float32",
     vocab: int = 1000,
@@ -118,7 +120,8 @@ def tune(
 
     Args:
         target: model.py, model.py:Net, package.module:factory or torchvision:NAME.
-        shape: of one batch; the first number is the user's batch.
+        shape: of one batch; the first number is the user's batch. A list of two to eight for a job
+            whose inputs alternate between them: they are measured as one mix, at these batches.
         dtype: of the input. `vocab` bounds integer inputs.
         mode: 'train' or 'infer'.
         device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
@@ -150,7 +153,10 @@ def tune(
     set_up_logging()
     progress = progress or Progress()
     # What can be refused without torch, which takes seconds to import, is refused first.
-    shape = parse_shape(shape)
+    shapes = parse_shapes(shape)
+    shape = shapes[0]
+    if len(shapes) > 1 and batches:
+        raise UsageError("batches: a mix of shapes is tuned at the batches given; leave them out")
     check("mode", mode, MODES)
     for batch in batches or ():
         check_number("batch", batch)
@@ -209,6 +215,7 @@ def tune(
         device=where,
         max_memory=limit,
         seed=seed,
+        mix=shapes if len(shapes) > 1 else (),
     )
     with Worker(job, deadline_s=max(30.0, budget_s / 3)) as worker:
         began = time.monotonic()
@@ -223,6 +230,7 @@ def tune(
             optimizer=optimizer if mode == "train" else "",
             world_size=1,
             permits=permits,
+            mix=mix_of(shapes),
         )
         named = Target(name=facts.name, origin=spec.origin, arguments=arguments)
         records = Records(store)
@@ -655,7 +663,7 @@ def _batches(
 ) -> tuple[int, ...]:
     from advisor.tuners.space import ladder
 
-    if fixed:
+    if fixed or job.mix:
         return (job.batch,)
     if asked is not None:
         return (job.batch, *sorted(set(asked) - {job.batch}))

@@ -23,7 +23,7 @@ def another(value: object) -> object:
     if isinstance(value, int):
         return value + 1
     if isinstance(value, tuple):
-        return value[1:]
+        return value[1:] or ("other",)
     return f"{value}+"
 
 
@@ -59,3 +59,9 @@ def test_sample() -> None:
     assert str(KEY.sample) == "3x256x256 float32"
     with pytest.raises(ValueError, match="at least 1"):
         Sample(shape=(0, 3), dtype="float32")
+
+
+def test_a_mix_of_shapes_is_another_key() -> None:
+    mixed = dataclasses.replace(KEY, mix=("64x3x256x256", "17x3x256x256"))
+    assert mixed.digest != KEY.digest
+    assert fields(mixed)["mix"] == mixed.mix and fields(KEY)["mix"] == ()

@@ -171,6 +171,7 @@ class Bench:
             optimizer=self._job.optimizer,
             from_loader=stage == INPUT,
             seed=self._job.seed,
+            mix=self._job.mix,
             **watched,
         )
         return workload
@@ -197,6 +198,7 @@ class Bench:
                     optimizer=job.optimizer,
                     from_loader=False,
                     seed=job.seed,
+                    mix=job.mix,
                 ).step()
                 self._clock.synchronize()
             except AdvisorError:
@@ -211,7 +213,8 @@ class Bench:
                 raw = target.failed(self._loaded.spec, "", exc)
                 said = str(exc).strip().splitlines()
                 message = said[0] if said else type(exc).__name__
-                shape = "x".join(map(str, (job.batch, *job.shape)))
+                shapes = job.mix or ((job.batch, *job.shape),)
+                shape = " --shape ".join("x".join(map(str, one)) for one in shapes)
                 raise TargetError(
                     f"target {self._loaded.spec.name!r} rejects --shape {shape} {job.dtype}"
                     + (f" at {where}" if where else "")
@@ -220,7 +223,7 @@ class Bench:
                 ) from exc
 
     def measure(
-        self, config: Config, seconds: float, stage: str, keep: bool, slowest_s: float = math.inf
+        self, config: Config, seconds: float, stage: str, keep: bool, floor: float = 0.0
     ) -> Measurement:
         """Measure one config; whatever goes wrong is the measurement's outcome.
 
@@ -229,20 +232,20 @@ class Bench:
         if not keep:
             self.release()
         try:
-            result = self._measure(config, seconds, stage, keep, slowest_s)
+            result = self._measure(config, seconds, stage, keep, floor)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             result = _failure(exc)
         if not result.ok and self._kept:
             # Beside others in memory it may have failed for their sake: once more, alone.
             self.release()
-            return self.measure(config, seconds, stage, keep, slowest_s)
+            return self.measure(config, seconds, stage, keep, floor)
         if not keep or not result.ok:
             self.release()
             self.healthy = self._came_back()
         return result
 
     def _measure(
-        self, config: Config, seconds: float, stage: str, keep: bool, slowest_s: float
+        self, config: Config, seconds: float, stage: str, keep: bool, floor: float
     ) -> Measurement:
         held = self._reset_peak()
         kept = self._kept.get((config, stage))
@@ -262,7 +265,7 @@ class Bench:
             first_s=first,
             expected_s=expected,
             least=1 if keep else 2,
-            slowest_s=slowest_s,
+            slowest_s=self._samples(config, stage) / floor if floor else math.inf,
         )
         if keep:
             self._kept[config, stage] = (workload, first, timing.step_s)
@@ -273,13 +276,12 @@ class Bench:
             return Measurement(
                 outcome="out_of_memory", reason="the allocator kept retrying under memory pressure"
             )
-        batch = config["batch_size"]
-        assert isinstance(batch, int)
+        samples = self._samples(config, stage)
         return Measurement(
             outcome="ok",
-            samples_per_s=batch / timing.step_s,
-            low=batch / timing.high_s,
-            high=batch / timing.low_s,
+            samples_per_s=samples / timing.step_s,
+            low=samples / timing.high_s,
+            high=samples / timing.low_s,
             step_s=timing.step_s,
             gpu_s=timing.gpu_s,
             first_step_s=timing.first_step_s,
@@ -287,6 +289,14 @@ class Bench:
             steps=timing.steps,
             blocks=timing.blocks,
         )
+
+    def _samples(self, config: Config, stage: str) -> int:
+        """Of one step; of a whole pass through a mix of shapes, but for the input pipeline."""
+        if self._job.mix and stage != INPUT:
+            return sum(shape[0] for shape in self._job.mix)
+        batch = config["batch_size"]
+        assert isinstance(batch, int)
+        return batch
 
     def release(self) -> None:
         """Drop all workloads, what was compiled for them, and give their memory back."""
@@ -352,6 +362,11 @@ def _failure(exc: Exception) -> Measurement:
     )
 
 
+def _job(plain: dict[str, Any]) -> Job:
+    mix = tuple(tuple(shape) for shape in plain["mix"])
+    return Job(**plain | {"shape": tuple(plain["shape"]), "mix": mix})
+
+
 def _stay_alive_with(lifeline: int) -> None:
     """End this process when the tuning process is gone, whatever the user's code is doing."""
 
@@ -375,7 +390,7 @@ def main() -> int:
             return 0
         try:
             if "job" in request:
-                bench = Bench(Job(**request["job"] | {"shape": tuple(request["job"]["shape"])}))
+                bench = Bench(_job(request["job"]))
                 if request.get("start"):
                     measured = bench.start(Config(request["start"]))
                     reply: dict[str, Any] = {"measurement": to_plain(measured)}
@@ -399,7 +414,7 @@ def main() -> int:
                         request["seconds"],
                         request["stage"],
                         request["keep"],
-                        request["slowest_s"],
+                        request["floor"],
                     )
                 reply = {"measurement": to_plain(measured), "healthy": bench.healthy}
         except (TargetError, TargetFailed) as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -87,7 +86,7 @@ class Worker:
         seconds: float,
         stage: str = "compute",
         keep: bool = False,
-        slowest_s: float = math.inf,
+        floor: float = 0.0,
     ) -> Measurement:
         """As `Runner.measure`.
 
@@ -99,7 +98,7 @@ class Worker:
             "seconds": seconds,
             "stage": stage,
             "keep": keep,
-            "slowest_s": slowest_s,
+            "floor": floor,
         }
         limit = self.limit(config)
         return self._measured(request, seconds + (self.deadline_s if limit is None else limit))

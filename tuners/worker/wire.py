@@ -28,6 +28,8 @@ class Job:
     max_memory: int
     """Bytes, 0 for all there is."""
     seed: int
+    mix: tuple[tuple[int, ...], ...] = ()
+    """Shapes of batches that the inputs alternate between; empty for `batch`x`shape` alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

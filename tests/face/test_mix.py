@@ -1,0 +1,136 @@
+"""Several shapes: tuned as one mix, found as one mix."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+import advisor as package
+from advisor.api.arguments import parse_shapes
+from advisor.cache.record import Record
+from advisor.cache.store import Records, open_store
+from advisor.errors import UsageError
+from tests.face.commands import MODEL, advisor, script
+
+SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
+GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
+QUICK = ("--budget", "6s", "--trials", "4", "--no-compile")
+TEXT = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens).mean(1))
+"""
+HOOK = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 4)
+
+def make_batch(batch_size, device{more}):
+    return torch.randn(batch_size, 3, device=device), torch.zeros(batch_size, dtype=torch.long)
+"""
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mix")
+    (folder / "model.py").write_text(MODEL)
+    done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **at(folder))
+    assert done.returncode == 0, done.stderr
+    assert "4x3x8x8 + 6x3x6x6 + 2x3x10x10" in done.stderr
+    return folder
+
+
+def at(folder: Path) -> dict[str, str]:
+    return {"ADVISOR_CACHE": str(folder / "cache")}
+
+
+def held(folder: Path) -> Record:
+    (record,) = Records(open_store(str(folder / "cache"))).all()
+    return record
+
+
+def test_one_record_holds_all_shapes(tuned: Path) -> None:
+    record = held(tuned)
+    assert record.key.mix == ("4x3x8x8", "6x3x6x6", "2x3x10x10")
+    assert record.free is None and record.batch == 4
+    assert {trial.config["batch_size"] for trial in record.trials} == {4}
+    # A step is a pass: 12 samples.
+    (default,) = [t.measurement for t in record.trials if t.origin == "default"]
+    assert default.samples_per_s * default.step_s == pytest.approx(12)
+    assert "4x3x8x8 + 6x3x6x6" in advisor(tuned, "show", record.id, **at(tuned)).stdout
+
+
+def test_it_is_found_in_any_order_and_by_all_its_shapes_only(tuned: Path) -> None:
+    cache = str(tuned / "cache")
+    target = str(tuned / "model.py")
+    for shapes in (SHAPES, SHAPES[::-1], ["6x3x6x6", "2x3x10x10", "4x3x8x8"]):
+        advice = package.lookup(target, shape=shapes, cache=cache, strict=True)
+        assert advice.status == "exact" and advice.batch_size == 4
+    for shapes in (SHAPES[:2], (4, 3, 8, 8), "4x3x8x8"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert package.lookup(target, shape=shapes, cache=cache).status == "miss"
+        assert "mix" in str(seen[0].message)
+
+
+def test_the_lines_it_prints_name_all_shapes(tuned: Path) -> None:
+    done = advisor(tuned, "tune", "model.py", *GIVEN, **at(tuned))
+    assert "Already tuned" in done.stdout
+    line = next(x.strip() for x in done.stdout.splitlines() if "advisor.apply(" in x)
+    assert "shape=[(4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10)]" in line
+    ran = script(tuned, f"import advisor\n{line}\nprint(advice.status)\n", **at(tuned))
+    assert ran.stdout.strip() == "exact", ran.stderr
+    done = advisor(tuned, "verify", held(tuned).id, "--budget", "2s", **at(tuned))
+    assert "tuned" in done.stdout and done.returncode in (0, 1), done.stderr
+
+
+def test_text_of_two_lengths(tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text(TEXT)
+    given = ("--shape", "4x16", "--shape", "4x32", "--dtype", "int64", "--vocab", "50")
+    done = advisor(tmp_path, "tune", "text.py", *given, *QUICK, **at(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert held(tmp_path).key.mix == ("4x32", "4x16")
+
+
+def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(HOOK.format(more=""))
+    (tmp_path / "three.py").write_text(HOOK.format(more=", shape"))
+    given = ("--shape", "4x3", "--shape", "8x3", *QUICK)
+    done = advisor(tmp_path, "tune", "two.py", *given, **at(tmp_path))
+    assert done.returncode == 1 and "make_batch(batch_size, device, shape)" in done.stderr
+    done = advisor(tmp_path, "tune", "three.py", *given, **at(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ([(4, 3, 8, 8), (4, 3, 8, 8)], "given twice"),
+        ([(4, 3, 8, 8), (4, 3, 8)], "same number of dimensions"),
+        ([(size, 3, 8, 8) for size in range(1, 10)], "expected one to 8, got 9"),
+        ([(4, 3, 8, 8), (0, 3, 8, 8)], "each number from 1"),
+        ([(4, 3, 8, 8), "wide"], "expected a batch and a sample"),
+    ],
+)
+def test_shapes_that_do_not_go_together(shapes: list[tuple[int, ...]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_shapes(shapes)
+    assert parse_shapes([(4, 3)]) == parse_shapes("4x3") == parse_shapes((4, 3)) == ((4, 3),)
+
+
+def test_a_mix_is_tuned_at_its_batches(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    done = advisor(tmp_path, "tune", "model.py", *GIVEN, "--batches", "8", **at(tmp_path))
+    assert done.returncode == 2 and "leave them out" in done.stderr
