@@ -8,7 +8,7 @@ DEV := .venv/.installed-dev
 
 ## Tune an example, then train it with what was found.
 demo: $(USE)
-	$(BIN)/advisor tune examples/conv.py --shape 64x3x256x256
+	$(BIN)/advisor tune examples/conv.py --shape 64x3x256x256 --effort quick
 	$(BIN)/python examples/train_conv.py
 
 ## Run the tests.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import advisor
 from advisor import api
 from advisor.cache.config import Value
 from advisor.cache.store import Records, open_store
-from advisor.errors import AdvisorError, UsageError
+from advisor.errors import AdvisorError, RecordDamaged, UsageError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -382,10 +384,15 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
     records = Records(open_store(cache))
-    chosen = records.all() if everything else [records.get(str(key))]
+    chosen = []
+    damaged = 0
+    try:
+        chosen = records.all() if everything else [records.get(str(key))]
+    except RecordDamaged:
+        damaged = records.delete_damaged(str(key))
     for record in chosen:
         api.forget(records, record)
-    damaged = records.delete_damaged() if everything else 0
+    damaged += records.delete_damaged() if everything else 0
     if as_json:
         ids = [record.id for record in chosen]
         click.echo(json.dumps({"forgotten": ids, "damaged": damaged}))
@@ -470,6 +477,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code."""
     try:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else DONE
     except click.ClickException as exc:
         return _refuse(exc.format_message() + _where_to_read(exc), WRONG_USAGE)
@@ -477,6 +485,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(str(exc), WRONG_USAGE, getattr(exc, "details", ""))
     except AdvisorError as exc:
         return _refuse(str(exc), FAILED, getattr(exc, "details", ""))
+    except OSError as exc:
+        if exc.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Nobody reads on, or nothing can be written: what is still held back would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED if exc.errno == errno.EPIPE else _refuse(f"output: {exc.strerror}", FAILED)
     except (KeyboardInterrupt, click.Abort):
         return _refuse("interrupted; the same command goes on from here", INTERRUPTED)
 

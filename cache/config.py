@@ -19,7 +19,7 @@ class Config(Mapping[str, Value]):
     """Immutable, hashable, sorted by name; True, 1 and 1.0 are three different values.
 
     Raises:
-        UsageError: a name is no str, or a value is no finite str, int, float, bool or None.
+        UsageError: a name is no str, or a value no str, 64-bit int, finite float, bool or None.
     """
 
     __slots__ = ("_hash", "_identity", "_values")
@@ -32,6 +32,10 @@ class Config(Mapping[str, Value]):
             if type(value) not in _ALLOWED:
                 raise UsageError(
                     f"config value {name}={value!r}: expected str, int, float, bool or None"
+                )
+            if type(value) is int and not -(2**63) <= value < 2**64:
+                raise UsageError(
+                    f"config value {name}={value}: expected a number of at most 64 bits"
                 )
             if type(value) is float and not math.isfinite(value):
                 raise UsageError(f"config value {name}={value!r}: expected a finite number")

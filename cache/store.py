@@ -167,9 +167,9 @@ class Records:
         """Remove a record, or what lies under its text key; whether it was there."""
         return self.store.delete(record if isinstance(record, str) else record_key(record))
 
-    def delete_damaged(self) -> int:
-        """Remove every record that cannot be read; how many there were."""
-        keys = self._keys()
+    def delete_damaged(self, id_prefix: str = "") -> int:
+        """Remove every record that cannot be read and whose id begins so; how many there were."""
+        keys = [key for key in self._keys() if _id(key).startswith(id_prefix)]
         return sum(self.delete(key) for key in keys if not self._load([key]) and self.damaged)
 
     def _keys(self) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -227,3 +230,30 @@ def test_a_rejected_sample_names_the_layer(folder: Path, own_surroundings: Path)
     assert "rejects --shape 4x1x8x8 float32 at layer 'conv', Conv2d(3, 8" in lines[-1]
     assert "got 4x1x8x8" in lines[-1] and "3 channels" in lines[-1]
     assert (folder / "imported").exists()  # the mark that refused_early looks for
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_and_a_closed_pipe_are_no_tracebacks(tmp_path: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m advisor"
+    full = subprocess.run(
+        ["bash", "-c", f"{command} show > /dev/full"],
+        cwd=tmp_path,
+        env=os.environ | {"ADVISOR_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert full.returncode == 1 and full.stderr == "advisor: output: No space left on device\n"
+    closed = subprocess.run(
+        ["bash", "-c", f"{command} tune --help | head -n 1 > /dev/null"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert closed.stderr == ""
+
+
+def test_a_model_argument_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    given = ("--shape", SHAPE, "--model-arg", f"width={2**70}")
+    done = advisor(tmp_path, "tune", "model.py", *given)
+    assert done.returncode == 2 and "at most 64 bits" in done.stderr

@@ -235,6 +235,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             return "the worker closed its pipe"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL:
+            how += ", as the kernel does where memory runs out: try a smaller batch"
         said = self._last_words()
         return f"the worker process died ({how})" + (f": {said}" if said else "")
 
