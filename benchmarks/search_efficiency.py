@@ -38,8 +38,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from advisor.api.deciding import RACE, RACE_TURN_S
 from advisor.api.effort import EFFORTS
-from advisor.api.tuning import RACE_TURN_S, RESERVED
+from advisor.api.tuning import RESERVED
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement
 from advisor.tuners import choose
@@ -181,7 +182,7 @@ def by_advisor(
         runner,
         choose.finalists(space, trials),
         share_s=RACE_TURN_S,
-        budget_s=0.6 * (BUDGET_S - search.spent_s),
+        budget_s=RACE * (BUDGET_S - search.spent_s),
         now=runner.now,
     )
     peaks = {trial.config: trial.measurement.peak_bytes for trial in trials}

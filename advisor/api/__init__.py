@@ -5,8 +5,9 @@ from advisor.api.arguments import parse_duration, parse_shape
 from advisor.api.effort import EFFORTS
 from advisor.api.horizon import Row
 from advisor.api.lines import choices, script_line, staleness, tune_line
+from advisor.api.plan import Progress
 from advisor.api.serve import apply, break_even, lookup
-from advisor.api.tuning import Progress, Tuned, forget, tune
+from advisor.api.tuning import Tuned, forget, tune
 
 __all__ = [
     "EFFORTS",

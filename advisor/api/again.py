@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.api.deciding import RACE_TURN_S
 from advisor.api.lines import tune_line
 from advisor.api.serve import set_up_logging
-from advisor.api.tuning import RACE_TURN_S, locked
+from advisor.api.tuning import locked
 from advisor.cache.config import Config
 from advisor.cache.match import compare
 from advisor.cache.record import Choice, Part, Record, Trial

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +22,15 @@ from advisor.api.arguments import (
     parse_bytes,
     parse_shapes,
 )
+from advisor.api.deciding import decide
 from advisor.api.effort import DEFAULT, EFFORTS, suffices
+from advisor.api.horizon import length_of
+from advisor.api.plan import Plan, Progress
+from advisor.api.serve import set_up_logging
 from advisor.cache.config import Config, Value
 from advisor.cache.key import Key, Permits, Sample
 from advisor.cache.match import best
-from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial
+from advisor.cache.record import Provenance, Record, Target
 from advisor.cache.store import Records, Store, open_store
 from advisor.errors import (
     Busy,
@@ -36,47 +38,22 @@ from advisor.errors import (
     StoreError,
     UsageError,
 )
+from advisor.tuners.job import Length
 
 if TYPE_CHECKING:
-    from advisor.tuners.choose import Verdict
     from advisor.tuners.space import Space
-    from advisor.tuners.starts import Starts
     from advisor.tuners.study import Search
     from advisor.tuners.worker.wire import Facts
-
-from advisor.api.horizon import length_of
-from advisor.api.serve import set_up_logging
-from advisor.tuners.job import Length, Pace, break_even
 
 LEAST_S = 3.0
 """A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
 MOST_S = 30 * 86400.0
 RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
-VERIFY = 0.1
-"""Share of the budget for holding the chosen configs against fp32, each."""
 DEAR_SHARE = 2 / 3
 """Of the search time left, what one value of a dear knob may take before it is given up."""
 DEAR_LEAST_S = 45.0
 """Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this."""
-RACE_TURN_S = 0.3
-"""Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
-
-
-class Progress:
-    """What `tune` reports while it works; every method may be overridden."""
-
-    def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
-        """The workload runs; the search begins."""
-
-    def tried(self, trial: Trial, spent_s: float) -> None:
-        """A trial is over."""
-
-    def phase(self, what: str) -> None:
-        """Another part of the work begins."""
-
-    def notice(self, text: str) -> None:
-        """Something the user should know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +252,8 @@ def tune(
                 named,
                 facts,
                 records,
-                _Effort(
-                    name=effort,
+                Plan(
+                    effort=effort,
                     length=length,
                     process_s=process_s,
                     memory=min(limit or facts.memory_bytes, facts.memory_bytes or limit),
@@ -294,25 +271,6 @@ def tune(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Effort:
-    name: str
-    length: Length | None
-    """Of the job; None for the steady state."""
-    process_s: float
-    """What starting a worker took."""
-    memory: int
-    """Bytes that a config may take; 0 where that is not known."""
-    budget_s: float
-    trials: int | None
-    seed: int
-    force: bool
-    host_cpu: str
-    vocab: int
-    tolerance: float | None
-    """Of the comparison with fp32; None for none."""
-
-
 def _tune(
     worker: Any,
     space: Space,
@@ -320,14 +278,12 @@ def _tune(
     target: Target,
     facts: Facts,
     records: Records,
-    effort: _Effort,
+    plan: Plan,
     progress: Progress,
 ) -> Record:
-    from advisor.tuners import choose
-    from advisor.tuners.starts import Starts
     from advisor.tuners.study import Search, open_study
 
-    budget_s = effort.budget_s
+    budget_s = plan.budget_s
     if budget_s < 12 * facts.step_s:
         raise UsageError(
             f"budget {budget_s:g}s is too small for one trial beside torch's default: a step takes "
@@ -338,7 +294,7 @@ def _tune(
     name = f"{key.id}-{user}-{space.digest}"
     folder = records.store.studies
     with locked(folder, name):
-        study = open_study(folder, name, fresh=effort.force)
+        study = open_study(folder, name, fresh=plan.force)
         nearly = best(key, [r for r in records.find(model=key.model)])
         search = Search(
             worker,
@@ -346,9 +302,9 @@ def _tune(
             study,
             share_s=min(2.0, max(0.3, budget_s / 120)),
             budget_s=budget_s * (1 - RESERVED),
-            limit=effort.trials,
-            seed=effort.seed,
-            memory=effort.memory,
+            limit=plan.trials,
+            seed=plan.seed,
+            memory=plan.memory,
             # A record of less effort knows fewer knobs.
             first=(space.default | nearly.record.at_batch.config,) if nearly.record else (),
             on_trial=lambda trial: progress.tried(trial, search.spent_s),
@@ -357,88 +313,39 @@ def _tune(
         worker.limit = lambda config: _dear_limit(space, config, search)
         trials = search.run()
         worker.limit = lambda _config: None
-        if len(trials) == 1 and effort.trials != 1 and space.is_choice:
+        if len(trials) == 1 and plan.trials != 1 and space.is_choice:
             raise UsageError(
                 f"budget {budget_s:g}s is too small: measuring torch's default alone took "
                 f"{search.spent_s:.0f} s of it; give at least {5 * search.spent_s:.0f}s"
             )
-        left = budget_s - search.spent_s
-        progress.phase("the finalists and torch's default, measured in turn")
-        rates = choose.race(
-            worker,
-            _affordable(choose.finalists(space, trials), search, 0.6 * left),
-            share_s=RACE_TURN_S,
-            budget_s=0.6 * left,
-        )
-        peaks = {t.config: t.measurement.peak_bytes for t in trials}
-        step_s = search.known(space.default).measurement.step_s
-        starts = Starts(
-            worker,
-            trials,
-            process_s=effort.process_s,
-            left_s=lambda: budget_s - search.spent_s,
-        )
-        if effort.length is not None:
-            progress.phase("first steps, each in a fresh process")
-            starts.measure(space.default, _worthwhile(space, rates, starts))
-        verdict, extra = _verified(worker, space, rates, peaks, effort, step_s, starts, progress)
-        for check in extra:
-            if check.measurement.outcome == "wrong":
-                trials = [_struck_out(trial, check) for trial in trials]
-        extra = [dataclasses.replace(c, number=len(trials) + n) for n, c in enumerate(extra)]
-        chosen_input = space.default_input
-        rebuilt_s = starts.seen(verdict.at_batch.config)
-        if len(chosen_input) and budget_s - search.spent_s < rebuilt_s:
-            progress.notice("the input pipeline is not measured: the budget is spent")
-        elif len(chosen_input):
-            progress.phase("the input pipeline, through a DataLoader")
-            chosen_input, seen = choose.choose_input(
-                worker,
-                space,
-                verdict.at_batch.config,
-                share_s=RACE_TURN_S,
-                budget_s=0.1 * budget_s,
-            )
-            extra += _input_trials(seen, len(trials) + len(extra))
-        extra += _reference(worker, space, len(trials) + len(extra))
-        struck = {t.config.without("batch_size") for t in extra if t.measurement.outcome == "wrong"}
-        rates = {c: seen for c, seen in rates.items() if c.without("batch_size") not in struck}
-        if effort.length is None:
-            progress.phase("first steps, each in a fresh process")
-        free = [] if verdict.free is None else [verdict.free.config]
-        chosen = [verdict.at_batch.config, *_worthwhile(space, rates, starts), *free]
-        starts.measure(space.default, chosen)
-
-        def started(choice: Choice) -> Choice:
-            return dataclasses.replace(choice, first_step_s=starts.fresh.get(choice.config, 0.0))
-
+        decided = decide(worker, space, search, plan, progress)
         record = Record(
             key=key,
             target=target,
             batch=user,
-            baseline=started(verdict.baseline),
-            at_batch=started(verdict.at_batch),
-            free=None if verdict.free is None else started(verdict.free),
-            input=chosen_input,
-            trials=(*trials, *extra),
+            baseline=decided.baseline,
+            at_batch=decided.at_batch,
+            free=decided.free,
+            input=decided.input,
+            trials=decided.trials,
+            raced=decided.raced,
             provenance=Provenance(
                 created=time.time(),
                 seconds=time.monotonic() - began,
                 trials=len(trials),
                 advisor=advisor.__version__,
                 device_uuid=facts.device_uuid,
-                host_cpu=effort.host_cpu,
-                seed=effort.seed,
+                host_cpu=plan.host_cpu,
+                seed=plan.seed,
                 study=name,
                 budget_s=budget_s,
                 modules=facts.modules,
                 parameters=facts.parameters,
-                vocab=effort.vocab,
-                effort=effort.name,
-                steps=effort.length.steps if effort.length else 0,
-                duration_s=effort.length.seconds if effort.length else 0.0,
+                vocab=plan.vocab,
+                effort=plan.effort,
+                steps=plan.length.steps if plan.length else 0,
+                duration_s=plan.length.seconds if plan.length else 0.0,
             ),
-            raced=tuple(map(started, choose.raced(space, rates, peaks).values())),
         )
         records.put(record)
     return record
@@ -462,161 +369,11 @@ def forget(records: Records, record: Record) -> None:
     records.delete(record)
 
 
-def _verified(
-    worker: Any,
-    space: Space,
-    rates: dict[Config, list[float]],
-    peaks: dict[Config, int],
-    effort: _Effort,
-    step_s: float,
-    starts: Starts,
-    progress: Progress,
-) -> tuple[Verdict, list[Trial]]:
-    """The verdict, in which every choice but the default trains like strict fp32."""
-    from advisor.tuners import choose
-    from advisor.tuners.verify import steps_within
-
-    steps = steps_within(VERIFY * effort.budget_s, step_s) if effort.tolerance else 0
-    checks: dict[Config, Trial] = {}
-    while True:
-        verdict = choose.decide(space, rates, peaks, _weigh(space, effort.length, starts))
-        chosen = [c.config for c in (verdict.at_batch, verdict.free) if c is not None]
-        chosen += _worthwhile(space, rates, starts)
-        # The batch size changes no number format: what holds at the user's holds at another.
-        doubtful = {c.replace(batch_size=space.batches[0]) for c in chosen} - {space.default}
-        doubtful -= set(checks)
-        if effort.tolerance is None or not doubtful:
-            return verdict, list(checks.values())
-        if not steps:
-            progress.notice("not compared with fp32: a step takes too long for this budget")
-            return verdict, []
-        if not checks:
-            progress.phase("what was chosen, against strict fp32")
-        for config in sorted(doubtful, key=repr):
-            began = time.monotonic()
-            fp32 = space.default.replace(precision="fp32")
-            measured = worker.verify(config, against=fp32, steps=steps, tolerance=effort.tolerance)
-            checks[config] = Trial(
-                number=0,
-                config=config,
-                measurement=measured,
-                stage="numerics",
-                origin="fp32",
-                seconds=time.monotonic() - began,
-            )
-            changed = ", ".join(f"{k}={v}" for k, v in space.changed(config).items())
-            if measured.outcome != "wrong" and not measured.ok:
-                progress.notice(f"not compared with fp32: {changed}: {measured.reason}")
-            if measured.outcome == "wrong":
-                progress.notice(f"struck out: {changed}: {measured.reason}")
-                knobs = config.without("batch_size")
-                rates = {c: r for c, r in rates.items() if c.without("batch_size") != knobs}
-
-
-def _weigh(
-    space: Space, length: Length | None, starts: Starts
-) -> Callable[[Config, float], float] | None:
-    """Samples/s over the job, from a config and its steady samples/s; None in the steady state."""
-    if length is None:
-        return None
-    asked = length
-
-    def weigh(config: Config, rate: float) -> float:
-        return asked.rate(_pace(space, config, rate, starts))
-
-    return weigh
-
-
-def _worthwhile(space: Space, rates: dict[Config, list[float]], starts: Starts) -> list[Config]:
-    """What was raced at the user's batch and is the best for some length of job."""
-    raced = [c for c in rates if c["batch_size"] == space.batches[0]]
-    paces = [_pace(space, c, statistics.median(rates[c]), starts) for c in raced]
-    return [raced[i] for _, i in break_even(paces)]
-
-
-def _pace(space: Space, config: Config, rate: float, starts: Starts) -> Pace:
-    batch = int(config["batch_size"] or 1)
-    return Pace(batch=batch, first_step_s=starts.of(config, space.default), step_s=batch / rate)
-
-
 def _dear_limit(space: Space, config: Config, search: Search) -> float | None:
     """A dear knob's own deadline, so that one value that hangs does not take the others' time."""
     if all(config.get(name) == space.default[name] for name in space.dear):
         return None
     return max(DEAR_LEAST_S, DEAR_SHARE * search.left_s)
-
-
-def _struck_out(trial: Trial, check: Trial) -> Trial:
-    """A trial of the knobs that failed the comparison with fp32, marked as wrong."""
-    if trial.config.without("batch_size") != check.config.without("batch_size"):
-        return trial
-    wrong = Measurement(outcome="wrong", reason=check.measurement.reason)
-    return dataclasses.replace(trial, measurement=wrong)
-
-
-def _affordable(finalists: list[Config], search: Search, budget_s: float) -> list[Config]:
-    """The default, the first leader, and the others for which the least race leaves time."""
-    from advisor.tuners.choose import MIN_ROUNDS
-
-    taken: list[Config] = []
-    for config in finalists:
-        measured = search.known(config).measurement
-        # Built and warmed up; then one warm and one timed step a turn at least.
-        step_s = measured.step_s
-        turns_s = MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
-        budget_s -= measured.first_step_s + 4 * step_s + turns_s
-        if len(taken) < 2 or budget_s >= 0:
-            taken.append(config)
-    return taken
-
-
-def _input_trials(seen: dict[Config, list[float]], number: int) -> list[Trial]:
-    found: list[Trial] = []
-    for config, rates in seen.items():
-        batch = int(config["batch_size"] or 1)
-        middle = sorted(rates)[len(rates) // 2] if rates else 0.0
-        measured = (
-            Measurement(
-                outcome="ok",
-                samples_per_s=middle,
-                low=min(rates),
-                high=max(rates),
-                step_s=batch / middle,
-                blocks=tuple(batch / rate for rate in rates),
-            )
-            if rates
-            else Measurement(outcome="failed", reason="it failed in the input race")
-        )
-        found.append(
-            Trial(
-                number=number + len(found),
-                config=config,
-                measurement=measured,
-                stage="input",
-                origin="race",
-                seconds=0.0,
-            )
-        )
-    return found
-
-
-def _reference(worker: Any, space: Space, number: int) -> list[Trial]:
-    """Strict fp32, measured to compare with; advised only where it is permitted."""
-    if "tf32" not in space.choices["precision"] or "fp32" in space.choices["precision"]:
-        return []
-    config = space.default.replace(precision="fp32")
-    began = time.monotonic()
-    measured = worker.measure(config, seconds=0.5)
-    return [
-        Trial(
-            number=number,
-            config=config,
-            measurement=measured,
-            stage="compute",
-            origin="reference",
-            seconds=time.monotonic() - began,
-        )
-    ]
 
 
 def _capability(text: str) -> tuple[int, int]:
