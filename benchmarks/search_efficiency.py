@@ -192,7 +192,8 @@ def by_advisor(
 
 
 def by_advisor_with_tpe(question: Question, seed: int) -> tuple[Clocked, Config]:
-    """The same search, its last stage by Optuna's TPE."""
+    """The same search, its last stage by Optuna's TPE, which is kept from dear knobs: it does not
+    count what they cost."""
 
     def tpe(
         _configs: list[Config], *, best: float | None, seed: int
