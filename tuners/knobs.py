@@ -250,6 +250,7 @@ KNOBS: tuple[Knob, ...] = (
         name="threads",
         summary="CPU threads inside one operation",
         values=_threads,
+        first_step=True,  # they are started then
         flags=_set_threads,
     ),
     Knob(

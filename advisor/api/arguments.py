@@ -43,7 +43,8 @@ def parse_shapes(shape: Shapes) -> tuple[tuple[int, ...], ...]:
     Raises:
         UsageError: one is no shape, or they do not go together.
     """
-    if isinstance(shape, str) or not any(isinstance(part, str | Sequence) for part in shape):
+    several = isinstance(shape, Sequence) and not isinstance(shape, str)
+    if not several or not any(isinstance(part, Sequence) for part in shape):
         return (parse_shape(shape),)  # type: ignore[arg-type]
     if all(isinstance(part, str) and part.isdigit() for part in shape):
         return (parse_shape(shape),)  # type: ignore[arg-type]

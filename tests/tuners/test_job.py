@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.tuners.job import Length, Pace, break_even, first_step_seen
+from advisor.tuners.knobs import PAYING
 
 EAGER = Pace(batch=64, first_step_s=0.5, step_s=0.030)
 COMPILED = Pace(batch=64, first_step_s=25.5, step_s=0.010)
@@ -112,3 +113,13 @@ def test_what_was_compiled_once_is_not_free_for_the_next() -> None:
     both = Config(compile="default", search=True, batch_size=64)
     assert first_step_seen(trials, both, paying) == 25.0
     assert first_step_seen(trials, both.replace(compile="none"), paying) == 6.0
+
+
+def test_what_starts_threads_does_not_tell_of_what_starts_none() -> None:
+    trials = [
+        trial(0.002, threads=1, batch_size=64),
+        trial(0.150, threads=2, batch_size=64),
+    ]
+    assert "threads" in PAYING
+    assert first_step_seen(trials, trials[0].config, PAYING) == 0.002
+    assert first_step_seen(trials, trials[1].config, PAYING) == 0.150
