@@ -24,7 +24,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
-        raise UsageError('a plot needs matplotlib; run: pip install "advisor[plot]"') from exc
+        raise UsageError("a plot needs matplotlib; run: pip install matplotlib") from exc
 
 
 def parts(record: Record, path: Path) -> None:

@@ -74,16 +74,17 @@ def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
     here = min(order, key=lambda i: (paces[i].first_step_s, paces[i].step_s, i))
     found = [(1, here)]
     while True:
-        overtaken = [
-            (_overtakes(paces[here], paces[i]), paces[i].step_s, i)
+        starts = [
+            (_overtakes(paces[here], paces[i]), i)
             for i in order
             if paces[i].step_s < paces[here].step_s
         ]
-        if not overtaken:
+        if not starts:
             return found
-        start, _, here = min(overtaken)
-        if start == found[-1][0]:
-            found.pop()  # two overtake at one step: the faster one stays
+        # Where several overtake at one step, the one that is the fastest there.
+        start = min(starts)[0]
+        at_once = [i for first, i in starts if first == start]
+        here = min(at_once, key=lambda i: (paces[i].time_s(start), paces[i].step_s, i))
         found.append((start, here))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from advisor.cache.config import Config
@@ -67,6 +67,13 @@ paces = st.builds(
 
 
 @given(st.lists(paces, min_size=1, max_size=6))
+@example(
+    [
+        Pace(batch=8, first_step_s=0.0, step_s=10.0),
+        Pace(batch=8, first_step_s=20.0, step_s=5.0),  # the best of 6 steps, and of no other
+        Pace(batch=8, first_step_s=41.0, step_s=1.0),
+    ]
+)
 def test_it_is_the_lower_envelope(some: list[Pace]) -> None:
     table = break_even(some)
     assert table[0][0] == 1
