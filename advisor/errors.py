@@ -7,7 +7,9 @@ AdvisorError
 ├── StoreError            the store cannot be read or written
 │   ├── StoreDamaged      it is no store any more; `advisor tune` moves it aside
 │   └── RecordDamaged     one record in it cannot be read
+│       └── RecordNewer   because a newer version of advisor wrote it
 ├── NoRecord              nothing tuned fits
+├── RanksDiffer           the processes of one job would train differently, and hang
 ├── WorkerError           no worker could measure
 └── Busy                  another process tunes the same key
 AdvisorWarning            why `apply` changes nothing, or serves a stale record
@@ -60,8 +62,16 @@ class RecordDamaged(StoreError):
     """Stored data is no record that this version can read."""
 
 
+class RecordNewer(RecordDamaged):
+    """A newer version of advisor wrote it, in a form that this one cannot read."""
+
+
 class NoRecord(AdvisorError):
     """Nothing that was tuned answers the question."""
+
+
+class RanksDiffer(AdvisorError):
+    """Ranks of one process group have different advice."""
 
 
 class WorkerError(AdvisorError):

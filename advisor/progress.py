@@ -94,6 +94,11 @@ class Shown(Progress):
     def notice(self, text: str) -> None:
         self._console.print(f"advisor: {text}", highlight=False, soft_wrap=True)
 
+    def warning(self, text: str) -> None:
+        quiet, self._console.quiet = self._console.quiet, False
+        self.notice(text)
+        self._console.quiet = quiet
+
     def _cells(self, trial: Trial) -> tuple[str, ...]:
         measured = trial.measurement
         against = ""

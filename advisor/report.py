@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,9 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.record import Choice, Measurement, Part, Record
+
+if TYPE_CHECKING:
+    from advisor.tuners.advice import Advice
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -324,3 +327,32 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     ]
     script = script_line(record, cache)
     return {"id": record.id, "script": script, "break_even": rows, **plain(record)}
+
+
+def explained(advice: Advice) -> dict[str, Any]:
+    """Why a lookup found what it found, as JSON has it."""
+    found = advice.explanation
+    data: dict[str, Any] = {
+        "status": advice.status,
+        "reason": advice.reason,
+        "config": dict(advice.config),
+        "batch_size": advice.batch_size,
+        "record": advice.record.id if advice.record else None,
+    }
+    if found is None:
+        return data
+    return data | {
+        "stores": [{"url": url, "said": said} for url, said in found.stores],
+        "refused": list(found.refused),
+        "near_misses": [
+            {
+                "id": near.id,
+                "target": near.target,
+                "store": near.store,
+                "differs": [
+                    {"field": d.field, "wanted": d.wanted, "found": d.found} for d in near.differs
+                ],
+            }
+            for near in found.near_misses
+        ],
+    }

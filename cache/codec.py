@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import hmac
 import math
+import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgpack
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record
-from advisor.errors import RecordDamaged, UsageError
+from advisor.cache.seal import UNSEALED, Seal
+from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
-FORMAT = 1
+FORMAT = 2
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Format number → what makes a record's plain data of that format one of the next."""
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda content: content}
+"""Format number → what makes a record's plain data of that format one of the next.
 
-MAX_BYTES = 64 * 2**20
+In format 2 the record is bytes of its own beside their checksum; what is in it is as in format 1.
+"""
+
+MAX_BYTES = 2**20
+"""Of one encoded record. Real ones take 20-200 KB; small objects grow thirtyfold when decoded."""
+MAX_PARTS = 2**16
+"""Lists and maps in one record."""
+MAX_TRIALS = 2**11 - 1
 _LIMITS = {
-    "max_str_len": 2**20,
-    "max_bin_len": 0,
-    "max_array_len": 2**17,
+    "max_str_len": 2**16,
+    # msgpack makes room for a list before it has read it, at each of 1,024 levels of nesting.
+    "max_array_len": MAX_TRIALS + 1,
     "max_map_len": 2**10,
     "max_ext_len": 0,
 }
@@ -34,47 +45,165 @@ T = TypeVar("T")
 _Read = Callable[[Any], Any]
 
 
-def encode(record: Record) -> bytes:
+def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> bytes:
     """The record as msgpack bytes; text that is no Unicode gets '?'.
+
+    Where it would be too large, raw seconds per block go first, then the slowest trials.
+
+    Args:
+        seal: signs it, if it has a secret.
+        revises: the encoded record that this one was made from: what a newer version of advisor
+            put into it, and this one does not know, is carried over.
 
     Raises:
         RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
     """
-    envelope = {"format": FORMAT, "record": plain(record)}
-    try:
-        data: bytes = msgpack.packb(envelope, use_bin_type=True, unicode_errors="replace")
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise RecordDamaged(f"record: cannot be stored: {exc}") from exc
+    unknown = _content(_envelope(revises), UNSEALED) if revises else None
+    for fitting in _smaller(record):
+        content = plain(fitting)
+        if unknown is not None:
+            _carry(Record, unknown, content)
+        payload = _packed(content)
+        if len(payload) <= MAX_BYTES - 2**10:
+            break
+    envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
+    if seal.secret:
+        envelope["hmac"] = seal.mac(payload)
+    data = _packed(envelope)
     decode(data)
     return data
 
 
-def decode(data: bytes) -> Record:
+def decode(data: bytes, seal: Seal = UNSEALED) -> Record:
     """The record in these bytes; fields that this version does not know are ignored.
+
+    Args:
+        seal: if it asks for signatures, records without one by its secret are refused.
 
     Raises:
         RecordDamaged: they hold none; says which field is wrong.
     """
-    if len(data) > MAX_BYTES:
-        raise RecordDamaged(f"record: {len(data)} bytes, expected at most {MAX_BYTES}")
-    try:
-        envelope = msgpack.unpackb(data, raw=False, strict_map_key=True, **_LIMITS)
-    except Exception as exc:  # msgpack raises more kinds than it documents
-        reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
-        raise RecordDamaged(f"record: not msgpack ({reason})") from exc
-    if not isinstance(envelope, dict) or type(envelope.get("format")) is not int:
-        raise RecordDamaged("record: format: missing")
-    number, content = envelope["format"], envelope.get("record")
-    if number > FORMAT:
-        raise RecordDamaged(
-            f"record: format {number} is newer than {FORMAT}, which this version reads; "
-            "upgrade advisor"
-        )
+    envelope = _envelope(data)
+    content, number = _content(envelope, seal), envelope["format"]
     while number < FORMAT:
         if number not in UPGRADES or not isinstance(content, dict):
             raise RecordDamaged(f"record: format {number} is unknown; expected 1 to {FORMAT}")
         content, number = UPGRADES[number](content), number + 1
     return from_plain(Record, content)
+
+
+def _envelope(data: bytes) -> dict[str, Any]:
+    found = unpacked(data, max_bin_len=MAX_BYTES)
+    if not isinstance(found, dict) or type(found.get("format")) is not int:
+        raise RecordDamaged("record: format: missing")
+    if found["format"] > FORMAT:
+        raise RecordNewer(
+            f"record: format {found['format']} is newer than {FORMAT}, which this version reads; "
+            "upgrade advisor"
+        )
+    return found
+
+
+def _content(envelope: dict[str, Any], seal: Seal) -> Any:
+    """What an envelope holds, its checksum and signature compared."""
+    payload = envelope.get("record")
+    if envelope["format"] == 1:
+        if seal.required:
+            raise RecordDamaged("record: not signed, and only signed records are accepted")
+        return payload
+    if type(payload) is not bytes:
+        raise RecordDamaged("record: expected bytes in its envelope")
+    if envelope.get("sha256") != hashlib.sha256(payload).digest():
+        raise RecordDamaged("record: its bytes do not match their checksum; it was cut or changed")
+    if seal.required:
+        mac = envelope.get("hmac")
+        if type(mac) is not bytes:
+            raise RecordDamaged("record: not signed, and only signed records are accepted")
+        if not hmac.compare_digest(mac, seal.mac(payload)):
+            raise RecordDamaged("record: signed with another secret, or changed since; refused")
+    return unpacked(payload, max_bin_len=0)
+
+
+def unpacked(data: bytes, *, max_bin_len: int) -> Any:
+    """Plain data from msgpack, within the limits of size, length and number.
+
+    Raises:
+        RecordDamaged: it is no msgpack, or too large.
+    """
+    if len(data) > MAX_BYTES:
+        raise RecordDamaged(f"record: {len(data)} bytes, expected at most {MAX_BYTES}")
+    left = MAX_PARTS
+
+    def counted(part: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {MAX_PARTS} lists and maps")
+        return part
+
+    try:
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_bin_len=max_bin_len,
+            object_hook=counted,
+            list_hook=counted,
+            **_LIMITS,
+        )
+    except Exception as exc:  # msgpack raises more kinds than it documents
+        reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
+        raise RecordDamaged(f"record: not msgpack ({reason})") from exc
+
+
+def _packed(value: object) -> bytes:
+    try:
+        data: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise RecordDamaged(f"record: cannot be stored: {exc}") from exc
+    return data
+
+
+def _smaller(record: Record) -> Iterator[Record]:
+    """The record, then ever smaller ones."""
+    if len(record.trials) <= MAX_TRIALS:
+        yield record
+    bare = tuple(
+        dataclasses.replace(trial, measurement=dataclasses.replace(trial.measurement, blocks=()))
+        for trial in record.trials
+    )
+    # The other stages are few, and what the choice rests on.
+    order = sorted(bare, key=lambda t: (t.stage == "compute", -t.measurement.samples_per_s))
+    kept = min(len(order), MAX_TRIALS)
+    while kept:
+        chosen = sorted(order[:kept], key=lambda trial: trial.number)
+        yield dataclasses.replace(record, trials=tuple(chosen))
+        kept //= 2
+    yield dataclasses.replace(record, trials=())
+
+
+def _carry(cls: Any, old: Any, new: dict[str, Any]) -> None:
+    """Take over from `old` plain data of a dataclass what its fields do not name, all the way in.
+
+    Members of a tuple are paired by place, and only where they are otherwise the same.
+    """
+    if not isinstance(old, dict):
+        return
+    hints = typing.get_type_hints(cls)
+    for name, value in old.items():
+        if name not in hints:
+            new[name] = value
+            continue
+        for inner in (hints[name], *typing.get_args(hints[name])):
+            if not dataclasses.is_dataclass(inner) or new[name] is None:
+                continue
+            if isinstance(new[name], dict):
+                _carry(inner, value, new[name])
+            elif isinstance(value, list):
+                for before, after in zip(value, new[name], strict=False):
+                    kind: Any = inner
+                    if to_plain(from_plain(kind, before)) == after:
+                        _carry(inner, before, after)
 
 
 def plain(record: Record) -> dict[str, Any]:
@@ -119,7 +248,7 @@ class _Wrong(Exception):
 
 
 def _unexpected(wanted: str, value: object) -> _Wrong:
-    return _Wrong(f"expected {wanted}, got {repr(value)[:40]}")
+    return _Wrong(f"expected {wanted}, got {reprlib.repr(value)[:40]}")
 
 
 @functools.cache
@@ -230,3 +359,6 @@ def _dataclass_reader(cls: type) -> _Read:
             raise _Wrong(str(exc)) from None
 
     return build
+
+
+_reader(Record)  # made with the import, and not in the first lookup

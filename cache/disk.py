@@ -12,10 +12,11 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache.filesystem import make_folder
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _DATABASE = "cache.db"  # diskcache's name
 _RAW = 1  # diskcache's number for a value that stands in the row as it is
 _BUSY_S = 20.0
+_WRITING_S = 60.0
+"""What is put took minutes to measure: it waits longer for other writers than a reader does."""
 _REMEDY = "point --cache or ADVISOR_CACHE to another folder"
 
 _CORRUPT = {
@@ -65,6 +68,18 @@ class DiskStore:
                 f"{key}: refused, because advisor stores only bytes and this is not"
             )
         return value
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
+        found: dict[str, bytes | RecordDamaged] = {}
+        for key in keys:
+            try:
+                data = self.get(key)
+            except RecordDamaged as exc:
+                found[key] = exc
+            else:
+                if data is not None:
+                    found[key] = data
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         with self._writing() as cache:
@@ -161,12 +176,10 @@ class DiskStore:
 
         cache = None
         try:
-            for folder in (*reversed(self._records.parents), self._records):
-                if not folder.is_dir():
-                    folder.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self._records)
             cache = diskcache.Cache(
                 str(self._records),
-                timeout=_BUSY_S,
+                timeout=_WRITING_S,
                 disk=_bytes_disk(),
                 eviction_policy="none",
                 cull_limit=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,10 +93,7 @@ class Key:
     @property
     def digest(self) -> str:
         """64 hex characters over every field; an empty mix leaves it what it was before mixes."""
-        found = fields(self)
-        if not self.mix:
-            del found["mix"]
-        return fingerprint(found)
+        return _digest(self)
 
     @property
     def id(self) -> str:
@@ -142,6 +140,14 @@ def fields(key: Key) -> dict[str, Field]:
     found: dict[str, Field] = {name: get(key) for name, get in _GETTERS.items()}
     found["permits.precisions"] = tuple(sorted(set(key.permits.precisions)))
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(key: Key) -> str:
+    found = fields(key)
+    if not key.mix:
+        del found["mix"]
+    return fingerprint(found)
 
 
 def fingerprint(parts: object) -> str:

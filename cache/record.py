@@ -12,6 +12,9 @@ OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 
 STAGES = ("compute", "input", "numerics")
 
+EFFORTS = ("quick", "normal", "exhaustive")
+"""Names of efforts, the least first; a record of more effort is preferred."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
@@ -146,6 +149,8 @@ class Record:
         parts: what each knob of `at_batch` contributes, once `advisor explain` has measured it.
         stale: why it no longer holds, as `advisor verify` found; empty while it does.
         raced: all that finished the race and was not struck out, chosen or not.
+        family: digest of the kinds of modules that the model is built of; '' where not known.
+        revised: when `explain` or `verify` last changed it, in Unix seconds; 0 for never.
     """
 
     key: Key
@@ -160,6 +165,8 @@ class Record:
     raced: tuple[Choice, ...] = ()
     parts: tuple[Part, ...] = ()
     stale: str = ""
+    family: str = ""
+    revised: float = 0.0
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -1,18 +1,16 @@
-"""Places that keep records: the protocol, how a URL becomes a store, and records in one."""
+"""Places that keep bytes under names: the protocol, and how URLs become stores."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
-from advisor.cache.codec import decode, encode
-from advisor.cache.key import fingerprint
-from advisor.cache.record import Record
+from advisor.cache.filesystem import network
+from advisor.cache.settings import cache_urls
+from advisor.cache.url import without_password
 from advisor.errors import RecordDamaged, UsageError
 
 
@@ -25,10 +23,10 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What `open_store` takes to open it again."""
+        """What `open_store` takes to open it again, without passwords."""
 
     @property
-    def studies(self) -> Path:
+    def studies(self) -> Path | None:
         """A local folder for the studies that belong to it; it may not exist yet."""
 
     def keys(self) -> list[str]:
@@ -36,6 +34,9 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes | None:
         """What was put, or None. Raises RecordDamaged where it is not what a store puts."""
+
+    def get_many(self, keys: Iterable[str]) -> Mapping[str, bytes | RecordDamaged]:
+        """The same for several, in one exchange where the store has one; without what is absent."""
 
     def put(self, key: str, data: bytes) -> None:
         """Keep data under key, in place of what is there."""
@@ -53,141 +54,117 @@ class Store(Protocol):
         """Move the damaged store away; where it is now."""
 
 
+@runtime_checkable
+class Remote(Store, Protocol):
+    """A store at the other end of a network, which may not answer.
+
+    `patience_s`: seconds that a reader waits for it, all in all.
+    """
+
+    patience_s: float
+
+    def reach(self) -> None:
+        """Raise StoreError where nobody answers, before anything is spent on asking."""
+
+    def load(self) -> None:
+        """Import what asking needs: this machine's own cost, and not the remote's."""
+
+
+_FSSPEC = "advisor.cache.remote_files:FileSystemStore"
+
 SCHEMES: dict[str, tuple[str, str]] = {
     "disk": ("advisor.cache.disk:DiskStore", "pip install diskcache"),
+    "dir": ("advisor.cache.dir:DirStore", ""),
+    "pack": ("advisor.cache.pack:PackStore", ""),
+    "redis": ("advisor.cache.redis_server:RedisStore", "pip install 'advisor[redis]'"),
+    "rediss": ("advisor.cache.redis_server:RedisStore", "pip install 'advisor[redis]'"),
+    "s3": (_FSSPEC, "pip install 'advisor[s3]'"),
+    "gs": (_FSSPEC, "pip install 'advisor[gcs]'"),
+    "az": (_FSSPEC, "pip install 'advisor[azure]'"),
+    "abfs": (_FSSPEC, "pip install 'advisor[azure]'"),
 }
-"""Scheme → the class, called with what follows 'scheme:', and what installs its needs."""
+"""Scheme → the class, called with what follows 'scheme:' if it is local, else with the whole URL,
+and what installs its needs. Any other scheme with '//' is fsspec's to know."""
+_LOCAL = ("disk", "dir", "pack")
+
+
+def open_stores(
+    cache: str | Sequence[str] | None = None, *, fallback: bool = False
+) -> tuple[Store, ...]:
+    """The stores to look into, in order; `cache` as `settings.cache_urls` takes it.
+
+    Without any, the user's cache folder. With `fallback`, behind remote stores alone, that folder
+    too: it keeps what they cannot take now.
+
+    Raises:
+        UsageError: a scheme is unknown, or what it needs is not installed.
+    """
+    stores = tuple(open_store(url) for url in cache_urls(cache))
+    if not stores or (fallback and all(isinstance(store, Remote) for store in stores)):
+        stores = (*stores, open_store(_user_folder()))
+    return stores
 
 
 def open_store(url: str | None = None) -> Store:
-    """The store at a URL such as 'disk:/some/folder'; a bare path means disk.
+    """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`.
 
-    None: $ADVISOR_CACHE, else the user's cache folder. Nothing is touched yet.
+    A bare path is a `disk` store, or `dir` on a network file system or where such files lie
+    already. Nothing is touched yet.
 
     Raises:
         UsageError: the scheme is unknown, or what it needs is not installed.
     """
-    url = url or os.environ.get("ADVISOR_CACHE") or _default_url()
+    if url is None:
+        return open_stores()[0]
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
-    scheme, place = (found[1].lower(), found[2]) if found else ("disk", url)
-    if scheme not in SCHEMES:
-        raise UsageError(
-            f"cache URL {url!r}: unknown scheme {scheme!r}, expected {', '.join(SCHEMES)}; "
-            "set --cache or ADVISOR_CACHE to a folder, e.g. disk:/data/advisor"
-        )
-    place = re.sub(r"^//(?=/)", "", place)
+    scheme, place = (found[1].lower(), found[2]) if found else ("", url)
+    known = ", ".join(f"{name}:" for name in SCHEMES)
+    shown = without_password(url)
+    where, hint = SCHEMES.get(scheme, (_FSSPEC, ""))
     if not place or "\0" in place:
-        raise UsageError(f"cache URL {url!r}: names no place, expected e.g. {scheme}:/data/advisor")
-    where, hint = SCHEMES[scheme]
+        raise UsageError(f"cache URL {shown!r}: names no place, expected e.g. dir:/data/advisor")
+    if scheme not in SCHEMES and scheme and not place.startswith("//"):
+        raise UsageError(
+            f"cache URL {shown!r}: unknown scheme {scheme!r}, expected {known} or another of "
+            "fsspec's; set --cache or ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
+        )
+    if scheme not in ("", *_LOCAL) and not place.startswith("//"):
+        raise UsageError(f"cache URL {shown!r}: expected {scheme}://...")
+    if scheme in ("", *_LOCAL):
+        place = re.sub(r"^//(?=/)", "", place)
+        where, hint = SCHEMES[scheme or _kind_of(Path(place).expanduser())]
+    else:
+        place = scheme + url[len(scheme) :]
     module, _, name = where.partition(":")
     try:
-        store = getattr(importlib.import_module(module), name)
+        return cast(Store, getattr(importlib.import_module(module), name)(place))
     except ImportError as exc:
-        raise UsageError(f"cache URL {url!r}: {exc}; run: {hint}") from exc
-    return cast(Store, store(place))
+        why = f"cache URL {shown!r}: {exc}"
+        raise UsageError(f"{why}; run: {hint}" if hint else why) from exc
 
 
-def _default_url() -> str:
+def _kind_of(path: Path) -> str:
+    if (path / "records").is_dir():
+        return "disk"
+    return "dir" if network(path) or next(path.glob("record-*.msgpack"), None) else "disk"
+
+
+def note_on(store: Store) -> str:
+    """What a person should know of where a store lies, or ''."""
+    place = store.studies
+    kind = network(place) if place is not None else ""
+    if kind and store.url.startswith("disk:"):
+        return f"on {kind}, where SQLite corrupts: use dir:{store.url.partition(':')[2]}"
+    return f"one file a record, as it is on {kind}" if kind else ""
+
+
+def _user_folder() -> str:
     import platformdirs
 
-    return "disk:" + platformdirs.user_cache_dir("advisor", appauthor=False)
+    return platformdirs.user_cache_dir("advisor", appauthor=False)
 
 
-_PREFIX = "record/"
-
-
-def record_key(record: Record) -> str:
-    """The text key of a record: record/MODEL/TARGET/ID, 12 hex characters each."""
-    return f"{_PREFIX}{record.key.model[:12]}/{_target_part(record.target.name)}/{record.id}"
-
-
-def _target_part(name: str) -> str:
-    return fingerprint(name)[:12]
-
-
-_decode = functools.lru_cache(maxsize=64)(decode)
-
-
-class Records:
-    """The records in a store.
-
-    Attributes:
-        store: where they are.
-        damaged: one line for each record that the last `all`, `find` or `get` could not read.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.damaged: list[str] = []
-
-    def put(self, record: Record) -> None:
-        """Keep it, in place of an older one of the same key and target."""
-        self.store.put(record_key(record), encode(record))
-
-    def all(self) -> list[Record]:
-        """Every record that can be read."""
-        return self._load(self._keys())
-
-    def find(self, model: str | None = None, target: str | None = None) -> list[Record]:
-        """The records of a model fingerprint, a target name, or both."""
-        wanted = (
-            None if model is None else model[:12],
-            None if target is None else _target_part(target),
-        )
-        keys = [
-            key
-            for key in self._keys()
-            if all(w in (None, part) for w, part in zip(wanted, key.split("/")[1:3], strict=True))
-        ]
-        return [
-            record
-            for record in self._load(keys)
-            if model in (None, record.key.model) and target in (None, record.target.name)
-        ]
-
-    def get(self, id_prefix: str) -> Record:
-        """The record whose id begins so; of several targets with the same key, the newest.
-
-        Raises:
-            UsageError: none does, or records with different ids do. RecordDamaged: it cannot be
-                read.
-        """
-        keys = [key for key in self._keys() if _id(key).startswith(id_prefix)] if id_prefix else []
-        ids = sorted({_id(key) for key in keys})
-        if not ids:
-            raise UsageError(f"key {id_prefix!r}: no such record; run: advisor show")
-        if len(ids) > 1:
-            raise UsageError(f"key {id_prefix!r}: several begin so: {', '.join(ids)}; give more")
-        found = self._load(keys)
-        if not found:
-            raise RecordDamaged("; ".join(self.damaged) or f"record {ids[0]} was just removed")
-        return max(found, key=lambda record: record.provenance.created)
-
-    def delete(self, record: Record | str) -> bool:
-        """Remove a record, or what lies under its text key; whether it was there."""
-        return self.store.delete(record if isinstance(record, str) else record_key(record))
-
-    def delete_damaged(self, id_prefix: str = "") -> int:
-        """Remove every record that cannot be read and whose id begins so; how many there were."""
-        keys = [key for key in self._keys() if _id(key).startswith(id_prefix)]
-        return sum(self.delete(key) for key in keys if not self._load([key]) and self.damaged)
-
-    def _keys(self) -> list[str]:
-        keys = self.store.keys()
-        return [key for key in keys if key.startswith(_PREFIX) and key.count("/") == 3]
-
-    def _load(self, keys: Iterable[str]) -> list[Record]:
-        found: list[Record] = []
-        self.damaged = []
-        for key in keys:
-            try:
-                data = self.store.get(key)
-                if data is not None:
-                    found.append(_decode(data))
-            except RecordDamaged as exc:
-                self.damaged.append(f"{_id(key)}: {exc}")
-        return found
-
-
-def _id(key: str) -> str:
-    return key.rpartition("/")[2]
+def studies_of(stores: Sequence[Store]) -> Path:
+    """The folder for studies: that of the first store that has one, else in the user's."""
+    folders = (store.studies for store in stores)
+    return next(filter(None, folders), Path(_user_folder()) / "studies")

@@ -1,8 +1,11 @@
 """What every test stands on: a store of its own, and no leftovers of the caller's shell."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.cache import servers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +30,31 @@ def own_surroundings(
     monkeypatch.setenv("ADVISOR_CACHE", str(folder))
     # Two processes of several OpenMP threads each starve one another on few cores.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("ADVISOR_DISABLE", "ADVISOR_LOG", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in (
+        *("ADVISOR_DISABLE", "ADVISOR_LOG", "ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY"),
+        *("ADVISOR_SECRET", "ADVISOR_SECRET_FILE", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ):
         monkeypatch.delenv(name, raising=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a real Redis server on loopback."""
+    server = servers.redis_server(tmp_path_factory.mktemp("redis"))
+    if server is None:
+        pytest.skip("redis-server is not installed")
+    with servers.running(server):
+        yield server.port
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """Of moto's S3 server on loopback."""
+    patch = pytest.MonkeyPatch()
+    for name, value in servers.AWS.items():
+        patch.setenv(name, value)
+    with servers.running(servers.s3_server()) as server:
+        servers.make_bucket(server.port)
+        yield server.port
+    patch.undo()

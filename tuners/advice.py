@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
+from advisor.cache.explanation import Explanation
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint
+from advisor.tuners import fingerprint, ranks
 from advisor.tuners.knobs import KNOBS, Knob
 from advisor.tuners.step_graph import StepGraph
 
@@ -38,9 +39,12 @@ class Advice:
         config: one value per knob; empty when there is no advice.
         batch_size: samples per step, or None when neither script nor record says.
         device: where to train.
-        status: 'exact', 'stale' (measured under another driver or version), 'miss' or 'disabled'.
+        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
+            from something near), 'miss' or 'disabled'.
         reason: one line: what was served, or why nothing was.
         record: the record behind it, or None.
+        explanation: what was looked for and found, for people with str(); None where it was not
+            looked up by this process.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Advice:
         status: str = "exact",
         reason: str = "",
         record: Record | None = None,
+        explanation: Explanation | None = None,
     ) -> None:
         self.config = config
         self.batch_size = batch_size
@@ -59,6 +64,8 @@ class Advice:
         self.status = status
         self.reason = reason
         self.record = record
+        self.explanation = explanation
+        self._compared = False
         self._rows: tuple[Knob, ...] = tuple(knob for knob in KNOBS if knob.name in config)
         self._layouts = [
             (k.layout, config[k.name]) for k in self._rows if k.layout and config[k.name]
@@ -90,7 +97,13 @@ class Advice:
         """The model on the device in the advised memory format, compiled where that pays.
 
         Warns if the model is not the one that was tuned.
+
+        Raises:
+            RanksDiffer: in a process group, where other ranks have other advice.
         """
+        if not self._compared:
+            # The batch is each script's own.
+            self._compared = ranks.compare(self.config.without("batch_size").digest)
         if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
             self._compare(model, self.record)
         model = model.to(self.device)

@@ -31,6 +31,14 @@ def of_model(model: nn.Module) -> str:
     return fingerprint([modules, tensors])
 
 
+def family(model: nn.Module) -> str:
+    """12 hex characters over the kinds of modules that a model is built of: ResNet-18's and
+    ResNet-50's are the same."""
+    model = unwrapped(model)
+    leaves = {type(m).__qualname__ for m in model.modules() if not any(True for _ in m.children())}
+    return fingerprint([type(model).__qualname__, sorted(leaves)])[:12]
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside torch.compile and (Distributed)DataParallel wrappers."""
     while True:

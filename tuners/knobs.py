@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Value
+from advisor.cache.record import Record
 from advisor.tuners.tf32 import set_float32
 
 COMPUTE, INPUT = "compute", "input"
@@ -51,12 +52,33 @@ class Situation:
     """Whether the script can have its whole step captured."""
 
 
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """The values that a knob can have at all, anywhere: `values`, or whole numbers to `most`."""
+
+    values: tuple[Value, ...] = ()
+    most: int = 0
+
+    def holds(self, value: Value) -> bool:
+        if self.most:
+            return type(value) is int and 1 <= value <= self.most
+        return any(value == one and type(value) is type(one) for one in self.values)
+
+    def __str__(self) -> str:
+        return f"1 to {self.most}" if self.most else ", ".join(map(str, self.values))
+
+
+SWITCH = Domain((False, True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """One thing that can be tuned."""
 
     name: str
     summary: str
+    domain: Domain = SWITCH
+    """What a record may hold; anything else in one is refused."""
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own behaviour first; one value: fixed; none: the knob is absent here."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -65,6 +87,9 @@ class Knob:
     """Each value but the first costs many seconds before its first step: tried on leaders only."""
     first_step: bool = False
     """Values but the first pay before the first step: algorithm search, compilation, capture."""
+    carries: bool = False
+    """Whether a record of another shape or device may be followed in it unmeasured: no more memory,
+    no other numbers than were verified there, nothing that can fail."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
     flags: Callable[[Value], None] | None = None
@@ -173,6 +198,8 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="precision",
         summary="number format: torch's default, TF32, bf16 or fp16 autocast, or strict fp32",
+        domain=Domain(PRECISIONS),
+        carries=True,
         values=_precisions,
         flags=_set_precision,
         autocast=_autocast,
@@ -181,6 +208,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
+        carries=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
         model=_lay_out_model,
         layout=_batch_layout,
@@ -200,12 +228,14 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="cudnn_deterministic",
         summary="deterministic algorithms only (fixed by --deterministic)",
+        carries=True,
         values=lambda here: (here.deterministic,),
         flags=_set_deterministic,
     ),
     Knob(
         name="cudnn_enabled",
         summary="cuDNN at all (off is tried with --effort exhaustive only)",
+        carries=True,
         values=lambda here: (
             ((True, False) if here.full else (True,)) if here.device == "cuda" else ()
         ),
@@ -214,12 +244,14 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="batch_size",
         summary="samples per step",
+        domain=Domain(most=2**24),
         values=lambda here: here.batches,
         loader=lambda value: {"batch_size": value},
     ),
     Knob(
         name="fused_optimizer",
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
+        carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
@@ -230,6 +262,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="compile",
         summary="torch.compile mode, or its backend cudagraphs",
+        domain=Domain(("none", *COMPILE_MODES_FULL)),
         values=lambda here: ("none", *here.compilers) if here.compilers else (),
         dear=True,
         first_step=True,
@@ -249,6 +282,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="threads",
         summary="CPU threads inside one operation",
+        domain=Domain(most=2**12),
         values=_threads,
         first_step=True,  # they are started then
         flags=_set_threads,
@@ -256,6 +290,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
+        carries=True,
         values=_off_on(lambda here: here.device == "cuda"),
         stage=INPUT,
         loader=lambda value: {"pin_memory": bool(value)},
@@ -265,3 +300,26 @@ KNOBS: tuple[Knob, ...] = (
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
+
+
+def refusal(record: Record) -> str:
+    """Why a record may not be used: a value that its knob cannot have; '' where there is none."""
+    chosen = [record.baseline, record.at_batch, *([record.free] if record.free else [])]
+    chosen += record.raced
+    for choice in chosen:
+        if choice.config.get("batch_size") != choice.batch:
+            batch = choice.config.get("batch_size")
+            return f"batch_size {batch!r} in a config, batch {choice.batch} of its measurement"
+    if not record.batch == record.baseline.batch == record.at_batch.batch:
+        return f"batch {record.batch}, and its choices are of another"
+    configs = [choice.config for choice in chosen]
+    configs += [record.input, *(part.knob for part in record.parts)]
+    configs += [trial.config for trial in record.trials]
+    seen = {(name, type(value), value) for config in configs for name, value in config.items()}
+    for name, _kind, value in sorted(seen, key=repr):
+        knob = BY_NAME.get(name)
+        if knob is None:
+            return f"knob {name[:40]!r} is not known to this version of advisor"
+        if not knob.domain.holds(value):
+            return f"{name} {value!r:.60}: expected {knob.domain}"
+    return ""

@@ -97,7 +97,7 @@ class Search:
         budget_s: float,
         limit: int | None = None,
         seed: int = 0,
-        first: tuple[Config, ...] = (),
+        first: Sequence[Config] = (),
         memory: int = 0,
         sampler: MakeSampler = GainPerSecond,
         on_trial: OnTrial = lambda _trial: None,
@@ -172,9 +172,11 @@ class Search:
             raise WorkerError(f"torch's default could not be measured: {reason}")
         user = self._space.batches[0]
         guessed = [c for c in guesses.first(self._space) if self._space.holds(c)]
-        for config in (*self._first, *guessed[:LEADING]):
+        for config in self._first:
             if self._space.holds(config):
-                self._try(config, "guess")
+                self._try(config, "near record")
+        for config in guessed[:LEADING]:
+            self._try(config, "guess")
         self._probe_large()
         for config in guessed[LEADING:]:
             self._try(config, "guess")

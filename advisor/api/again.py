@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from advisor.api.deciding import RACE_TURN_S
 from advisor.api.lines import tune_line
 from advisor.api.serve import set_up_logging
+from advisor.api.stored import Cache, open_records
 from advisor.api.tuning import locked
 from advisor.cache.config import Config
 from advisor.cache.match import compare
 from advisor.cache.record import Choice, Part, Record, Trial
-from advisor.cache.store import Records, open_store
+from advisor.cache.records import Records
 from advisor.errors import UsageError, WorkerError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Verified:
 
 
 def explain(
-    key: str, *, target: str | None = None, budget_s: float = EXPLAIN_S, cache: str | None = None
+    key: str, *, target: str | None = None, budget_s: float = EXPLAIN_S, cache: Cache = None
 ) -> Explained:
     """Measure what each knob of a record's advice contributes, and keep it in the record.
 
@@ -109,8 +110,9 @@ def explain(
         ]
         explained = dataclasses.replace(record, parts=tuple(parts))
         simpler = _simplified(worker, explained, idle, budget_s) if idle else None
-        records.put(simpler or explained)
-        return Explained(record=simpler or explained, dropped=tuple(idle) if simpler else ())
+        revised = dataclasses.replace(simpler or explained, revised=time.time())
+        records.put(revised, revises=record)
+        return Explained(record=revised, dropped=tuple(idle) if simpler else ())
 
 
 def _part(name: str, chosen: Config, ratio: Ratio, stage: str) -> Part:
@@ -211,7 +213,7 @@ def _numerics(worker: Worker, record: Record, config: Config) -> Trial | None:
 
 
 def verify(
-    key: str, *, target: str | None = None, budget_s: float = VERIFY_S, cache: str | None = None
+    key: str, *, target: str | None = None, budget_s: float = VERIFY_S, cache: Cache = None
 ) -> Verified:
     """Measure torch's default and the advice again; a record that no longer holds is marked stale.
 
@@ -249,8 +251,9 @@ def verify(
         if not reason and check is not None and check.measurement.outcome == "wrong":
             reason = f"it no longer trains like fp32: {check.measurement.reason}"
         if reason != record.stale:
-            record = dataclasses.replace(record, stale=reason)
-            records.put(record)
+            revised = dataclasses.replace(record, stale=reason, revised=time.time())
+            records.put(revised, revises=record)
+            record = revised
         return Verified(record=record, now=now, reason=reason, differs=_differs(record))
 
 
@@ -266,11 +269,11 @@ def _differs(record: Record) -> tuple[str, ...]:
     return tuple(map(str, compare(here, record.key)[1]))
 
 
-def _records(cache: str | None) -> Records:
+def _records(cache: Cache) -> Records:
     set_up_logging()
-    store = open_store(cache)
-    store.check_writable()
-    return Records(store)
+    records = open_records(cache, fallback=True)
+    records.first_writable()
+    return records
 
 
 def _device(record: Record) -> str:
@@ -318,7 +321,7 @@ def _measuring(records: Records, record: Record, target: str | None) -> Iterator
         mix=tuple(tuple(map(int, shape.split("x"))) for shape in key.mix),
     )
     with (
-        locked(records.store.studies, made.study or record.id),
+        locked(records.studies, made.study or record.id),
         Worker(job, deadline_s=DEADLINE_S) as worker,
     ):
         if worker.describe().model != key.model:

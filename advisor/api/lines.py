@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
+from advisor.api.stored import Cache
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import Choice, Record
-from advisor.cache.store import open_store
+from advisor.cache.store import open_stores
 
 
-def script_line(record: Record, cache: str | None = None) -> str:
-    """The line that applies a record in a script; `cache`: the URL of the store it is in."""
+def script_line(record: Record, cache: Cache = None) -> str:
+    """The line that applies a record in a script; `cache`: where it is, as `lookup` takes it."""
     from advisor.tuners.knobs import PERMITTED
 
     key = record.key
@@ -33,9 +34,16 @@ def script_line(record: Record, cache: str | None = None) -> str:
         given.append("deterministic=True")
     if set(key.permits.precisions) != set(PERMITTED):
         given.append(f"precisions={list(key.permits.precisions)}".replace("'", '"'))
-    if cache is not None and open_store(cache).url != open_store().url:
-        given.append(f'cache="{open_store(cache).url}"')
+    if cache is not None and _urls(cache) != _urls(None):
+        urls = _urls(cache)
+        shown = f'"{urls[0]}"' if len(urls) == 1 else str(list(urls)).replace("'", '"')
+        given.append(f"cache={shown}")
     return f"advice = advisor.apply({', '.join(given)})"
+
+
+def _urls(cache: Cache) -> tuple[str, ...]:
+    """Of the stores, without passwords."""
+    return tuple(store.url for store in open_stores(cache))
 
 
 def shapes_of(record: Record) -> tuple[str, ...]:

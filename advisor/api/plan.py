@@ -29,6 +29,9 @@ class Progress:
     def notice(self, text: str) -> None:
         """Something the user should know."""
 
+    def warning(self, text: str) -> None:
+        """Something that is not as it was asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

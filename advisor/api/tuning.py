@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,11 +28,14 @@ from advisor.api.effort import DEFAULT, EFFORTS, suffices
 from advisor.api.horizon import length_of
 from advisor.api.plan import Plan, Progress
 from advisor.api.serve import set_up_logging
+from advisor.api.stored import Cache, open_records
 from advisor.cache.config import Config, Value
+from advisor.cache.filesystem import make_folder
 from advisor.cache.key import Key, Permits, Sample
-from advisor.cache.match import best
+from advisor.cache.match import Kin, kin
 from advisor.cache.record import Provenance, Record, Target
-from advisor.cache.store import Records, Store, open_store
+from advisor.cache.records import Records
+from advisor.cache.store import Remote
 from advisor.errors import (
     Busy,
     StoreDamaged,
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 LEAST_S = 3.0
 """A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
 MOST_S = 30 * 86400.0
+MOST_KIN = 2
+"""Configs of near records that are tried first."""
 RESERVED = 0.4
 """Share of the budget kept for the final race and the input pipeline."""
 DEAR_SHARE = 2 / 3
@@ -89,7 +95,7 @@ def tune(
     verify: bool = True,
     tolerance: float = 0.02,
     force: bool = False,
-    cache: str | None = None,
+    cache: Cache = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tuned:
@@ -119,7 +125,8 @@ def tune(
         verify: hold what is about to become advice against strict fp32 (training only).
         tolerance: distance of its loss curve that is always allowed, as a fraction of fp32's loss.
         force: measure again although the key is tuned.
-        cache: store URL; default: $ADVISOR_CACHE, else the user's cache folder.
+        cache: store URL, or several: the record goes to the first that can be written. Default:
+            $ADVISOR_CACHE, else [tool.advisor] cache in pyproject.toml, else the user's folder.
         seed: of all randomness.
 
     Raises:
@@ -157,7 +164,7 @@ def tune(
         raise UsageError(f"tolerance {tolerance:g}: expected a fraction such as 0.02")
     limit = parse_bytes(max_memory)
     arguments = Config(dict(model_args or {}))
-    store = open_store(cache)
+    records = open_records(cache, fallback=True)
 
     from advisor.tuners.environment import cpu_has_bf16, default_device, detect, host_cpu
     from advisor.tuners.knobs import PERMITTED, PRECISIONS, Situation
@@ -174,7 +181,7 @@ def tune(
     spec = parse(target)
     where = device or default_device()
     environment = detect(where)
-    _make_usable(store, progress)
+    _check_writable(records, progress)
     permits = Permits(
         deterministic=deterministic,
         precisions=tuple(p for p in PRECISIONS if p in (precisions or PERMITTED)),
@@ -210,8 +217,13 @@ def tune(
             mix=mix_of(shapes),
         )
         named = Target(name=facts.name, origin=spec.origin, arguments=arguments)
-        records = Records(store)
-        known = [r for r in records.find(model=facts.model) if r.id == key.id]
+        akin = records.all()  # of other models too: what is near is worth trying first
+        for fault in records.unreachable:
+            progress.notice(f"{fault}; its records are not looked at")
+        known = sorted(
+            (r for r in akin if r.id == key.id),
+            key=lambda r: (r.batch != shape[0], r.target.name != facts.name),
+        )
         if known and not force and known[0].batch == shape[0] and _within(known[0], limit):
             if known[0].stale:
                 progress.notice(f"marked stale ({known[0].stale}); measured again")
@@ -252,6 +264,7 @@ def tune(
                 named,
                 facts,
                 records,
+                _first_guesses(key, facts.family, akin, progress),
                 Plan(
                     effort=effort,
                     length=length,
@@ -278,6 +291,7 @@ def _tune(
     target: Target,
     facts: Facts,
     records: Records,
+    first: Sequence[Config],
     plan: Plan,
     progress: Progress,
 ) -> Record:
@@ -292,10 +306,9 @@ def _tune(
     user = space.batches[0]
     began = time.monotonic()
     name = f"{key.id}-{user}-{space.digest}"
-    folder = records.store.studies
+    folder = records.studies
     with locked(folder, name):
         study = open_study(folder, name, fresh=plan.force)
-        nearly = best(key, [r for r in records.find(model=key.model)])
         search = Search(
             worker,
             space,
@@ -305,8 +318,7 @@ def _tune(
             limit=plan.trials,
             seed=plan.seed,
             memory=plan.memory,
-            # A record of less effort knows fewer knobs.
-            first=(space.default | nearly.record.at_batch.config,) if nearly.record else (),
+            first=[near for config in first if (near := _offered(space, config))],
             on_trial=lambda trial: progress.tried(trial, search.spent_s),
         )
         progress.started(facts, key, space, len(search.trials))
@@ -346,9 +358,51 @@ def _tune(
                 steps=plan.length.steps if plan.length else 0,
                 duration_s=plan.length.seconds if plan.length else 0.0,
             ),
+            family=facts.family,
         )
-        records.put(record)
+        _keep(records, record, plan, progress)
     return record
+
+
+def _keep(records: Records, record: Record, plan: Plan, progress: Progress) -> None:
+    """Put it where it can be put, and say where that is if it is not where it should be.
+
+    What is measured anew on purpose counts there, also where there was a record of more effort.
+    """
+    before = records.versions(record) if plan.force else []
+    kept = records.put(record)
+    records.remove((store, name) for store, name in before if store is kept)
+    passed_over = records.stores[: records.stores.index(kept)]
+    for store, fault in zip(passed_over, records.unreachable, strict=True):
+        if isinstance(store, Remote):
+            progress.warning(
+                f"{fault}; the record is kept in {kept.url}. To push it later: "
+                f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
+            )
+
+
+def _first_guesses(
+    key: Key, family: str, records: Sequence[Record], progress: Progress
+) -> list[Config]:
+    """What was best for the nearest records: stale ones, other shapes and devices, the family."""
+    chosen: dict[Config, Kin] = {}
+    for one in kin(key, family, records):
+        default = one.record.baseline.config.without("batch_size")
+        for choice in filter(None, (one.record.at_batch, one.record.free)):
+            config = choice.config.without("batch_size")
+            if config != default and len(chosen) < MOST_KIN:
+                chosen.setdefault(config, one)
+    near = ((o.record.id, o.what) for o in chosen.values() if o.record.id != key.id)
+    for record_id, what in dict.fromkeys(near):
+        progress.notice(f"tried first: the advice of record {record_id} ({what})")
+    return list(chosen)
+
+
+def _offered(space: Space, config: Config) -> Config | None:
+    """A config of elsewhere in this space, at the user's batch; None if nothing of it is here."""
+    known = {name: v for name, v in config.items() if v in space.choices.get(name, ())}
+    found = space.default | known | {"batch_size": space.batches[0]}
+    return found if space.holds(found) and found != space.default else None
 
 
 def _within(record: Record, limit: int) -> bool:
@@ -363,7 +417,7 @@ def forget(records: Records, record: Record) -> None:
     Raises:
         Busy: another process tunes the same key. StoreError: the store cannot be written.
     """
-    for study in records.store.studies.glob(f"{record.id}-*.journal"):
+    for study in records.studies.glob(f"{record.id}-*.journal"):
         with locked(study.parent, study.stem):
             study.unlink(missing_ok=True)
     records.delete(record)
@@ -381,17 +435,28 @@ def _capability(text: str) -> tuple[int, int]:
     return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
 
 
-def _make_usable(store: Store, progress: Progress) -> None:
-    """Move the store aside where it is damaged.
+def _check_writable(records: Records, progress: Progress) -> None:
+    """Before anything is measured: some store takes the record. A damaged one is moved aside.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: none can be written.
     """
-    try:
-        store.check_writable()
-    except StoreDamaged as exc:
-        aside = store.set_aside()
-        progress.notice(f"the store was damaged ({exc}); it is now in {aside}, a new one is begun")
+    failed: StoreError | None = None
+    for store in records.stores:
+        try:
+            store.check_writable()
+        except StoreDamaged as exc:
+            aside = store.set_aside()
+            progress.notice(
+                f"the store was damaged ({exc}); it is now in {aside}, a new one is begun"
+            )
+            return
+        except StoreError as exc:
+            failed = failed or exc
+        else:
+            return
+    if failed is not None:
+        raise failed
 
 
 def _same_device(where: str, seen: str) -> None:
@@ -444,7 +509,7 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
     lock = FileLock(folder / f"{name}.lock")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
         lock.acquire(timeout=0)
     except Timeout as exc:
         raise Busy("another advisor tune measures this very key now; wait for it") from exc

@@ -82,7 +82,7 @@ def record(
         at_batch=choice(fast, 3000.0, 1.5),
         free=None,
         input=Config(pin_memory=True),
-        trials=tuple(trial(n, DEFAULT.replace(threads=n)) for n in range(trials)),
+        trials=tuple(trial(n, DEFAULT.replace(threads=n + 1)) for n in range(trials)),
         provenance=Provenance(
             created=created,
             seconds=180.0,

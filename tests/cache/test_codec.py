@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from advisor.cache.codec import FORMAT, decode, encode, from_plain, plain, to_plain
 from advisor.cache.record import OUTCOMES, STAGES, Choice, Measurement, Record, Trial
+from advisor.cache.seal import Seal
 from advisor.errors import RecordDamaged
 from tests.cache.examples import KEY, choice, record
 from tests.cache.test_config import configs
@@ -97,10 +100,16 @@ def test_cut_bytes_are_damaged(length: int) -> None:
         decode(EXAMPLE[:length])
 
 
+def enveloped(content: object, **changes: object) -> bytes:
+    payload = msgpack.packb(content)
+    envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
+    return msgpack.packb(envelope | changes)  # type: ignore[no-any-return]
+
+
 def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(envelope: dict[str, Any]) -> None:
+    def change(content: dict[str, Any]) -> None:
         *owners, name = path.split(".")
-        here: Any = envelope
+        here: Any = content
         for owner in owners:
             here = here[int(owner) if isinstance(here, list) else owner]
         here[name] = value
@@ -109,47 +118,140 @@ def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
-    return lambda envelope: envelope["record"].pop(name)
+    return lambda content: content.pop(name)
 
 
-MEASUREMENT = "record.trials.1.measurement"
+MEASUREMENT = "trials.1.measurement"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (put("format", FORMAT + 1), "newer than 1.*upgrade advisor"),
-        (put("format", 0), "format 0 is unknown"),
-        (put("format", "1"), "format: missing"),
         (drop("target"), "target is missing"),
-        (put("record", [1]), "expected a map"),
-        (put("record.batch", True), r"record\.batch: expected an integer, got True"),
-        (put("record.batch", 0), "batch 0: expected at least 1"),
-        (put("record.key.sample.shape", [3, "x"]), r"key\.sample\.shape\.1: expected an integer"),
-        (put("record.key.sample.shape", [-3]), "at least 1"),
-        (put("record.key.permits.deterministic", 1), "expected true or false"),
+        (put("batch", True), r"record\.batch: expected an integer, got True"),
+        (put("batch", 0), "batch 0: expected at least 1"),
+        (put("key.sample.shape", [3, "x"]), r"key\.sample\.shape\.1: expected an integer"),
+        (put("key.sample.shape", [-3]), "at least 1"),
+        (put("key.permits.deterministic", 1), "expected true or false"),
         (put(f"{MEASUREMENT}.outcome", "splendid"), r"trials\.1\.measurement: outcome 'splendid'"),
         (put(f"{MEASUREMENT}.low", float("inf")), r"measurement\.low: expected a finite number"),
         (put(f"{MEASUREMENT}.low", "fast"), "expected a finite number, got 'fast'"),
-        (put("record.input", {"a": [1]}), r"record\.input: config value a"),
-        (put("record.baseline", None), r"record\.baseline: expected a map"),
-        (put("record.target.name", "x" * (2**20 + 1)), "not msgpack"),
-        (put("record.extra", msgpack.Timestamp(1)), "not msgpack"),
+        (put("input", {"a": [1]}), r"record\.input: config value a"),
+        (put("baseline", None), r"record\.baseline: expected a map"),
+        (put("target.name", "x" * (2**16 + 1)), "not msgpack"),
+        (put("extra", msgpack.Timestamp(1)), "not msgpack"),
     ],
 )
 def test_names_what_is_wrong(change: Callable[[dict[str, Any]], None], says: str) -> None:
-    envelope = {"format": FORMAT, "record": plain(record())}
-    change(envelope)
+    content = plain(record())
+    change(content)
     with pytest.raises(RecordDamaged, match=says):
-        decode(msgpack.packb(envelope))
+        decode(enveloped(content))
+    with pytest.raises(RecordDamaged, match=says):
+        decode(msgpack.packb({"format": 1, "record": content}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": FORMAT + 1}, "newer than 2.*upgrade advisor"),
+        ({"format": 0}, "expected bytes|format 0 is unknown"),
+        ({"format": "1"}, "format: missing"),
+        ({"format": 1}, "format 1 is unknown"),
+        ({"record": [1]}, "expected bytes in its envelope"),
+        ({"record": b"\x80"}, "do not match their checksum"),
+        ({"sha256": b""}, "do not match their checksum"),
+        ({"sha256": None}, "do not match their checksum"),
+    ],
+)
+def test_names_what_is_wrong_with_the_envelope(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(RecordDamaged, match=says):
+        decode(enveloped(plain(record()), **changes))
 
 
 def test_tolerates() -> None:
-    envelope: dict[str, Any] = {"format": FORMAT, "record": plain(record()), "later": 1}
-    envelope["record"]["unknown"] = [1]
-    envelope["record"]["baseline"]["speedup"] = 1  # an integer where a number is asked
-    del envelope["record"]["trials"][0]["measurement"]["gpu_s"]  # has a default
-    assert decode(msgpack.packb(envelope)) == record()
+    content = plain(record())
+    content["unknown"] = [1]
+    content["baseline"]["speedup"] = 1  # an integer where a number is asked
+    del content["trials"][0]["measurement"]["gpu_s"]  # has a default
+    assert decode(enveloped(content, later=1)) == record()
+
+
+def test_the_format_before_is_read() -> None:
+    assert decode(msgpack.packb({"format": 1, "record": plain(record())})) == record()
+
+
+def test_what_a_newer_version_wrote_survives() -> None:
+    content = plain(record())
+    content["later"] = {"deep": [1, 2]}
+    content["provenance"]["cluster"] = "eu"
+    content["baseline"]["watts"] = 500
+    content["trials"][1]["measurement"]["joules"] = 3.5
+    newer = enveloped(content)
+    old = decode(newer)
+    revised = replace(old, stale="slower now", revised=2e9, trials=(*old.trials, old.trials[0]))
+    again = msgpack.unpackb(msgpack.unpackb(encode(revised, revises=newer))["record"])
+    assert again["later"] == {"deep": [1, 2]}
+    assert again["provenance"]["cluster"] == "eu"
+    assert again["baseline"]["watts"] == 500
+    assert again["trials"][1]["measurement"]["joules"] == 3.5
+    assert "joules" not in again["trials"][0]["measurement"]
+    assert again["stale"] == "slower now"
+    assert len(again["trials"]) == len(old.trials) + 1
+
+
+def test_what_is_too_large_is_thinned_out() -> None:
+    many = record(trials=3000)
+    slow, fast = many.trials[0], many.trials[2999]
+    fast = replace(fast, measurement=replace(fast.measurement, samples_per_s=9e9))
+    slow = replace(slow, measurement=replace(slow.measurement, samples_per_s=1.0))
+    found = decode(encode(replace(many, trials=(slow, *many.trials[1:2999], fast))))
+    assert 0 < len(found.trials) < 3000
+    assert found.trials[-1] == replace(fast, measurement=replace(fast.measurement, blocks=()))
+    assert slow.number not in [trial.number for trial in found.trials]
+
+
+SEAL = Seal(b"a secret of a team", required=True)
+
+
+def test_signed() -> None:
+    signed = encode(record(), SEAL)
+    assert decode(signed, SEAL) == record()
+    assert decode(signed) == record()
+    other = Seal(b"the secret of another", required=True)
+    for data, seal, says in (
+        (EXAMPLE, SEAL, "not signed"),
+        (msgpack.packb({"format": 1, "record": plain(record())}), SEAL, "not signed"),
+        (signed, other, "signed with another secret"),
+    ):
+        with pytest.raises(RecordDamaged, match=says):
+            decode(data, seal)
+    envelope = msgpack.unpackb(signed)
+    forged = enveloped(plain(replace(record(), batch=65)), hmac=envelope["hmac"])
+    with pytest.raises(RecordDamaged, match="changed since"):
+        decode(forged, SEAL)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xdd\x00\x00\x07\xff" * 1000,  # lists in lists, each said to be long
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x9f" + b"\x90" * 1_000_000,
+        msgpack.packb([[[]] * 2000] * 300),
+    ],
+)
+def test_greedy_bytes_take_no_memory(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordDamaged):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_could_not_be_read_is_not_written() -> None:

@@ -20,7 +20,8 @@ import advisor
 from advisor.cache.config import Config
 from advisor.cache.key import Key, Permits, Sample
 from advisor.cache.record import Measurement, Record, Target, Trial
-from advisor.cache.store import Records, open_store, record_key
+from advisor.cache.records import Records
+from advisor.cache.store import open_store
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect
 from tests.cache import examples
@@ -389,7 +390,8 @@ def a_file(store: Path) -> None:
 
 def garbage(store: Path) -> None:
     kept = Records(open_store(str(store)))
-    kept.store.put(record_key(kept.all()[0]), b"\x00garbage")
+    (name,) = kept.stores[0].keys()
+    kept.stores[0].put(name, b"\x00garbage")
 
 
 def contents(store: Path) -> dict[Path, bytes]:
@@ -427,7 +429,7 @@ def test_a_planted_pickle_is_refused(record: Record, here: Path, own_surrounding
     assert not (here / "it-ran").exists()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "disk:/dev/null/x"])
+@pytest.mark.parametrize("url", ["floppy:bucket/x", "disk:/dev/null/x"])
 def test_an_unusable_cache_costs_a_warning(
     here: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
@@ -495,10 +497,14 @@ def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
         seconds=1.0,
     )
     risky = measured(FAST.replace(batch_size=8, threads=THREADS), 900.0)
-    Records(open_store(None)).put(replace(record, trials=(*record.trials, risky, check)))
+    Records(open_store(None)).put(
+        replace(record, trials=(*record.trials, risky, check), revised=1.0)
+    )
     advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
     assert advice.config == FAST.replace(batch_size=8)  # of the knobs that were compared
     wrong = replace(check, measurement=Measurement(outcome="wrong", reason="the loss is nan"))
-    Records(open_store(None)).put(replace(record, trials=(*record.trials, risky, wrong)))
+    Records(open_store(None)).put(
+        replace(record, trials=(*record.trials, risky, wrong), revised=2.0)
+    )
     advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
     assert advice.config == DEFAULT.replace(batch_size=8)

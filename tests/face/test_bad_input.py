@@ -101,8 +101,8 @@ def test_shape(folder: Path, own_surroundings: Path, shape: str) -> None:
         ("--trials 0", 2, "0 is not in the range x>=1"),
         ("--vocab 0", 2, "vocab 0: expected a number from 1"),
         ("--seed -1", 2, "seed -1: expected a number from 0"),
-        ("--cache s3://bucket", 2, "'s3://bucket': unknown scheme 's3'"),
-        ("--cache disk:", 2, "'disk:': names no place, expected e.g. disk:/data/advisor"),
+        ("--cache floppy:a", 2, "'floppy:a': unknown scheme 'floppy'"),
+        ("--cache disk:", 2, "'disk:': names no place, expected e.g. dir:/data/advisor"),
         ("--cache model.py/sub", 1, "model.py/sub: Not a directory; point --cache or"),
         ("--frobnicate", 2, "No such option '--frobnicate'"),
         ("extra", 2, "unexpected extra argument (extra)"),
@@ -134,7 +134,7 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
         (["tune"], "Missing argument 'TARGET'. (see: advisor tune --help)"),
         (["tune", "model.py"], "Missing option '--shape'. (see: advisor tune --help)"),
         (["completion", "csh"], "'csh' is not one of"),
-        (["show", "--cache", "redis://localhost:1"], "unknown scheme 'redis'"),
+        (["show", "--cache", "redis:localhost:1"], "'redis:localhost:1': expected redis://"),
     ],
 )
 def test_commands(folder: Path, own_surroundings: Path, arguments: list[str], said: str) -> None:
@@ -146,7 +146,7 @@ def test_commands(folder: Path, own_surroundings: Path, arguments: list[str], sa
 def test_the_variable_is_checked_as_the_option_is(folder: Path, own_surroundings: Path) -> None:
     code, line = refused_early(folder, own_surroundings, "show", ADVISOR_CACHE="gopher://x")
     assert code == 2
-    assert "'gopher://x': unknown scheme 'gopher'" in line and "ADVISOR_CACHE" in line
+    assert "'gopher://x'" in line and "'gopher'" in line and "ADVISOR_CACHE" in line
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="in /proc even root makes no folder")

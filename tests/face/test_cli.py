@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from advisor.api import script_line
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Permits, Sample
-from advisor.cache.store import Records, open_store, record_key
+from advisor.cache.name import Name
+from advisor.cache.records import Records
+from advisor.cache.store import open_store
 from advisor.tuners.environment import detect
 from tests.cache import examples
 from tests.face.commands import MODEL, QUICK, SHAPE, advisor, script
@@ -124,7 +127,8 @@ def test_force_measures_again(tuned: Path, first: dict[str, Any]) -> None:
 def test_a_record_beyond_the_memory_limit_is_no_answer(tuned: Path) -> None:
     records = Records(open_store())
     (record,) = records.all()
-    records.put(replace(record, at_batch=replace(record.at_batch, peak_bytes=2**45)))
+    large = replace(record.at_batch, peak_bytes=2**45)
+    records.put(replace(record, at_batch=large, revised=time.time()))
     done = advisor(tuned, *TUNE, *ONE_TRIAL, "--max-memory", "1TiB", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Already tuned" not in done.stdout
@@ -216,7 +220,7 @@ def test_a_narrow_terminal_shows_the_config_whole() -> None:
 def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> None:
     key = first["id"]
     store = open_store(str(own_surroundings))
-    store.put(record_key(examples.record()), b"\xc1 is no msgpack")
+    store.put(Name.of(examples.record(), b"").text, b"\xc1 is no msgpack")
     assert list(store.studies.glob("*.journal"))
     gone = advisor(tuned, "forget", key[:6], "--json")
     assert json.loads(gone.stdout) == {"forgotten": [key], "damaged": 0}
@@ -234,7 +238,7 @@ def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> N
 def test_env(tuned: Path, own_surroundings: Path) -> None:
     found = json.loads(advisor(tuned, "env", "--device", "cpu", "--json").stdout)
     assert found["environment"] == to_plain(detect("cpu"))
-    assert found["store"] == {"url": f"disk:{own_surroundings}", "health": "ok"}
+    assert found["stores"] == [{"url": f"disk:{own_surroundings}", "health": "ok: 1 record"}]
     told = advisor(tuned, "env", "--device", "cpu")
     assert detect("cpu").device.name in told.stdout
     assert str(own_surroundings) in told.stdout
@@ -247,7 +251,7 @@ def test_a_damaged_store_is_named(tuned: Path, own_surroundings: Path) -> None:
     (line,) = shown.stderr.splitlines()
     assert str(own_surroundings) in line and "damaged" in line and "`advisor tune`" in line
     found = json.loads(advisor(tuned, "env", "--device", "cpu", "--json").stdout)
-    assert found["store"]["health"].startswith("damaged: ")
+    assert found["stores"][0]["health"].startswith("damaged: ")
 
 
 def test_version_and_help(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from advisor.api.tuning import DEAR_LEAST_S, _dear_limit
 from advisor.cache.codec import decode, encode, from_plain, plain
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, Trial
-from advisor.cache.store import Records, open_store
+from advisor.cache.records import Records
+from advisor.cache.store import open_store
 from advisor.tuners.space import Space
 from advisor.tuners.study import Search
 from tests.cache import examples
@@ -55,6 +57,11 @@ def trial(config: Config, rate: float, first_step_s: float) -> Trial:
     )
 
 
+def keep(record: Record) -> None:
+    """In place of what is there of the same measurement."""
+    Records(open_store(None)).put(replace(record, revised=time.time()))
+
+
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     """Steps of 40 ms; a cheap config of 20 ms; compiled 10 ms, after 30 s."""
@@ -77,7 +84,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
             trial(ONCE, 190.0, 0.1),
         ),
     )
-    Records(open_store(None)).put(made)
+    keep(made)
     yield made
 
 
@@ -115,11 +122,11 @@ def test_what_was_measured_once_is_said_so(record: Record) -> None:
     alone = replace(
         record, raced=record.raced[:1], at_batch=record.baseline, trials=record.trials[::3]
     )
-    Records(open_store(None)).put(alone)
+    keep(alone)
     # A race has said that nothing is faster in the steady state: no single measurement undoes it.
     assert served(steps=10**6).config == BASE
     short = replace(alone.provenance, steps=1)
-    Records(open_store(None)).put(replace(alone, provenance=short))
+    keep(replace(alone, provenance=short))
     assert "chosen for a job of 1 steps" in served().reason
     advice = served(steps=10**6)
     assert advice.config == ONCE
@@ -136,7 +143,7 @@ def test_what_was_struck_out_is_never_served(record: Record) -> None:
         seconds=1.0,
     )
     fast = trial(COMPILED.replace(precision="bf16"), 900.0, 0.1)
-    Records(open_store(None)).put(replace(record, trials=(*record.trials, wrong, fast)))
+    keep(replace(record, trials=(*record.trials, wrong, fast)))
     assert served(steps=10**6).config == COMPILED
 
 
@@ -151,7 +158,7 @@ def test_an_old_record_says_that_it_cannot_tell(record: Record) -> None:
         old["measurement"]["first_step_s"] = 0.0
     older = from_plain(Record, content)
     assert (older.provenance.effort, older.raced) == ("normal", ())
-    Records(open_store(None)).put(older)
+    keep(older)
     advice = served(steps=5)
     assert advice.config == COMPILED
     assert "first steps are not known" in advice.reason
@@ -161,9 +168,7 @@ def test_an_old_record_says_that_it_cannot_tell(record: Record) -> None:
 def test_free_batch_trains_on_as_many_samples(record: Record) -> None:
     wide = CHEAP.replace(batch_size=16)
     trials = (*record.trials, trial(BASE.replace(batch_size=16), 300.0, 0.5))
-    Records(open_store(None)).put(
-        replace(record, free=choice(wide, 800.0, 1.0), trials=(*trials, trial(wide, 800.0, 0.1)))
-    )
+    keep(replace(record, free=choice(wide, 800.0, 1.0), trials=(*trials, trial(wide, 800.0, 0.1))))
     advice = served(steps=500, batch="free")
     assert (advice.config, advice.batch_size) == (wide, 16)
     assert served(steps=500).config == CHEAP

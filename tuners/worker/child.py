@@ -105,9 +105,11 @@ class Bench:
         modules, parameters = fingerprint.size(workload.model)
         properties = torch.cuda.get_device_properties(self._device) if self._cuda else None
         # The model's own fingerprint is taken before any knob touched it, as in a script.
+        built = target.build(self._loaded)
         facts = Facts(
             name=self._loaded.spec.name,
-            model=fingerprint.of_model(target.build(self._loaded)),
+            model=fingerprint.of_model(built),
+            family=fingerprint.family(built),
             modules=modules,
             parameters=parameters,
             convolves=sees.seen,
@@ -117,7 +119,7 @@ class Bench:
             peak_bytes=self._peak(0),
             step_s=step_s,
         )
-        del workload
+        del workload, built
         self.release()
         self._floor = int(torch.cuda.memory_allocated(self._device)) if self._cuda else 0
         return facts

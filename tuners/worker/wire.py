@@ -39,6 +39,8 @@ class Facts:
     name: str
     model: str
     """Fingerprint."""
+    family: str
+    """Of the kinds of modules in it."""
     modules: int
     parameters: int
     convolves: bool

@@ -1,0 +1,99 @@
+"""What a lookup looked for, where, and why it found what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from advisor.cache.match import Difference, Query, compare
+from advisor.cache.record import Record
+
+MOST = 8
+"""Near misses that are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearMiss:
+    """A record that was not served, and every field in which it differs."""
+
+    id: str
+    target: str
+    store: str
+    differs: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """str() of it is for people.
+
+    Attributes:
+        target: as asked for; '' for the running script's.
+        query: what was looked for: None in it constrains nothing.
+        stores: each store's URL and what it said, in order; those behind an exact hit were not
+            asked.
+        served: id of the record whose advice is served, or ''.
+        status: 'exact', 'stale', 'nearest' or 'miss'.
+        reason: as `advice.reason`.
+        refused: one line for each record that may not be used.
+        seen: the records of this target, each with its store's URL.
+    """
+
+    target: str
+    query: Query
+    stores: tuple[tuple[str, str], ...]
+    served: str
+    status: str
+    reason: str
+    refused: tuple[str, ...]
+    seen: tuple[tuple[str, Record], ...]
+
+    @property
+    def near_misses(self) -> tuple[NearMiss, ...]:
+        """Records of this target that were not served, the nearest first."""
+        found = [
+            NearMiss(
+                id=record.id,
+                target=record.target.name,
+                store=store,
+                differs=compare(self.query, record.key)[1],
+            )
+            for store, record in self.seen
+            if record.id != self.served
+        ]
+        return tuple(sorted(found, key=lambda one: len(one.differs)))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        query, here = self.query, self.query.environment
+        yield f"looked for  {self.target or 'what was tuned for this script'}"
+        stated = {
+            "model": query.model[:12] if query.model else None,
+            "shape": "x".join(map(str, query.shape)) if query.shape else None,
+            "mix": " + ".join(query.mix) if query.mix else None,
+            "dtype": query.dtype,
+            "mode": query.mode,
+            "optimizer": query.optimizer,
+            "deterministic": query.deterministic,
+            "precisions": "+".join(query.precisions) if query.precisions is not None else None,
+            "device": here.device.name,
+            "driver": here.software.driver,
+            "CUDA": here.software.cuda,
+            "cuDNN": here.software.cudnn,
+            "torch": here.software.torch,
+        }
+        for name, value in stated.items():
+            if value not in (None, ""):
+                yield f"  {name:<14}{value}"
+        for position, (url, said) in enumerate(self.stores):
+            yield f"{'looked in' if not position else '':<12}{url}: {said}"
+        yield f"{self.status:<12}{self.reason}"
+        for line in self.refused:
+            yield f"refused     {line}"
+        for near in self.near_misses[:MOST]:
+            differs = ", ".join(map(str, near.differs))
+            fits = "it fits, but not what was asked of it (above), or another was preferred"
+            yield f"not served  {near.id} {near.target}: {differs or fits}"
+        if len(self.near_misses) > MOST:
+            yield f"            and {len(self.near_misses) - MOST} more; see: advisor show"

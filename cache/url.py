@@ -1,0 +1,91 @@
+"""What is common to the URLs of remote stores: options, passwords, patience."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from advisor.errors import UsageError
+
+PATIENCE_S = 0.05
+"""What a remote store may cost `apply`, unless its URL says ?timeout=."""
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_SECRET = re.compile(
+    r"([a-z_]*(?:password|passwd|secret|token|access_?key|account_?key)[a-z_]*)=[^&]*",
+    re.IGNORECASE,
+)
+_FORM = (
+    "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...]; write / ? # @ in a "
+    "password as %2F %3F %23 %40"
+)
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUrl:
+    """`bare`: the URL without advisor's own options; `shown`: without a password too."""
+
+    bare: str
+    shown: str
+    options: dict[str, str]
+
+    def address(self, default_port: int) -> tuple[str, int]:
+        """Host and port.
+
+        Raises:
+            UsageError: the URL names none.
+        """
+        try:
+            parts = urlsplit(self.bare)
+            return parts.hostname or "localhost", parts.port or default_port
+        except ValueError as exc:
+            raise UsageError(f"cache URL {self.shown!r}: {_FORM}") from exc
+
+    @classmethod
+    def parse(cls, url: str, own: tuple[str, ...]) -> RemoteUrl:
+        """Take the options named in `own` out of a URL's query.
+
+        Raises:
+            UsageError: an option is given twice, or the URL is none.
+        """
+        place, _, query = url.partition("?")
+        try:
+            given = parse_qsl(query, strict_parsing=bool(query))
+        except ValueError as exc:
+            raise UsageError(f"cache URL {without_password(url)!r}: {_FORM}") from exc
+        names = [name for name, _value in given]
+        for name in own:
+            if names.count(name) > 1:
+                raise UsageError(f"cache URL {without_password(url)!r}: {name} is given twice")
+        rest = urlencode([pair for pair in given if pair[0] not in own])
+        return cls(
+            bare=f"{place}?{rest}" if rest else place,
+            shown=without_password(url),
+            options={name: value for name, value in given if name in own},
+        )
+
+    def seconds(self, option: str, default: float) -> float:
+        """A time such as 50ms, 2s or 30d.
+
+        Raises:
+            UsageError: it is none.
+        """
+        text = self.options.get(option)
+        if text is None:
+            return default
+        found = _TIME.fullmatch(text)
+        if found is None or not 0 < float(found[1]) * _UNITS[found[2]] < 1e9:
+            raise UsageError(
+                f"cache URL {self.shown!r}: {option}={text}: expected a time as 50ms, 2s or 30d"
+            )
+        return float(found[1]) * _UNITS[found[2]]
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be shown, even where it is malformed: who logs in is left out, and so are
+    options that hold a secret."""
+    url = _SECRET.sub(r"\1=***", url)
+    url = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*@", r"\1", url)
+    # What is behind a colon and no port may be a password that was not written as one.
+    return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!\d*(?:[/?]|$)).*", r"\1:***", url)

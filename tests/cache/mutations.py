@@ -1,0 +1,77 @@
+"""Byte strings to try on the decoder: random ones, and mutations of a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+
+CORPUS = Path(__file__).with_name("corpus")
+HEADERS = (
+    b"\xdd\xff\xff\xff\xff",  # a list, map, text, bytes of four thousand million
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdd\x00\x00\x07\xff",  # the longest list that is allowed
+    b"\xc7\x08\xff",  # an extension
+    b"\xd6\xff\x00\x00\x00\x00",  # a time
+    b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",  # not a number
+    b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
+    b"\xc1",
+)
+
+
+def corpus() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(CORPUS.iterdir())]
+
+
+def mutated(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
+    """Byte strings without end. Half of them carry a checksum that is right, so that what is inside
+    is looked at."""
+    payloads = [data for seed in seeds if (data := _payload(seed))]
+    while True:
+        kind = dice.random()
+        if kind < 0.1:
+            yield dice.randbytes(dice.randrange(200))
+        elif kind < 0.45:
+            yield _changed(dice.choice(seeds), seeds, dice)
+        else:
+            payload = _changed(dice.choice(payloads), payloads, dice)
+            if kind > 0.98:  # much of the same: lists in lists, and long lists of small things
+                payload = payload[: dice.randrange(40)] + dice.choice(HEADERS) * dice.randrange(
+                    2000
+                )
+            yield msgpack.packb(
+                {"format": 2, "record": payload, "sha256": hashlib.sha256(payload).digest()}
+            )
+
+
+def _payload(seed: bytes) -> bytes:
+    envelope = msgpack.unpackb(seed)
+    inner = envelope["record"]
+    return inner if isinstance(inner, bytes) else msgpack.packb(inner)
+
+
+def _changed(data: bytes, others: list[bytes], dice: random.Random) -> bytes:
+    found = bytearray(data)
+    for _ in range(dice.choice((1, 1, 1, 2, 4, 16))):
+        at = dice.randrange(len(found) + 1)
+        how = dice.randrange(6)
+        if how == 0 and at < len(found):
+            found[at] ^= 1 << dice.randrange(8)
+        elif how == 1 and at < len(found):
+            found[at] = dice.randrange(256)
+        elif how == 2:
+            found[at:at] = dice.choice(HEADERS)
+        elif how == 3:
+            del found[at : at + dice.randrange(1, 20)]
+        elif how == 4:
+            other = dice.choice(others)
+            start = dice.randrange(len(other))
+            found[at:at] = other[start : start + dice.randrange(1, 400)]
+        else:
+            del found[at:]
+    return bytes(found)

@@ -1,0 +1,330 @@
+"""Versions of a record, several stores, what is refused, and records carried about."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from advisor.cache import exchange
+from advisor.cache.codec import encode, plain
+from advisor.cache.match import Query, best
+from advisor.cache.name import Name, ranked
+from advisor.cache.pack import PackStore
+from advisor.cache.record import Record
+from advisor.cache.records import Records
+from advisor.cache.seal import Seal
+from advisor.cache.store import Store, open_store
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError
+from tests.cache.examples import ENVIRONMENT, KEY, changed, record
+
+
+def made(created: float = 1.7e9, effort: str = "normal", **changes: object) -> Record:
+    one = record(created=created)
+    made = replace(one, provenance=replace(one.provenance, effort=effort))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+VERSIONS = [
+    made(1.7e9),
+    made(1.8e9),
+    made(1.6e9, effort="exhaustive"),
+    made(1.9e9, effort="quick"),
+    made(1.6e9, effort="exhaustive", stale="slower now", revised=2e9),
+    made(1.7e9, revised=1.75e9),
+    made(1.5e9, effort="a later version's"),
+]
+
+
+def name(one: Record) -> Name:
+    return Name.of(one, encode(one))
+
+
+def test_a_name_is_read_back() -> None:
+    for one in VERSIONS:
+        assert Name.parse(name(one).text) == name(one)
+    for text in ("", "record/a/b/c", name(VERSIONS[0]).text + "0", "study/x"):
+        assert Name.parse(text) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "counts"),
+    [
+        ([0, 1], 1),  # the newer
+        ([0, 1, 2], 2),  # more effort, though older
+        ([1, 3], 1),  # less effort, though newer
+        ([2, 4, 0], 0),  # marked stale: another measurement counts
+        ([4, 2], 4),  # what verify said of a measurement counts over the measurement
+        ([0, 5], 5),
+        ([6, 3], 3),
+    ],
+)
+def test_which_of_two_counts(tmp_path: Path, there: list[int], counts: int) -> None:
+    for order in itertools.permutations(there):
+        assert ranked(name(VERSIONS[n]) for n in order)[0] == name(VERSIONS[counts])
+    records = Records(open_store(f"dir:{tmp_path}"))
+    for n in there:
+        records.put(VERSIONS[n])
+    assert records.all() == [VERSIONS[counts]]
+    assert len(records.stores[0].keys()) == len(there)  # nothing is lost
+
+
+def contents(store: Store) -> dict[str, object]:
+    return dict(exchange.contents(store))
+
+
+def test_stores_may_be_synced_in_any_order(tmp_path: Path) -> None:
+    """Merging commutes, and once is as good as twice."""
+    dice = random.Random(0)
+    ends = []
+    for attempt in range(4):
+        stores = [open_store(f"dir:{tmp_path}/{attempt}/{n}") for n in range(3)]
+        for n, one in enumerate(VERSIONS):
+            Records(stores[n % 3]).put(one)
+        pairs = [pair for pair in itertools.permutations(stores, 2)] * 2
+        dice.shuffle(pairs)
+        for source, target in pairs:
+            list(exchange.carry(exchange.contents(source), Records(target), target))
+        # A first round may have missed what came later: one more, in any order.
+        for source, target in itertools.permutations(stores, 2):
+            list(exchange.carry(exchange.contents(source), Records(target), target))
+        ends += [contents(store) for store in stores]
+    assert len(ends[0]) == len(VERSIONS)
+    assert all(end == ends[0] for end in ends)
+
+
+def test_a_damaged_version_leaves_the_one_before_it(tmp_path: Path) -> None:
+    records = Records(open_store(f"disk:{tmp_path}"))
+    records.put(VERSIONS[0])
+    records.put(VERSIONS[1])
+    records.stores[0].put(name(VERSIONS[1]).text, b"torn")
+    assert records.all() == [VERSIONS[0]]
+    assert len(records.damaged) == 1
+
+
+def test_a_record_under_another_s_name_is_refused(tmp_path: Path) -> None:
+    records = Records(open_store(f"dir:{tmp_path}"))
+    other = made(key=changed(KEY, "mode", "infer"))
+    records.stores[0].put(name(other).text, encode(VERSIONS[0]))
+    assert records.all() == []
+    assert "not what its name" in records.damaged[0]
+
+
+def test_a_store_of_the_format_before_is_read_and_carried(tmp_path: Path) -> None:
+    old, new = open_store(f"disk:{tmp_path}/old"), open_store(f"dir:{tmp_path}/new")
+    data = msgpack.packb({"format": 1, "record": plain(VERSIONS[0])})
+    old.put(Name.place_of(VERSIONS[0]).rpartition("/")[0], data)
+    assert Records(old).all() == [VERSIONS[0]]
+    (row,) = exchange.carry(exchange.contents(old), Records(new), new)
+    assert row.outcome == "added"
+    assert Records([old, new]).all() == [VERSIONS[0]]
+    Records(old).put(VERSIONS[1])
+    assert Records(old).all() == [VERSIONS[1]]
+
+
+class TestSeveral:
+    @pytest.fixture
+    def stores(self, tmp_path: Path) -> list[Store]:
+        return [open_store(f"disk:{tmp_path}/a"), open_store(f"dir:{tmp_path}/b")]
+
+    def test_the_first_that_can_be_written_keeps(self, stores: list[Store], tmp_path: Path) -> None:
+        exchange.export(Records(stores[1]), tmp_path / "p")
+        pack = open_store(f"pack:{tmp_path}/p")
+        assert Records([pack, *stores]).put(VERSIONS[0]) is stores[0]
+        assert Records([pack, *stores]).all() == [VERSIONS[0]]
+        with pytest.raises(StoreError, match="a pack is read-only"):
+            Records(pack).put(VERSIONS[0])
+
+    def test_the_union_is_what_there_is(self, stores: list[Store]) -> None:
+        Records(stores[0]).put(VERSIONS[0])
+        Records(stores[1]).put(VERSIONS[1])
+        both = Records(stores)
+        assert both.all() == [VERSIONS[1]]
+        assert both.get(VERSIONS[0].id[:5]) == VERSIONS[1]
+        assert both.delete(VERSIONS[1])
+        assert both.all() == []
+
+    def test_one_that_is_away_is_told(self, stores: list[Store]) -> None:
+        away = open_store("redis://127.0.0.1:1")
+        records = Records([away, stores[0]])
+        assert records.put(VERSIONS[0]) is stores[0]
+        assert "127.0.0.1:1" in records.unreachable[0]
+        assert records.all() == [VERSIONS[0]]
+        assert "127.0.0.1:1" in records.unreachable[0]
+        with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
+            Records(away).all()
+
+
+def test_what_carrying_says(tmp_path: Path) -> None:
+    source, target = (open_store(f"dir:{tmp_path}/{n}") for n in "st")
+    Records(target).put(VERSIONS[0])
+    Records(target).put(VERSIONS[2])
+    other = made(key=changed(KEY, "mode", "infer"))
+    for one in (VERSIONS[0], VERSIONS[1], other):
+        Records(source).put(one)
+    Records(source).put(replace(VERSIONS[2], revised=2e9))
+    planted = made(1.65e9)
+    source.put(name(planted).text, b"rubbish")
+    rows = list(exchange.carry(exchange.contents(source), Records(target), target))
+    outcomes = {row.name: row.outcome for row in rows}
+    assert outcomes[name(VERSIONS[0]).text] == "known"
+    assert outcomes[name(VERSIONS[1]).text] == "older"
+    assert outcomes[name(other).text] == "added"
+    assert outcomes[name(replace(VERSIONS[2], revised=2e9)).text] == "updated"
+    assert outcomes[name(planted).text] == "refused"
+    assert {
+        row.outcome for row in exchange.carry(exchange.contents(source), Records(target), target)
+    } == {
+        "known",
+        "refused",
+    }
+
+
+def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
+    store = open_store(f"disk:{tmp_path}/s")
+    records = Records(store)
+    for one in (*VERSIONS, made(key=changed(KEY, "mode", "infer"))):
+        records.put(one)
+    path = tmp_path / "records.pack"
+    assert exchange.export(records, path) == (2, [])
+    pack = PackStore(path)
+    assert pack.health() == "ok, read-only"
+    assert sorted(r.id for r in Records(pack).all()) == sorted(r.id for r in records.all())
+    other = open_store(f"dir:{tmp_path}/o")
+    assert {row.outcome for row in exchange.unpack(path, Records(other), other)} == {"added"}
+    assert sorted(other.keys()) == sorted(pack.keys())
+    assert pack.get("record/nothing") is None
+    whole = path.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 1, 0):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StoreDamaged):
+            list(exchange.unpack(path, Records(other), other))
+    assert "damaged" in PackStore(path).health()
+    path.write_bytes(b"PK\x03\x04 not one of ours")
+    with pytest.raises(StoreDamaged, match=r"no pack|damaged"):
+        Records(PackStore(path)).all()
+
+
+def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:
+    seal = Seal(b"a secret of a team", required=True)
+    store = open_store(f"dir:{tmp_path}/s")
+    Records(store).put(VERSIONS[1])
+    assert Records(store, seal=seal).all() == []
+    strict = Records(store, seal=seal)
+    strict.put(VERSIONS[0])
+    assert strict.all() == [VERSIONS[0]]
+    assert "not signed" in strict.damaged[0]
+    path = tmp_path / "signed.pack"
+    exchange.export(strict, path)
+    other = open_store(f"dir:{tmp_path}/o")
+    rows = list(exchange.unpack(path, Records(other, seal=seal), other))
+    assert [row.outcome for row in rows] == ["added"]
+    foreign = Seal(b"the secret of another", required=True)
+    rows = list(exchange.unpack(path, Records(other, seal=foreign), other))
+    assert [row.outcome for row in rows] == ["refused"]
+    assert "another secret" in rows[0].reason
+
+
+def test_the_secret_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from advisor.errors import UsageError
+
+    monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
+    with pytest.raises(UsageError, match="no secret"):
+        Seal.from_environment()
+    monkeypatch.setenv("ADVISOR_SECRET", "short")
+    with pytest.raises(UsageError, match="at least 16"):
+        Seal.from_environment()
+    (tmp_path / "secret").write_text("what openssl printed\n")
+    monkeypatch.setenv("ADVISOR_SECRET_FILE", str(tmp_path / "secret"))
+    assert Seal.from_environment() == Seal(b"what openssl printed", required=True)
+    assert "openssl" not in repr(Seal.from_environment())
+
+
+def test_what_may_go(tmp_path: Path) -> None:
+    store = open_store(f"dir:{tmp_path}")
+    records = Records(store)
+    driver = made(key=changed(KEY, "environment.software.driver", "570.1"))
+    alone = made(key=changed(driver.key, "mode", "infer"))
+    marked = made(key=changed(KEY, "optimizer", "adamw"), stale="slower now")
+    for one in (VERSIONS[0], VERSIONS[1], driver, alone, marked):
+        records.put(one)
+
+    def outdated(one: Record) -> str:
+        return "driver" if one.key.environment.software.driver == "570.1" else ""
+
+    found = {w.name.text: w.reason for w in exchange.waste(records, store, is_outdated=outdated)}
+    assert found == {
+        name(VERSIONS[0]).text: "superseded",
+        name(driver).text: "stale: driver",
+        name(marked).text: "stale: slower now",
+    }
+
+
+def test_batches_are_records_of_their_own(tmp_path: Path) -> None:
+    """The key does not hold the batch; less effort at one does not hide behind more at another."""
+    records = Records(open_store(f"dir:{tmp_path}"))
+    fast = VERSIONS[3].at_batch
+    small = replace(VERSIONS[3], batch=8, at_batch=replace(fast, batch=8))
+    records.put(VERSIONS[2])
+    records.put(small)
+    assert len(records.all()) == 2
+    for batch, wanted in ((64, VERSIONS[2]), (8, small), (None, small)):
+        query = Query(environment=ENVIRONMENT, mode="train", world_size=1, batch=batch)
+        assert best(query, records.all()).record == wanted
+
+
+def test_what_is_damaged_is_repaired_by_a_good_copy(tmp_path: Path) -> None:
+    good, bad = (open_store(f"dir:{tmp_path}/{n}") for n in "gb")
+    for store in (good, bad):
+        Records(store).put(VERSIONS[0])
+    bad.put(name(VERSIONS[0]).text, b"torn")
+    assert "1 unreadable" in Records(bad).health(bad)
+    (row,) = exchange.carry(exchange.contents(good), Records(bad), bad)
+    assert row.outcome == "updated"
+    assert Records(bad).all() == [VERSIONS[0]]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    records = Records(open_store(f"dir:{tmp_path}/s"))
+    records.put(VERSIONS[0])
+    text = name(VERSIONS[1]).text.replace("/", "-")
+    os.mkfifo(tmp_path / "s" / f"{text}.msgpack")
+    assert records.all() == [VERSIONS[0]]
+    assert "not a regular file" in records.damaged[0]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="not a regular file"):
+        open_store(f"pack:{tmp_path}/pipe").keys()
+
+
+def test_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
+    Records(open_store(f"dir:{tmp_path}/new/deep")).put(VERSIONS[0])
+    for folder in ("new", "new/deep"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_killed_writer_s_leavings_are_tidied(tmp_path: Path) -> None:
+    import os
+
+    store = open_store(f"dir:{tmp_path}")
+    store.put("a", b"1")
+    old, fresh = tmp_path / ".writing-1-a", tmp_path / ".writing-2-b"
+    for path in (old, fresh):
+        path.touch()
+    os.utime(old, (0, 0))
+    assert store.keys() == ["a"]
+    assert exchange.tidy(store) == 1
+    assert fresh.exists() and not old.exists()
+
+
+def test_a_key_cannot_leave_the_folder(tmp_path: Path) -> None:
+    store = open_store(f"dir:{tmp_path}/in")
+    for key in ("../out", "a/../../out", "/etc/x", ".hidden", ""):
+        with pytest.raises(RecordDamaged):
+            store.put(key, b"1")
+    assert not (tmp_path / "in").exists() or list((tmp_path / "in").iterdir()) == []

@@ -1,0 +1,92 @@
+"""What a Redis store promises beyond the contract: logins, TLS, records that expire."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import redis
+
+from advisor.cache.records import Records
+from advisor.cache.store import open_store
+from advisor.errors import RecordDamaged, StoreError, UsageError
+from tests.cache import servers
+from tests.cache.examples import record
+
+
+def test_records_expire(redis_port: int) -> None:
+    base = f"redis://127.0.0.1:{redis_port}?prefix={uuid.uuid4().hex}&timeout=20s"
+    short, lasting = open_store(f"{base}&ttl=1s"), open_store(base)
+    lasting.put("record/lasting", b"1")
+    short.put("record/short", b"2")
+    assert lasting.keys() == ["record/lasting", "record/short"]
+    limit = time.monotonic() + 20
+    while "record/short" in lasting.keys() and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert lasting.keys() == ["record/lasting"]
+    assert lasting.get("record/short") is None
+
+
+def test_prefixes_keep_apart(redis_port: int) -> None:
+    one, other = (
+        open_store(f"redis://127.0.0.1:{redis_port}?prefix={uuid.uuid4().hex}&timeout=20s")
+        for _ in range(2)
+    )
+    one.put("a", b"1")
+    assert (one.keys(), other.keys()) == (["a"], [])
+
+
+def test_what_others_planted_is_refused(redis_port: int) -> None:
+    prefix = uuid.uuid4().hex
+    store = open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}&timeout=20s")
+    Records(store).put(record())
+    client = redis.Redis(port=redis_port)
+    with client:
+        client.zadd(f"{{{prefix}}}:names", {"record/list": "+inf", b"\xff\xfe": "+inf"})
+        client.rpush(f"{{{prefix}}}:record/list", "not a string")
+    assert isinstance(store.get_many(["record/list"])["record/list"], RecordDamaged)
+    assert Records(store).all() == [record()]
+
+
+def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis.Redis(port=redis_port) as client:
+        client.acl_setuser(
+            "tuner", enabled=True, passwords=["+s3cret/word"], keys=["*"], categories=["+@all"]
+        )
+    place = f"127.0.0.1:{redis_port}/0?timeout=20s"
+    inside = open_store(f"redis://tuner:s3cret%2Fword@{place}")
+    assert inside.health() in ("ok", "empty")
+    wrong = open_store(f"redis://tuner:wr0ng@{place}")
+    with pytest.raises(StoreError, match="invalid username-password") as caught:
+        wrong.keys()
+    assert "wr0ng" not in str(caught.value) and "ADVISOR_REDIS_PASSWORD" in str(caught.value)
+    with pytest.raises(UsageError, match="unknown option 'bogus'"):
+        open_store(f"redis://{place}&bogus=1").keys()
+    monkeypatch.setenv("ADVISOR_REDIS_USERNAME", "tuner")
+    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret/word")
+    assert open_store(f"redis://{place}").health() in ("ok", "empty")
+
+
+def test_tls(tmp_path: Path) -> None:
+    binary, openssl = shutil.which("redis-server"), shutil.which("openssl")
+    if binary is None or openssl is None:
+        pytest.skip("redis-server and openssl are needed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made, *names, *files], check=True, capture_output=True)
+    port = servers.free_port()
+    command = [binary, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+    command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    with servers.running(servers.Server([*command, "--save", ""], port)):
+        place = f"rediss://127.0.0.1:{port}?timeout=20s"
+        trusted = open_store(f"{place}&ssl_ca_certs={certificate}")
+        trusted.put("a", b"1")
+        assert trusted.get("a") == b"1"
+        with pytest.raises(StoreError, match="certificate"):
+            open_store(place).keys()

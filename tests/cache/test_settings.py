@@ -1,0 +1,243 @@
+"""Where records are kept: what arguments, environment and project say, and what a folder is on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.filesystem import network
+from advisor.cache.patience import within
+from advisor.cache.settings import cache_urls, on_miss
+from advisor.cache.store import note_on, open_store, open_stores
+from advisor.cache.url import RemoteUrl, without_password
+from advisor.errors import StoreError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("/a", ("/a",)),
+        ("/a,b", ("/a,b",)),  # a comma in a name
+        ("/a,/b", ("/a", "/b")),
+        ("dir:/a, redis://h/0", ("dir:/a", "redis://h/0")),
+        (["disk:/a", "dir:/b,s3://c/d"], ("disk:/a", "dir:/b", "s3://c/d")),
+    ],
+)
+def test_lists(text: str | list[str], urls: tuple[str, ...]) -> None:
+    assert cache_urls(text) == urls
+
+
+def test_arguments_come_before_the_environment_before_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.advisor]\ncache = ["dir:records", "redis://host/0"]\non-miss = "nearest"\n'
+    )
+    inner = tmp_path / "deep" / "er"
+    inner.mkdir(parents=True)
+    (inner / "pyproject.toml").write_text("[tool.other]\n")
+    monkeypatch.chdir(inner)
+    assert cache_urls() == (f"dir:{tmp_path}/records", "redis://host/0")
+    assert on_miss() == "nearest"
+    monkeypatch.setenv("ADVISOR_CACHE", "/env")
+    monkeypatch.setenv("ADVISOR_ON_MISS", "error")
+    assert cache_urls() == ("/env",)
+    assert cache_urls("/given") == ("/given",)
+    assert on_miss() == "error"
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ("records", "{here}/records"),
+        ("./records", "{here}/./records"),
+        ("pack:records.pack", "pack:{here}/records.pack"),
+        ("/abs", "/abs"),
+        ("~/records", "~/records"),
+        ("disk:/abs", "disk:/abs"),
+        ("s3://bucket/x", "s3://bucket/x"),
+    ],
+)
+def test_paths_of_a_project_are_beside_it(tmp_path: Path, given: str, becomes: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{given}"\n')
+    (found,) = cache_urls()
+    wanted = becomes.format(here=tmp_path)
+    assert found == wanted or Path(found) == Path(wanted)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool.advisor]\ncache = 1",
+        "[tool.advisor]\ncache = [1]",
+        "[tool]\nadvisor = 1",
+        "[tool.advisor]\non_miss = 'nearest'",
+        "tool.advisor =",
+    ],
+)
+def test_a_project_that_says_nonsense_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"pyproject\.toml"):
+        cache_urls()
+
+
+def test_remote_stores_alone_are_followed_by_the_user_s_folder(tmp_path: Path) -> None:
+    assert [store.url for store in open_stores("redis://h/0")] == ["redis://h/0"]
+    urls = [store.url for store in open_stores("redis://h/0", fallback=True)]
+    assert urls == ["redis://h/0", f"disk:{tmp_path}/xdg/advisor"]
+    both = open_stores(["redis://h/0", "dir:/a"], fallback=True)
+    assert [store.url for store in both] == ["redis://h/0", "dir:/a"]
+    assert [s.url for s in open_stores()] == [f"disk:{tmp_path}/xdg/advisor"]
+
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+/dev/sdb1 /home/local xfs rw 0 0
+none /mnt/with\\040blank lustre rw 0 0
+gcs /mnt/bucket fuse.gcsfuse rw 0 0
+overlay /over overlay rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/x", ""),
+        ("/home/me/.cache/advisor", "nfs4"),
+        ("/homely", ""),
+        ("/home/local/x", ""),
+        ("/mnt/with blank/x", "lustre"),
+        ("/mnt/bucket", "fuse.gcsfuse"),
+        ("/over/x", ""),
+    ],
+)
+def test_network_file_systems(tmp_path: Path, path: str, kind: str) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    assert network(Path(path), tmp_path / "mounts") == kind
+    assert network(Path(path), tmp_path / "no such file") == ""
+
+
+def test_a_folder_on_one_is_a_folder_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advisor.cache.store.network", lambda _path: "nfs4")
+    store = open_store(str(tmp_path / "new"))
+    assert store.url == f"dir:{tmp_path}/new"
+    assert "nfs4" in note_on(store)
+    assert "SQLite corrupts: use dir:" in note_on(open_store(f"disk:{tmp_path}/new"))
+
+
+def test_a_bare_path_is_what_lies_there(tmp_path: Path) -> None:
+    open_store(f"dir:{tmp_path}/files").put("record/a", b"1")
+    open_store(f"disk:{tmp_path}/base").put("record/a", b"1")
+    assert open_store(f"{tmp_path}/files").url.startswith("dir:")
+    assert open_store(f"{tmp_path}/base").url.startswith("disk:")
+
+
+def test_urls_are_shown_without_passwords() -> None:
+    url = "redis://me:secr@t/x@host:6379/0?prefix=team&ssl_check_hostname=false&timeout=20ms"
+    given = RemoteUrl.parse(url, ("prefix", "timeout"))
+    assert given.shown.startswith("redis://host:6379/0?prefix=team")
+    assert given.bare.endswith("?ssl_check_hostname=false")
+    assert given.seconds("timeout", 1.0) == 0.02
+    assert open_store("redis://me:secret@host").url == "redis://host"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:s3cr3t@host:1/0",
+        "redis:me:s3cr3t@host/0",
+        "redis:/me:s3cr3t@host/0",
+        "redis://me:s3cr3t/x@host/0",
+        "redis://me:s3cr3t?x@host/0",
+        "redis://me:s3cr3t#x@host/0",
+        "redis://me:s3cr3t",
+        "redis://host/0?password=s3cr3t",
+        "redis://host/0?username=u&ssl_password=s3cr3t&timeout=soon",
+        "redis://host/abc?password=s3cr3t",
+    ],
+)
+def test_no_password_is_ever_shown(url: str) -> None:
+    assert "s3cr3t" not in without_password(url)
+    try:
+        assert "s3cr3t" not in open_store(url).url
+    except UsageError as exc:
+        assert "s3cr3t" not in str(exc)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://h?ttl=soon", "ttl=soon: expected a time"),
+        ("redis://h?timeout=0ms", "expected a time"),
+        ("redis://h?prefix=a*", "expected a plain name"),
+        ("redis://h?prefix=a&prefix=b", "given twice"),
+        ("redis://h:port", "expected SCHEME://"),
+        ("redis://h/abc", "database 'abc': expected a number"),
+        ("redis://u:secret@h?x", "expected SCHEME://"),
+    ],
+)
+def test_wrong_urls(url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_what_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("redis", "s3fs") else find(name)
+    )
+    for url, extra in (("redis://h", "redis"), ("s3://b", "s3")):
+        with pytest.raises(UsageError, match=rf"pip install 'advisor\[{extra}\]'") as caught:
+            open_store(url)
+        assert "\n" not in str(caught.value)
+
+
+def test_waiting_ends() -> None:
+    assert within(5.0, lambda: 1, "x", lambda _late: None) == 1
+    with pytest.raises(StoreError, match="gone"):
+        within(5.0, lambda: _fail(), "x", lambda _late: None)
+    came: list[int] = []
+    release = threading.Event()
+
+    def slow() -> int:
+        release.wait(10)
+        return 2
+
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="no answer within 20 ms"):
+        within(0.02, slow, "x", came.append)
+    assert time.monotonic() - began < 5
+    release.set()
+    while not came:
+        time.sleep(0.01)
+    assert came == [2]
+
+
+def _fail() -> None:
+    raise StoreError("gone")
+
+
+def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        store = open_store(f"redis://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StoreError, match=r"[Tt]imeout"):
+            store.keys()

@@ -1,0 +1,326 @@
+"""What is served in a changed world, why, and what a remote store may cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import advisor as package
+from advisor.api.stored import open_records
+from advisor.cache.config import Config
+from advisor.cache.key import Sample
+from advisor.cache.record import Record
+from advisor.cache.store import open_store
+from advisor.errors import NoRecord
+from advisor.tuners.environment import detect
+from tests.cache.examples import KEY, choice, record
+from tests.face.commands import MODEL, advisor
+
+BASE = Config(batch_size=4, precision="default", channels_last=False, cudnn_deterministic=False)
+FAST = BASE.replace(channels_last=True)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(**changes: object) -> Record:
+    """A record of model.py:Net on this machine's CPU, with fields of its key changed."""
+    one = record(name="model.py:Net")
+    key = replace(
+        KEY,
+        environment=detect("cpu"),
+        sample=Sample(shape=(3, 8, 8), dtype="float32"),
+        **changes,  # type: ignore[arg-type]
+    )
+    return replace(
+        one,
+        key=key,
+        batch=4,
+        baseline=choice(BASE),
+        at_batch=choice(FAST, 3000.0, 1.5),
+        input=Config(),
+        target=replace(one.target, arguments=Config()),
+        trials=(),
+    )
+
+
+def keep(one: Record, cache: str | None = None) -> None:
+    open_records(cache).put(one)
+
+
+def look_up(**given: object) -> tuple[package.Advice, str]:
+    """The advice, and what was said."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        asked = {"shape": (4, 3, 8, 8), "device": "cpu"} | given
+        advice = package.lookup("model.py:Net", **asked)  # type: ignore[arg-type]
+    assert len(seen) <= 1, [str(one.message) for one in seen]
+    return advice, "".join(str(one.message) for one in seen)
+
+
+def changed(one: Record, part: str, **changes: object) -> Record:
+    environment = one.key.environment
+    inner = replace(getattr(environment, part), **changes)
+    return replace(one, key=replace(one.key, environment=replace(environment, **{part: inner})))
+
+
+def test_exact_is_silent(here: Path) -> None:
+    keep(made())
+    advice, said = look_up()
+    assert (advice.status, said) == ("exact", "")
+    assert advice.explanation is not None and advice.explanation.near_misses == ()
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "status", "says"),
+    [
+        ("software", {"driver": "1.2"}, "stale", "driver 1.2 -> none"),
+        ("software", {"torch": "2.0.1"}, "stale", "torch 2.0.1 -> "),
+        ("software", {"power_limit_w": 300}, "stale", "power_limit_w 300 -> 0"),
+        ("software", {"clock_cap_mhz": 900}, "stale", "clock_cap_mhz 900 -> 0"),
+        ("device", {"name": "Another CPU"}, "miss", "device name Another CPU -> "),
+        ("device", {"memory_gib": 1}, "miss", "device memory_gib 1 -> "),
+    ],
+)
+def test_what_has_changed_is_said(
+    here: Path, part: str, changes: dict[str, object], status: str, says: str
+) -> None:
+    keep(changed(made(), part, **changes))
+    advice, said = look_up()
+    assert advice.status == status
+    assert says in said and "advisor tune" in said
+    assert (advice.config == FAST) == (status == "stale")
+    assert says in str(advice.explanation)
+
+
+def test_every_near_miss_is_explained(here: Path) -> None:
+    keep(made(optimizer="adamw"))
+    keep(made(mode="infer"))
+    keep(changed(made(), "device", name="Another CPU"))
+    advice, _said = look_up(optimizer="sgd")
+    assert advice.status == "miss" and advice.explanation is not None
+    fields = {tuple(d.field for d in near.differs) for near in advice.explanation.near_misses}
+    assert fields == {("optimizer",), ("mode",), ("environment.device.name",)}
+    text = str(advice.explanation)
+    assert "looked for  model.py:Net" in text and "shape         3x8x8" in text
+    assert text.count("not served") == 3
+
+
+class TestNearest:
+    def test_safe_knobs_are_carried(self, here: Path) -> None:
+        one = made()
+        compiled = choice(FAST.replace(compile="default", threads=2), 3000.0, 1.5)
+        keep(replace(one, at_batch=compiled))
+        advice, said = look_up(shape=(2, 3, 16, 16), on_miss="nearest")
+        assert advice.status == "nearest"
+        assert advice.config == Config(
+            batch_size=2, precision="default", channels_last=True, cudnn_deterministic=False
+        )
+        assert "3x8x8 -> 3x16x16" in said and "channels_last=True" in said
+        assert "advisor tune model.py:Net --shape 2x3x16x16" in said
+
+    def test_never_a_batch_to_less_memory(self, here: Path) -> None:
+        memory = detect("cpu").device.memory_gib
+        for there, batch in ((memory * 2, None), (max(1, memory // 2), 4)):
+            keep(changed(made(), "device", memory_gib=there))
+            advice, _said = look_up(shape=None, on_miss="nearest")
+            assert (advice.status, advice.batch_size) == ("nearest", batch)
+            open_records(None).delete(open_records(None).all()[0])
+
+    def test_what_the_script_permits_holds(self, here: Path) -> None:
+        keep(replace(made(), at_batch=choice(FAST.replace(precision="bf16"), 3000.0, 1.5)))
+        advice, _said = look_up(
+            shape=(4, 3, 9, 9), on_miss="nearest", precisions=["default"], deterministic=True
+        )
+        assert "precision" not in advice.config or advice.config["precision"] == "default"
+        assert advice.config.get("cudnn_deterministic") in (None, True)
+
+    def test_the_project_may_ask_for_it(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        keep(made())
+        (here / "pyproject.toml").write_text('[tool.advisor]\non-miss = "nearest"\n')
+        assert look_up(shape=(4, 3, 9, 9))[0].status == "nearest"
+        monkeypatch.setenv("ADVISOR_ON_MISS", "error")
+        with pytest.raises(NoRecord):
+            look_up(shape=(4, 3, 9, 9))
+        monkeypatch.setenv("ADVISOR_ON_MISS", "whatever")
+        advice, said = look_up(shape=(4, 3, 9, 9))
+        assert advice.status == "miss" and "expected one of default, nearest, error" in said
+
+    def test_nothing_is_near_to_nothing(self, here: Path) -> None:
+        assert look_up(on_miss="nearest")[0].status == "miss"
+
+
+def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
+    huge = FAST.replace(compile="../../x")
+    keep_unchecked = open_records(None)
+    keep_unchecked.put(replace(made(), at_batch=choice(huge, 3000.0, 1.5)))
+    advice, said = look_up()
+    assert advice.status == "miss"
+    assert "compile '../../x': expected none, cudagraphs" in said
+    assert advice.explanation is not None and "../../x" in advice.explanation.refused[0]
+
+
+def test_only_signed_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(made())
+    monkeypatch.setenv("ADVISOR_SECRET", "what openssl printed")
+    monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
+    advice, said = look_up()
+    assert advice.status == "miss" and "not signed" in said
+    keep(made())
+    assert look_up()[0].status == "exact"
+
+
+class TestSeveralStores:
+    def test_a_hit_behind_is_written_back(self, here: Path) -> None:
+        keep(made(), f"dir:{here}/team")
+        urls = [f"disk:{here}/mine", f"dir:{here}/team"]
+        advice, said = look_up(cache=urls)
+        assert (advice.status, said) == ("exact", "")
+        assert open_store(urls[0]).keys() == open_store(urls[1]).keys()
+        (first,) = look_up(cache=urls)[0].explanation.stores  # type: ignore[union-attr]
+        assert first[0] == urls[0]  # the second is not asked any more
+
+    def test_stale_here_and_exact_behind(self, here: Path) -> None:
+        urls = [f"disk:{here}/mine", f"dir:{here}/team"]
+        keep(changed(made(), "software", torch="2.0.1"), urls[0])
+        keep(made(), urls[1])
+        assert look_up(cache=urls)[0].status == "exact"
+
+    def test_a_read_only_pack_before(self, here: Path) -> None:
+        keep(made(), f"dir:{here}/team")
+        done = advisor(here, "export", "some.pack", "--cache", f"dir:{here}/team")
+        assert done.returncode == 0, done.stderr
+        urls = [f"pack:{here}/some.pack", f"dir:{here}/none"]
+        advice, said = look_up(cache=urls)
+        assert (advice.status, said) == ("exact", "")
+        advice, said = look_up(cache=[f"pack:{here}/none.pack", f"dir:{here}/team"])
+        assert advice.status == "exact" and "No such file" in said
+
+    @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "redis://host.invalid:1"])
+    def test_a_dead_remote_costs_little_and_one_warning(self, here: Path, url: str) -> None:
+        keep(made(), f"dir:{here}/mine")
+        look_up(cache=[f"dir:{here}/mine"])  # what is paid once
+        look_up(cache=[url, f"dir:{here}/mine"])
+        spent = []
+        for cache in ([f"dir:{here}/mine"], [url, f"dir:{here}/mine"]) * 5:
+            began = time.perf_counter()
+            advice, said = look_up(cache=cache)
+            spent.append(time.perf_counter() - began)
+            assert advice.status == "exact"
+            assert ("looked on without it" in said) == (len(cache) == 2)
+        # Patience is 50 ms; what a busy machine adds is not the store's.
+        assert min(spent[1::2]) - min(spent[::2]) < 0.2
+
+    def test_a_late_answer_is_kept_for_the_next_run(
+        self, here: Path, redis_port: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from advisor.cache.redis_server import RedisStore
+
+        remote = f"redis://127.0.0.1:{redis_port}?prefix=late&timeout=30ms"
+        keep(made(), remote.replace("30ms", "20s"))
+        look_into = RedisStore.keys
+
+        def slow(store: RedisStore) -> list[str]:
+            time.sleep(0.3)
+            store.patience_s = 5.0
+            return look_into(store)
+
+        monkeypatch.setattr(RedisStore, "keys", slow)
+        cache = [remote, f"dir:{here}/mine"]
+        advice, said = look_up(cache=cache)
+        assert advice.status == "miss" and "no answer within" in said
+        limit = time.monotonic() + 20
+        while not open_store(cache[1]).keys() and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert look_up(cache=cache[1])[0].status == "exact"
+
+
+def test_the_command(here: Path, own_surroundings: Path) -> None:
+    keep(made(optimizer="adamw"))
+    told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", "--optimizer", "sgd")
+    assert told.returncode == 0, told.stderr
+    assert "optimizer adamw -> sgd" in told.stdout and str(own_surroundings) in told.stdout
+    data = json.loads(
+        advisor(
+            here, "why", "model.py:Net", "--shape", "4x3x8x8", "--optimizer", "sgd", "--json"
+        ).stdout
+    )
+    (near,) = data["near_misses"]
+    assert data["status"] == "miss"
+    assert near["differs"] == [{"field": "optimizer", "wanted": "sgd", "found": "adamw"}]
+    (here / "other.py").write_text(MODEL)
+    told = advisor(here, "why", "other.py", "--shape", "4x3x8x8")
+    assert "tuned are    model.py:Net" in told.stdout
+
+
+def test_records_are_carried_by_commands(here: Path) -> None:
+    keep(made())
+    done = advisor(here, "export", "all.pack", "--target", "model")
+    assert (done.returncode, done.stdout) == (0, "1 record in all.pack\n"), done.stderr
+    done = advisor(here, "import", "all.pack", "--cache", "dir:team")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"1 added to dir:{here}/team")
+    done = advisor(here, "sync", os.environ["ADVISOR_CACHE"], "dir:team", "--json")
+    assert [row["outcome"] for row in json.loads(done.stdout)["records"]] == ["known"]
+    keep(replace(made(), provenance=replace(made().provenance, created=1.8e9)), "dir:team")
+    done = advisor(here, "gc", "--cache", "dir:team")
+    assert "would go" in done.stdout and "superseded" in done.stdout and "--yes" in done.stdout
+    assert len(open_store("dir:team").keys()) == 2
+    done = advisor(here, "gc", "--cache", "dir:team", "--yes")
+    assert "removed" in done.stdout
+    assert len(open_store("dir:team").keys()) == 1
+    assert advisor(here, "gc", "--cache", "dir:team").stdout == "nothing to remove\n"
+    told = advisor(here, "why", "model.py", "--cache", "pack:all.pack")
+    assert "exact" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("import", "missing.pack"), 2, "there is no such file"),
+        (("import", "model.py"), 1, "no pack of advisor's"),
+        (("export", "x.pack", "--device", "H100"), 1, "no record fits"),
+        (("sync", "dir:a", "dir:a"), 2, "both are dir:"),
+        (("sync", "dir:a", "dir:b"), 2, "there is nothing in dir:"),
+        (("sync", "pack:missing", "dir:b"), 1, "No such file"),
+        (("why", "nope.py"), 2, "there is no file"),
+        (("why", "model.py", "--on-miss", "error"), 1, ""),
+        (("gc", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("import", "model.py", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("forget", "--all", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("show", "--cache", "pack:missing"), 1, "No such file"),
+        (("gc", "--only", "everything"), 2, "'everything' is not one of"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    here: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    done = advisor(here, *arguments)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") <= 1
+
+
+def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path) -> None:
+    remote, local = "redis://127.0.0.1:1", f"dir:{here}/mine"
+    command = ["tune", "model.py", "--shape", "4x3x8x8", "--device", "cpu", "--trials", "2"]
+    done = advisor(here, *command, "--budget", "8s", "--no-compile", "--cache", f"{remote},{local}")
+    assert done.returncode == 0, done.stderr
+    assert f"advisor sync {local} {remote}" in done.stderr
+    assert len(open_store(local).keys()) == 1
+    # What was best at another shape is tried first at the next.
+    done = advisor(here, *command[:3], "4x3x9x9", *command[4:], "--budget", "8s", "--cache", local)
+    advice = look_up(cache=local)[0]
+    assert advice.record is not None
+    changed_anything = advice.record.at_batch != advice.record.baseline
+    said = f"tried first: the advice of record {advice.record.id} (the same model, shape 3x8x8"
+    assert (said in done.stderr) == changed_anything, done.stderr
