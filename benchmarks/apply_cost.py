@@ -1,8 +1,12 @@
-"""What apply() costs: import, first lookup in a fresh process, later ones; in 1 and 64 processes.
+"""What a first lookup costs in a fresh process, beyond imports: alone, and 64 at once.
 
-    python benchmarks/apply_cost.py TARGET --shape 64x3x224x224
+    python benchmarks/apply_cost.py examples/conv.py --shape 64x3x256x256 \\
+        disk:/tmp/a dir:/tmp/b 'redis://127.0.0.1:7000?timeout=1s' redis://127.0.0.1:1
 
-Tune the target first. torch's own import is measured apart: a training script pays it anyway.
+The target must be tuned in the first store; the other local ones, and those that can be reached,
+are filled from it. Each process imports advisor and torch, waits for all others, looks up once as
+apply() does, then 50 times more. `store` is the part that the store took; `lookup` is all of it:
+to detect the environment (NVML) too. A store that is away shows what it adds.
 """
 
 from __future__ import annotations
@@ -12,44 +16,72 @@ import json
 import statistics
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import record as results
+
+from advisor.api import Only, sync
+from advisor.errors import StoreError
 
 PROBE = """
 import json, sys, time
 t0 = time.perf_counter()
 import advisor
 t1 = time.perf_counter()
-assert "torch" not in sys.modules
-import torch
-import advisor.api, advisor.tuners.advice, advisor.tuners.environment, advisor.tuners.target
-import advisor.cache.disk
+import torch, warnings
+import advisor.api.serve, advisor.tuners.advice, advisor.tuners.workload, advisor.tuners.target
+import advisor.tuners.environment, advisor.cache.disk, advisor.cache.dir
+warnings.simplefilter("ignore")
 if advisor.tuners.environment.default_device() != "cpu":
     import pynvml
-t2 = time.perf_counter()
-advice = advisor.lookup(sys.argv[1], shape=tuple(map(int, sys.argv[2].split("x"))), strict=True)
-t3 = time.perf_counter()
+target, shape, cache = sys.argv[1:]
+shape = tuple(map(int, shape.split("x")))
+print("ready", flush=True)
+sys.stdin.readline()
+t2, c2 = time.perf_counter(), time.process_time()
+advice = advisor.lookup(target, shape=shape, cache=cache)
+t3, c3 = time.perf_counter(), time.process_time()
 later = []
 for _ in range(50):
     s = time.perf_counter()
-    advisor.lookup(sys.argv[1], shape=tuple(map(int, sys.argv[2].split("x"))), strict=True)
+    advisor.lookup(target, shape=shape, cache=cache)
     later.append(time.perf_counter() - s)
-s = time.perf_counter()
-advice.set_flags()
-flags = time.perf_counter() - s
-context = torch.cuda.is_available() and torch.cuda.is_initialized()
-print(json.dumps({"import_advisor_s": t1 - t0, "first_lookup_s": t3 - t2,
-                  "later_lookup_s": sorted(later)[25], "set_flags_s": flags,
-                  "cuda_context": bool(context)}))
+said = advice.explanation.stores
+print(json.dumps({
+    "status": advice.status,
+    "import_advisor_s": t1 - t0,
+    "lookup_s": t3 - t2,
+    "lookup_cpu_s": c3 - c2,
+    "store_s": sum(float(text.rpartition("(")[2].split()[0]) / 1e3
+                   for _url, text in said if text.endswith(" ms)")),
+    "later_s": sorted(later)[25],
+    "cuda_context": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),
+}))
 """
 
 
-def probe(target: str, shape: str, processes: int) -> list[dict[str, float]]:
+def probe(target: str, shape: str, cache: str, processes: int) -> list[dict[str, Any]]:
     running = [
-        subprocess.Popen([sys.executable, "-c", PROBE, target, shape], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", PROBE, target, shape, cache],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(processes)
     ]
+    for process in running:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise SystemExit("a probe does not start")
+    time.sleep(0.5)
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
     found = []
     for process in running:
         out, _err = process.communicate(timeout=600)
@@ -59,35 +91,50 @@ def probe(target: str, shape: str, processes: int) -> list[dict[str, float]]:
     return found
 
 
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"status": sorted({row["status"] for row in rows})}
+    for what in ("lookup_s", "lookup_cpu_s", "store_s", "later_s", "import_advisor_s"):
+        ms = sorted(1e3 * row[what] for row in rows)
+        found[what.removesuffix("_s") + "_ms"] = {
+            "p50": round(statistics.median(ms), 2),
+            "p99": round(ms[min(len(ms) - 1, int(0.99 * len(ms)))], 2),
+        }
+    found["cuda_contexts"] = sum(row["cuda_context"] for row in rows)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("target")
+    parser.add_argument("stores", nargs="+", metavar="URL")
     parser.add_argument("--shape", required=True)
-    parser.add_argument("--alone", type=int, default=5, help="processes one after another")
+    parser.add_argument("--alone", type=int, default=20, help="processes one after another")
     parser.add_argument("--together", type=int, default=64, help="processes at once")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     given = parser.parse_args()
-    seen = {
-        "alone": [probe(given.target, given.shape, 1)[0] for _ in range(given.alone)],
-        f"{given.together} at once": probe(given.target, given.shape, given.together),
-    }
+    warnings.simplefilter("ignore")
     table = {}
-    for name, rows in seen.items():
-        table[name] = {
-            what: {
-                "median": statistics.median(row[what] for row in rows),
-                "max": max(row[what] for row in rows),
-            }
-            for what in rows[0]
+    for store in given.stores:
+        filled = store == given.stores[0]
+        if not filled:
+            try:
+                filled = bool(list(sync(given.stores[0], store, Only())))
+            except StoreError as exc:
+                print(f"{store}: not filled: {exc}", file=sys.stderr)
+        seen = {
+            "alone": [probe(given.target, given.shape, store, 1)[0] for _ in range(given.alone)],
+            f"{given.together} at once": probe(given.target, given.shape, store, given.together),
         }
-        for what, values in table[name].items():
-            if what != "cuda_context":
-                print(
-                    f"{name:<12} {what:<18} median {values['median'] * 1e3:9.3f} ms   "
-                    f"max {values['max'] * 1e3:9.3f} ms"
-                )
+        name = store if filled else f"{store} (away)"
+        for when, rows in seen.items():
+            table.setdefault(name, {})[when] = figures = summary(rows)
+            told = "   ".join(
+                f"{what} {figures[f'{what}_ms']['p50']:.1f} / {figures[f'{what}_ms']['p99']:.1f}"
+                for what in ("lookup", "store", "lookup_cpu", "later")
+            )
+            print(f"{name} {when}: ms p50 / p99: {told}  {figures['status']}", flush=True)
     results.append("apply_cost", {"target": given.target, "seen": table}, given.results)
 
 

@@ -28,7 +28,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,9 +160,12 @@ class Question:
 
 
 def by_advisor(
-    question: Question, seed: int, sampler: Callable[..., optuna.samplers.BaseSampler] | None = None
+    question: Question,
+    seed: int,
+    sampler: Callable[..., optuna.samplers.BaseSampler] | None = None,
+    first: Sequence[Config] = (),
 ) -> tuple[Clocked, Config]:
-    """As advisor.api.tuning does."""
+    """As advisor.api.tuning does; `first`: what was best for near records."""
     runner = question.runner(seed)
     space = TableSpace(question.rows(runner))
     how = {} if sampler is None else {"sampler": sampler}
@@ -174,6 +177,7 @@ def by_advisor(
             share_s=2.0,
             budget_s=BUDGET_S * (1 - RESERVED),
             seed=seed,
+            first=[space.default | config for config in first],
             now=runner.now,
             **how,
         )

@@ -1,0 +1,111 @@
+"""What is served, and what is said, when something has changed since a record was made.
+
+    python benchmarks/matching.py examples/conv.py --shape 64x3x256x256
+
+The target must be tuned. Its record is changed, one field at a time, into what it would be had it
+been made elsewhere, put alone into a store of its own, and looked up as a script does. Prints a
+table, and appends it to the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import warnings
+from pathlib import Path
+
+import record as results
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import advisor
+from advisor.api import open_records
+from advisor.cache.record import Record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("target")
+    parser.add_argument("--shape", required=True)
+    parser.add_argument("--results", type=Path, default=results.RESULTS)
+    given = parser.parse_args()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = advisor.lookup(given.target, shape=given.shape, strict=True).record
+    assert record is not None
+    rows = []
+    table = Table("what has changed", "on a miss", "status", "carried", "said", box=None)
+    for name, changed in cases(record).items():
+        for on_miss in ("default", "nearest"):
+            row = look_up(name, changed, given, on_miss)
+            if on_miss == "nearest" and row["status"] != "nearest":
+                continue
+            rows.append(row)
+            table.add_row(*(str(row[column]) for column in row))
+    Console(width=200).print(table)
+    results.append("matching", {"target": given.target, "rows": rows}, given.results)
+
+
+def cases(record: Record) -> dict[str, Record | None]:
+    """None: the model that the script builds is another."""
+    key = record.key
+    device, software = key.environment.device, key.environment.software
+    torch_version = software.torch.partition("+")[0].rpartition(".")
+
+    def with_software(**changes: object) -> Record:
+        other = dataclasses.replace(software, **changes)  # type: ignore[arg-type]
+        return with_key(environment=dataclasses.replace(key.environment, software=other))
+
+    def with_device(**changes: object) -> Record:
+        other = dataclasses.replace(device, **changes)  # type: ignore[arg-type]
+        return with_key(environment=dataclasses.replace(key.environment, device=other))
+
+    def with_key(**changes: object) -> Record:
+        return dataclasses.replace(record, key=dataclasses.replace(key, **changes))  # type: ignore[arg-type]
+
+    return {
+        "nothing": record,
+        "driver": with_software(driver="570.86.15"),
+        "torch, a patch": with_software(torch=f"{torch_version[0]}.{int(torch_version[2]) + 1}"),
+        "power limit": with_software(power_limit_w=400),
+        "another GPU": with_device(name="NVIDIA H100 80GB HBM3", memory_gib=80),
+        "sample": with_key(
+            sample=dataclasses.replace(key.sample, shape=(*key.sample.shape[:-1], 999))
+        ),
+        "optimizer": with_key(optimizer="adamw"),
+        "model": None,
+    }
+
+
+def look_up(
+    name: str, changed: Record | None, given: argparse.Namespace, on_miss: str
+) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if changed is not None:
+            open_records(f"dir:{folder}").put(changed)
+            advice = advisor.lookup(
+                given.target,
+                shape=given.shape,
+                cache=f"dir:{folder}",
+                on_miss=on_miss,
+                optimizer="sgd",
+            )
+        else:
+            advice = advisor.lookup(given.target, shape=given.shape)
+            advice.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)))
+    return {
+        "changed": name,
+        "on_miss": on_miss,
+        "status": advice.status,
+        "carried": ", ".join(f"{k}={v}" for k, v in advice.config.items()) or "nothing",
+        "said": " | ".join(str(one.message) for one in seen),
+    }
+
+
+if __name__ == "__main__":
+    main()
