@@ -5,10 +5,10 @@
         --server 'redis-server --port 7000 --appendonly yes --appendfsync always --dir /tmp/c'
 
 Each writer puts records of its own, one after another, and notes each that was taken in a journal
-of its own; readers read what is there, again and again; and every 0.1 s one of them is killed with
-SIGKILL and replaced. With --server, the server is started, killed in the middle and started again;
-one that keeps all in memory, as moto's does, is --forgetful. At the end every noted record must be
-there, and every record there must be one that a writer made.
+of its own; readers read what is there, again and again; and several times a second one of them is
+killed with SIGKILL and replaced. With --server, the server is started, killed in the middle and
+started again; one that keeps all in memory, as moto's does, is --forgetful. At the end every noted
+record must be there, and every record there must be one that a writer made.
 """
 
 from __future__ import annotations
