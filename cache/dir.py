@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.cache.filesystem import make_folder, open_regular
+from advisor.cache.name import file_of, keys_of
+from advisor.cache.store import one_by_one
 from advisor.errors import RecordDamaged, StoreError
 
 if TYPE_CHECKING:
     from advisor.cache.store import Store
 
-SUFFIX = ".msgpack"
-_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
 _TEMPORARY = ".writing-"
 _ABANDONED_S = 3600.0
 """Age from which a temporary file's writer is dead: a write takes milliseconds."""
@@ -50,11 +49,7 @@ class DirStore:
             return []
         except OSError as exc:
             raise self._mapped(exc) from exc
-        return sorted(
-            name.removesuffix(SUFFIX).replace("-", "/")
-            for name in names
-            if name.endswith(SUFFIX) and not name.startswith(".")
-        )
+        return keys_of(names)
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -71,16 +66,7 @@ class DirStore:
         return data
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
-        for key in keys:
-            try:
-                data = self.get(key)
-            except RecordDamaged as exc:
-                found[key] = exc
-            else:
-                if data is not None:
-                    found[key] = data
-        return found
+        return one_by_one(self.get, keys)
 
     def put(self, key: str, data: bytes) -> None:
         target = self._file(key)
@@ -141,9 +127,7 @@ class DirStore:
         raise StoreError(f"cache {self.path}: each record is a file of its own; remove what is bad")
 
     def _file(self, key: str) -> Path:
-        if not _KEY.fullmatch(key) or ".." in key:
-            raise RecordDamaged(f"key {key!r}: no name of a record")
-        return self.path / (key.replace("/", "-") + SUFFIX)
+        return self.path / file_of(key)
 
     def _flush(self) -> None:
         """The folder's entry too is on disk."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.filesystem import make_folder
+from advisor.cache.store import one_by_one
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
@@ -70,16 +71,7 @@ class DiskStore:
         return value
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
-        for key in keys:
-            try:
-                data = self.get(key)
-            except RecordDamaged as exc:
-                found[key] = exc
-            else:
-                if data is not None:
-                    found[key] = data
-        return found
+        return one_by_one(self.get, keys)
 
     def put(self, key: str, data: bytes) -> None:
         with self._writing() as cache:

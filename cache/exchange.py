@@ -38,11 +38,10 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """A record that may go, and why. `record` is None for a version that no longer counts."""
+    """A record that may go, and why."""
 
     name: Name
     reason: str
-    record: Record | None
 
 
 def carry(
@@ -159,12 +158,12 @@ def waste(
         ordered = ranked(names)
         for position, name in enumerate(ordered):
             data = store.get_many([name.text]).get(name.text)
-            if data is None or isinstance(data, RecordDamaged):
+            if data is None:
                 continue
             with contextlib.suppress(RecordDamaged):  # not for this version to judge
                 counting.append((name, records.read(name, data)))
                 for later in ordered[position + 1 :]:
-                    yield Waste(name=later, reason="superseded", record=None)
+                    yield Waste(name=later, reason="superseded")
                 break
     fresh = {
         place_of(record.key)
@@ -173,9 +172,9 @@ def waste(
     }
     for name, record in counting:
         if record.stale:
-            yield Waste(name=name, reason=f"stale: {record.stale}", record=record)
+            yield Waste(name=name, reason=f"stale: {record.stale}")
         elif (why := is_outdated(record)) and place_of(record.key) in fresh:
-            yield Waste(name=name, reason=f"stale: {why}", record=record)
+            yield Waste(name=name, reason=f"stale: {why}")
 
 
 def tidy(store: Store) -> int:

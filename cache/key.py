@@ -24,6 +24,12 @@ class Device:
     memory_gib: int
     mig: str = ""
 
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """(9, 0) of '9.0'; (0, 0) where it is no CUDA device's."""
+        major, dot, minor = self.capability.partition(".")
+        return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from advisor.cache.key import fingerprint
 from advisor.cache.record import EFFORTS, Record
+from advisor.errors import RecordDamaged
 
 PREFIX = "record/"
 _PART = r"([0-9a-f]{12})"
@@ -113,6 +114,30 @@ def target_part(name: str) -> str:
 
 def _microseconds(seconds: float) -> int:
     return min(max(0, int(seconds * 1e6)), 2**56 - 1)
+
+
+SUFFIX = ".msgpack"
+_FILED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
+
+
+def file_of(key: str) -> str:
+    """The name of a file that holds what a store has under this key.
+
+    Raises:
+        RecordDamaged: it could lie outside the store's folder, or be hidden in it.
+    """
+    if not _FILED.fullmatch(key) or ".." in key:
+        raise RecordDamaged(f"key {key!r}: no name of a record")
+    return key.replace("/", "-") + SUFFIX
+
+
+def keys_of(files: Iterable[str]) -> list[str]:
+    """The keys, sorted, that the files of a folder hold; others, as what is being written, none."""
+    return sorted(
+        name.removesuffix(SUFFIX).replace("-", "/")
+        for name in files
+        if name.endswith(SUFFIX) and not name.startswith(".")
+    )
 
 
 def ranked(names: Iterable[Name]) -> list[Name]:

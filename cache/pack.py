@@ -16,6 +16,7 @@ import msgpack
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.filesystem import open_regular
+from advisor.cache.store import one_by_one
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class PackStore:
             raise StoreError(f"cache {self.url}: {exc.strerror or exc}") from exc
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        return {key: data for key in keys if (data := self.get(key)) is not None}
+        return one_by_one(self.get, keys)
 
     def put(self, key: str, data: bytes) -> None:
         raise StoreError(f"cache {self.url}: a pack is read-only; `advisor export` writes one")

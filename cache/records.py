@@ -95,8 +95,6 @@ class Records:
                     data = first.get(name.text) if name is names[0] else self._get(store, name)
                     if data is None:  # removed since it was listed
                         continue
-                    if isinstance(data, RecordDamaged):
-                        raise data
                     record = self.read(name, data)
                 except RecordDamaged as exc:
                     damaged.append(f"{name.id}: {exc}")
@@ -104,7 +102,10 @@ class Records:
                 if (model is None or record.key.model == model) and (
                     target is None or record.target.name == target
                 ):
-                    full = name if name.batch else Name.of(record, data).called(name.text)
+                    full = name
+                    if not name.batch:
+                        assert isinstance(data, bytes)  # else `read` had raised
+                        full = Name.of(record, data).called(name.text)
                     held.append(Held(record=record, name=full, store=store))
                 break  # versions behind the one that counts are not looked at
         return Listing(held=tuple(united(held)), damaged=tuple(damaged))
@@ -118,12 +119,14 @@ class Records:
     def _get(store: Store, name: Name) -> bytes | RecordDamaged | None:
         return store.get_many([name.text]).get(name.text)
 
-    def read(self, name: Name, data: bytes) -> Record:
-        """The record in these bytes, if it may be used and is what its name says.
+    def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
+        """The record in what `get_many` gave, if it may be used and is what its name says.
 
         Raises:
             RecordDamaged: why not.
         """
+        if isinstance(data, RecordDamaged):
+            raise data
         record = _decode(data, self._seal)
         if wrong := self._check(record):
             raise RecordDamaged(f"record: {wrong}; refused")
@@ -311,8 +314,6 @@ class Records:
     def _is_damaged(self, store: Store, name: Name) -> bool:
         data = self._get(store, name)
         try:
-            if isinstance(data, RecordDamaged):
-                raise data
             if data is not None:
                 self.read(name, data)
         except RecordDamaged:

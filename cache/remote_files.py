@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import posixpath
-import re
 import secrets
 import socket
 from collections.abc import Iterable
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from advisor.cache.codec import MAX_BYTES
+from advisor.cache.name import file_of, keys_of
 from advisor.cache.url import PATIENCE_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 if TYPE_CHECKING:
     from advisor.cache.store import Remote
 
-SUFFIX = ".msgpack"
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"}
 """Protocols whose writes are whole or absent by themselves."""
 _PACKAGES = {
@@ -32,7 +31,6 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
-_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
 _OWN = ("timeout", "endpoint")
 
 
@@ -86,15 +84,9 @@ class FileSystemStore:
 
     def keys(self) -> list[str]:
         names = self._do(lambda fs, root: fs.ls(root, detail=False, refresh=True), absent=[])
-        found = (posixpath.basename(str(name)) for name in names)
-        return sorted(
-            name.removesuffix(SUFFIX).replace("-", "/")
-            for name in found
-            if name.endswith(SUFFIX) and not name.startswith(".")
-        )
+        return keys_of(posixpath.basename(str(name)) for name in names)
 
     def get(self, key: str) -> bytes | None:
-        _checked(key)
         found = self._do(
             lambda fs, root: fs.cat_file(_path(root, key), start=0, end=MAX_BYTES + 1), absent=None
         )
@@ -102,8 +94,6 @@ class FileSystemStore:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         wanted = list(keys)
-        for key in wanted:
-            _checked(key)
         if not wanted:
             return {}
 
@@ -124,8 +114,6 @@ class FileSystemStore:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        _checked(key)
-
         def write(fs: Any, root: str) -> None:
             target = _path(root, key)
             if self._protocol in _WHOLE:
@@ -139,8 +127,6 @@ class FileSystemStore:
         self._do(write)
 
     def delete(self, key: str) -> bool:
-        _checked(key)
-
         def remove(fs: Any, root: str) -> bool:
             if not fs.exists(_path(root, key)):
                 return False
@@ -192,12 +178,7 @@ class FileSystemStore:
 
 
 def _path(root: str, key: str) -> str:
-    return f"{root.rstrip('/')}/{key.replace('/', '-')}{SUFFIX}"
-
-
-def _checked(key: str) -> None:
-    if not _KEY.fullmatch(key) or ".." in key:
-        raise RecordDamaged(f"key {key!r}: no name of a record")
+    return f"{root.rstrip('/')}/{file_of(key)}"
 
 
 def _is_absent(exc: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -147,6 +147,22 @@ def _kind_of(path: Path) -> str:
     if (path / "records").is_dir():
         return "disk"
     return "dir" if network(path) or next(path.glob("record-*.msgpack"), None) else "disk"
+
+
+def one_by_one(
+    get: Callable[[str], bytes | None], keys: Iterable[str]
+) -> dict[str, bytes | RecordDamaged]:
+    """`Store.get_many` for a store that has no exchange of its own for several."""
+    found: dict[str, bytes | RecordDamaged] = {}
+    for key in keys:
+        try:
+            data = get(key)
+        except RecordDamaged as exc:
+            found[key] = exc
+        else:
+            if data is not None:
+                found[key] = data
+    return found
 
 
 def note_on(store: Store) -> str:

@@ -166,11 +166,10 @@ def carried(record: Record, query: Query, batch: int | None) -> tuple[Config, st
 
     here, there = query.environment.device, record.key.environment.device
     shape = query.shape or record.key.sample.shape
-    major, _, minor = here.capability.partition(".")
     held = record.at_batch.config | record.input
     situation = Situation(
         device=here.kind,
-        capability=(int(major), int(minor or 0)) if major.isdigit() else (0, 0),
+        capability=here.compute_capability,
         cpu_bf16=held.get("precision") == "bf16" and here == there,
         dimensions=len(shape) + 1,
         training=query.mode == "train",

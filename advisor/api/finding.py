@@ -168,8 +168,9 @@ def find(
             found.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
             continue
         found.damaged += listing.damaged
-        found.held = united([*found.held, *(one for one in listing.held if fits(one.record))])
-        number = sum(fits(one.record) for one in listing.held)
+        fitting = [one for one in listing.held if fits(one.record)]
+        found.held = united([*found.held, *fitting])
+        number = len(fitting)
         took = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
         count = f"{number} record{'s' * (number != 1)} of it" if number else "nothing of it"
         found.stores.append((store.url, f"{count} ({took})"))

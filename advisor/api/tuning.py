@@ -238,7 +238,7 @@ def tune(
                 progress.notice("tuned for a job of another length; the choice is made again")
         here = Situation(
             device=environment.device.kind,
-            capability=_capability(environment.device.capability),
+            capability=environment.device.compute_capability,
             cpu_bf16=cpu_has_bf16(),
             cores=environment.device.multiprocessors,
             threads=facts.threads,
@@ -428,11 +428,6 @@ def _dear_limit(space: Space, config: Config, search: Search) -> float | None:
     if all(config.get(name) == space.default[name] for name in space.dear):
         return None
     return max(DEAR_LEAST_S, DEAR_SHARE * search.left_s)
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, dot, minor = text.partition(".")
-    return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
 
 
 def _check_writable(records: Records, progress: Progress) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,23 @@ from advisor.cache.name import Name
 from advisor.cache.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
 
-target_filter = click.option("--target", metavar="TEXT", help="Only targets with this in the name.")
-device_filter = click.option("--device", metavar="TEXT", help="Only devices with this in the name.")
-key_filter = click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records.")
+Command = Callable[..., None]
+
+
+def only_options(command: Command) -> Command:
+    """--target, --device and --key, which together are an `api.Only`."""
+    for option in (
+        click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+        click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+        click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@target_filter
-@device_filter
-@key_filter
+@only_options
 @cache_option
 @json_option
 def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
@@ -40,9 +47,7 @@ def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 
 @click.command(name="import")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@target_filter
-@device_filter
-@key_filter
+@only_options
 @cache_option
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
@@ -54,9 +59,7 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @click.command()
 @click.argument("source", metavar="FROM")
 @click.argument("to", metavar="TO")
-@target_filter
-@device_filter
-@key_filter
+@only_options
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
     """Copy what the store FROM has and the store TO has not; exit code 1 where one is refused."""
