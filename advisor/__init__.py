@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from advisor.api import apply, lookup, tune
     from advisor.errors import (
         AdvisorError,
         AdvisorWarning,
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from advisor.tuners.advice import Advice
+    from advisor.finding.lookups import apply, lookup
+    from advisor.tuners.act.advice import Advice
+    from advisor.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -40,10 +41,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "apply": "advisor.api",
-    "lookup": "advisor.api",
-    "tune": "advisor.api",
-    "Advice": "advisor.tuners.advice",
+    "apply": "advisor.finding.lookups",
+    "lookup": "advisor.finding.lookups",
+    "tune": "advisor.tuning",
+    "Advice": "advisor.tuners.act.advice",
 }
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import record as results
 
-from advisor.api import Only, sync
 from advisor.errors import StoreError
+from advisor.sharing import Only, sync
 
 PROBE = """
 import json, sys, time
@@ -32,8 +32,9 @@ t0 = time.perf_counter()
 import advisor
 t1 = time.perf_counter()
 import torch, warnings
-import advisor.api.serve, advisor.tuners.advice, advisor.tuners.workload, advisor.tuners.target
-import advisor.tuners.environment, advisor.cache.disk, advisor.cache.dir
+import advisor.finding.lookups, advisor.tuners.act.advice, advisor.tuners.target
+import advisor.tuners.measure.workload
+import advisor.tuners.environment, advisor.cache.stores.disk, advisor.cache.stores.dir
 warnings.simplefilter("ignore")
 if advisor.tuners.environment.default_device() != "cpu":
     import pynvml

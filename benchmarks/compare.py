@@ -17,9 +17,9 @@ import record as results
 import advisor
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
-from advisor.tuners.choose import paired_ratio, race
-from advisor.tuners.worker.child import Bench
-from advisor.tuners.worker.wire import Job
+from advisor.tuners.measure.worker.child import Bench
+from advisor.tuners.measure.worker.wire import Job
+from advisor.tuners.search.race import paired_ratio, race
 
 GUIDE = {"precision": "bf16", "channels_last": True, "cudnn_benchmark": True}
 

@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from search_efficiency import NEAR, Question, TableSpace, by_advisor, readable
 
-from advisor.api import Progress, parse_duration, tune
+from advisor.cache.arguments import parse_duration
 from advisor.cache.config import Config
 from advisor.cache.record import Record
+from advisor.tuners.search.plan import Progress
+from advisor.tuning import tune
 
 MEASURED_NEAR = 0.98
 

@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from advisor.cache.config import Config
 from advisor.tuners import target
-from advisor.tuners.advice import Advice
-from advisor.tuners.choose import paired_ratio
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.environment import default_device
+from advisor.tuners.search.race import paired_ratio
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {"precision": "default"},

@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import nn
 
 import advisor
-from advisor.api import open_records
 from advisor.cache.record import Record
+from advisor.opening import open_records
 
 
 def main() -> None:

@@ -38,17 +38,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from advisor.api.deciding import RACE, RACE_TURN_S
-from advisor.api.effort import EFFORTS
-from advisor.api.tuning import RESERVED
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement
-from advisor.tuners import choose
 from advisor.tuners.knobs import BY_NAME
-from advisor.tuners.measure import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
-from advisor.tuners.runner import ReplayRunner
-from advisor.tuners.space import Space
-from advisor.tuners.study import Search, open_study
+from advisor.tuners.measure.runner import ReplayRunner
+from advisor.tuners.measure.timing import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
+from advisor.tuners.search import race as choose
+from advisor.tuners.search.effort import EFFORTS
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.study import Search, open_study
+from advisor.tuners.search.verdict import RACE, RACE_TURN_S
+from advisor.tuning import RESERVED
 
 NEAR = 0.99
 BUDGET_S = EFFORTS["exhaustive"].budget_s
@@ -165,7 +165,7 @@ def by_advisor(
     sampler: Callable[..., optuna.samplers.BaseSampler] | None = None,
     first: Sequence[Config] = (),
 ) -> tuple[Clocked, Config]:
-    """As advisor.api.tuning does; `first`: what was best for near records."""
+    """As advisor.tuning does; `first`: what was best for near records."""
     runner = question.runner(seed)
     space = TableSpace(question.rows(runner))
     how = {} if sampler is None else {"sampler": sampler}

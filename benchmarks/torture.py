@@ -33,7 +33,7 @@ from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from advisor.errors import RecordDamaged, StoreError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

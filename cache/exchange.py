@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.dir import DirStore
 from advisor.cache.match import place_of
 from advisor.cache.name import Name, ranked
-from advisor.cache.pack import read, write
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.store import Store
+from advisor.cache.stores import Store
+from advisor.cache.stores.dir import DirStore
+from advisor.cache.stores.pack import read, write
 from advisor.errors import RecordDamaged, StoreError
 
 Outcome = Literal["added", "updated", "older", "known", "refused"]

@@ -12,7 +12,7 @@ from advisor.cache.codec import decode, encode
 from advisor.cache.name import PREFIX, Name, ranked, target_part
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
-from advisor.cache.store import Remote, Store, studies_of
+from advisor.cache.stores import Remote, Store, studies_of
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 _decode = functools.lru_cache(maxsize=64)(decode)

@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import measuring, moving, reading
+from advisor.cli import measuring, reading, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -34,10 +34,10 @@ for _command in (
     reading.why,
     measuring.explain,
     measuring.verify,
-    moving.export,
-    moving.import_,
-    moving.sync,
-    moving.gc,
+    sharing.export,
+    sharing.import_,
+    sharing.sync,
+    sharing.gc,
     reading.forget,
     reading.env,
     reading.version,

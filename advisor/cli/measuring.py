@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from advisor import api
+from advisor import remeasuring, tuning
 from advisor.cli.options import (
     DONE,
     FAILED,
@@ -22,6 +22,7 @@ from advisor.cli.options import (
     keywords,
 )
 from advisor.errors import UsageError
+from advisor.tuners.search.effort import EFFORTS
 
 
 @click.command()
@@ -51,7 +52,7 @@ from advisor.errors import UsageError
 )
 @click.option(
     "--effort",
-    type=click.Choice(list(api.EFFORTS)),
+    type=click.Choice(list(EFFORTS)),
     default="normal",
     show_default=True,
     help="quick: nothing is compiled; exhaustive: also max-autotune and cuDNN off.",
@@ -113,14 +114,14 @@ def tune(
         raise UsageError("--fixed-batch and --batches exclude each other; give one of them")
     if duration is not None and options["steps"] is not None:
         raise UsageError("--steps and --duration exclude each other; give one of them")
-    budget = api.EFFORTS[effort].budget_s if budget is None else budget
+    budget = EFFORTS[effort].budget_s if budget is None else budget
     arguments = keywords(model_args)
     from advisor import report
-    from advisor.progress import Shown
+    from advisor.report.progress import Shown
 
     stderr = console(stderr=True, quiet=quiet)
     with Shown(stderr, budget_s=budget) as progress:
-        found = api.tune(
+        found = tuning.tune(
             target,
             shapes,
             model_args=arguments,
@@ -167,9 +168,9 @@ target_option = click.option(
 @click.option(
     "--budget",
     type=Duration(),
-    default=api.EXPLAIN_S,
+    default=remeasuring.EXPLAIN_S,
     metavar="TIME",
-    help=f"Wall time of each race  [default: {api.EXPLAIN_S:.0f}s]",
+    help=f"Wall time of each race  [default: {remeasuring.EXPLAIN_S:.0f}s]",
 )
 @target_option
 @cache_option
@@ -191,7 +192,7 @@ def explain(
 
     if plot is not None:
         charts.check(plot)
-    found = api.explain(key, target=target, budget_s=budget, cache=cache)
+    found = remeasuring.explain(key, target=target, budget_s=budget, cache=cache)
     if plot is not None and found.record.parts:
         charts.parts(found.record, plot)
     if as_json:
@@ -214,9 +215,9 @@ def explain(
 @click.option(
     "--budget",
     type=Duration(),
-    default=api.VERIFY_S,
+    default=remeasuring.VERIFY_S,
     metavar="TIME",
-    help=f"Wall time of the race  [default: {api.VERIFY_S:.0f}s]",
+    help=f"Wall time of the race  [default: {remeasuring.VERIFY_S:.0f}s]",
 )
 @target_option
 @cache_option
@@ -231,7 +232,7 @@ def verify(
     as_json: bool,
 ) -> None:
     """Measure the record KEY again: does it still hold? Exit code 1, and stale, if not."""
-    found = api.verify(key, target=target, budget_s=budget, cache=cache)
+    found = remeasuring.verify(key, target=target, budget_s=budget, cache=cache)
     then, now = found.record.at_batch, found.now
     if as_json:
         data = {

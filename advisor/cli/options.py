@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 from rich.console import Console
 
-from advisor import api
+from advisor.cache import arguments
 from advisor.cache.config import Value
 from advisor.cache.records import Records
 from advisor.errors import UsageError
@@ -23,7 +23,7 @@ class Shape(click.ParamType):  # type: ignore[type-arg] # generic in newer click
         if isinstance(value, tuple):
             return value
         try:
-            return api.parse_shape(str(value))
+            return arguments.parse_shape(str(value))
         except UsageError as exc:
             self.fail(str(exc).removeprefix("shape "))
 
@@ -35,7 +35,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg] # generic in newer cl
         if isinstance(value, int | float):
             return float(value)
         try:
-            return api.parse_duration(str(value))
+            return arguments.parse_duration(str(value))
         except UsageError as exc:
             self.fail(str(exc))
 

@@ -9,9 +9,9 @@ import click
 from click.shell_completion import get_completion_class
 
 import advisor
-from advisor import api
+from advisor import opening, printed, tuning
 from advisor.cache.record import Record
-from advisor.cache.store import note_on
+from advisor.cache.stores import note_on
 from advisor.cli.options import (
     DONE,
     FAILED,
@@ -26,6 +26,7 @@ from advisor.cli.options import (
     keywords,
 )
 from advisor.errors import AdvisorWarning, RecordDamaged, UsageError
+from advisor.finding import answer, lookups
 
 
 @click.command()
@@ -36,7 +37,7 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
     """List what is tuned, or show the record KEY whole."""
     from advisor import report
 
-    records = api.open_records(cache, fallback=True)
+    records = opening.open_records(cache, fallback=True)
     out = console()
     if key is not None:
         record = records.get(key)
@@ -57,14 +58,14 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         if record.parts:
             out.print(report.parts(record))
             out.print()
-        if paying := api.break_even(record):
+        if paying := answer.break_even(record):
             out.print(report.horizon(record, paying))
             out.print()
         for line in report.summary(record, cache):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
-    found = [(record, api.staleness(record)) for record in newest_first]
+    found = [(record, printed.staleness(record)) for record in newest_first]
     complain(records)
     if as_json:
         rows = [
@@ -95,7 +96,7 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 @click.option("--precisions", type=Listed("tf32,bf16"), metavar="LIST", help="Only these.")
 @click.option(
     "--on-miss",
-    type=click.Choice(api.ON_MISS),
+    type=click.Choice(lookups.ON_MISS),
     help="default: torch's defaults; nearest: what is safe of the nearest record; error: raise.",
 )
 @cache_option
@@ -117,7 +118,7 @@ def why(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
-        advice = api.lookup(
+        advice = lookups.lookup(
             target,
             shape=(shapes[0] if len(shapes) == 1 else shapes) or None,
             model_args=keywords(model_args) or None,
@@ -135,7 +136,7 @@ def why(
         click.echo(str(explanation))
         assert explanation is not None
         if not explanation.seen:
-            names = sorted({record.target.name for record in api.open_records(cache).all()})
+            names = sorted({record.target.name for record in opening.open_records(cache).all()})
             if names:
                 click.echo(f"tuned are    {', '.join(names)}")
     if explanation is None:
@@ -153,7 +154,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
-    records = api.open_records(cache)
+    records = opening.open_records(cache)
     chosen: list[Record] = []
     damaged = 0
     away: list[str] = []
@@ -166,7 +167,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     except RecordDamaged:
         damaged = records.delete_damaged(str(key))
     for record in chosen:
-        api.forget(records, record)
+        tuning.forget(records, record)
     damaged += records.delete_damaged() if everything else 0
     stuck = [*away, *(records.damaged if everything else ())]
     for line in stuck:
@@ -194,7 +195,7 @@ def env(device: str | None, cache: str | None, as_json: bool) -> None:
     from advisor.cache.codec import to_plain
     from advisor.tuners.environment import default_device, detect
 
-    records = api.open_records(cache, fallback=True)
+    records = opening.open_records(cache, fallback=True)
     stores = records.stores
     found = detect(device or default_device())
     if as_json:

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.cache import pack
 from advisor.cache.codec import decode, encode
 from advisor.cache.name import Name
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store, pack
 from advisor.errors import RecordDamaged, StoreDamaged
 from advisor.tuners.knobs import refusal
 from tests.cache.mutations import corpus, mutated

@@ -14,11 +14,11 @@ from advisor.cache import exchange
 from advisor.cache.codec import encode, plain
 from advisor.cache.match import Query, best
 from advisor.cache.name import Name, ranked
-from advisor.cache.pack import PackStore
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
-from advisor.cache.store import Store, open_store
+from advisor.cache.stores import Store, open_store
+from advisor.cache.stores.pack import PackStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import record

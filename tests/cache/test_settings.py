@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.filesystem import network
-from advisor.cache.patience import within
 from advisor.cache.settings import cache_urls, on_miss
-from advisor.cache.store import note_on, open_store, open_stores
-from advisor.cache.url import RemoteUrl, without_password
+from advisor.cache.stores import note_on, open_store, open_stores
+from advisor.cache.stores.filesystem import network
+from advisor.cache.stores.patience import within
+from advisor.cache.stores.url import RemoteUrl, without_password
 from advisor.errors import StoreError, UsageError
 
 
@@ -132,7 +132,7 @@ def test_network_file_systems(tmp_path: Path, path: str, kind: str) -> None:
 def test_a_folder_on_one_is_a_folder_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.cache.store.network", lambda _path: "nfs4")
+    monkeypatch.setattr("advisor.cache.stores.network", lambda _path: "nfs4")
     store = open_store(str(tmp_path / "new"))
     assert store.url == f"dir:{tmp_path}/new"
     assert "nfs4" in note_on(store)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.disk import DiskStore
 from advisor.cache.name import Name
 from advisor.cache.records import Records
-from advisor.cache.store import Store, open_store
+from advisor.cache.stores import Store, open_store
+from advisor.cache.stores.disk import DiskStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
@@ -278,7 +278,7 @@ def test_a_foreign_database(disk: DiskStore) -> None:
 
 def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.put("a", b"1")
-    monkeypatch.setattr("advisor.cache.disk._WRITING_S", 0.05)
+    monkeypatch.setattr("advisor.cache.stores.disk._WRITING_S", 0.05)
     connection = sqlite3.connect(database(disk), isolation_level=None)
     # Locked after opening, because opening retries for a minute.
     with pytest.raises(StoreError, match="locked by another process") as caught:  # noqa: SIM117
@@ -388,7 +388,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 def test_32_processes_at_once(disk: DiskStore) -> None:
     code = """
 import sys
-from advisor.cache.disk import DiskStore
+from advisor.cache.stores.disk import DiskStore
 path, me = sys.argv[1:]
 store = DiskStore(path)
 for turn in range(3):
@@ -409,7 +409,7 @@ for turn in range(3):
 def test_kill_leaves_whole_or_absent(disk: DiskStore) -> None:
     code = """
 import sys
-from advisor.cache.disk import DiskStore
+from advisor.cache.stores.disk import DiskStore
 store = DiskStore(sys.argv[1])
 print("go", flush=True)
 for n in range(10_000):

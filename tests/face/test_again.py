@@ -14,7 +14,7 @@ import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.record import Part, Record
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from tests.face.commands import MODEL, QUICK, SHAPE, advisor
 
 

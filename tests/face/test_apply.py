@@ -21,7 +21,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Key, Permits, Sample
 from advisor.cache.record import Measurement, Record, Target, Trial
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect
 from tests.cache import examples
@@ -440,7 +440,7 @@ def test_an_unusable_cache_costs_a_warning(
 
 
 def test_tune_moves_a_damaged_store_aside(record: Record, own_surroundings: Path) -> None:
-    from advisor.api import Progress
+    from advisor.tuners.search.plan import Progress
 
     class Heard(Progress):
         said = ""

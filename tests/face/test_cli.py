@@ -20,13 +20,13 @@ from rich.console import Console
 
 import advisor as package
 from advisor import __version__, report
-from advisor.api import script_line
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Permits, Sample
 from advisor.cache.name import Name
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
+from advisor.printed import script_line
 from advisor.tuners.environment import detect
 from tests.cache import examples
 from tests.face.commands import MODEL, QUICK, SHAPE, advisor, script

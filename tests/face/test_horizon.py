@@ -12,16 +12,18 @@ from typing import cast
 import pytest
 
 import advisor
-from advisor.api import Progress, Tuned, break_even, tune_line
-from advisor.api.effort import suffices
-from advisor.api.tuning import DEAR_LEAST_S, _dear_limit
 from advisor.cache.codec import decode, encode, from_plain, plain
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, Trial
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
-from advisor.tuners.space import Space
-from advisor.tuners.study import Search
+from advisor.cache.stores import open_store
+from advisor.finding.answer import break_even
+from advisor.printed import tune_line
+from advisor.tuners.search.effort import suffices
+from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.study import Search
+from advisor.tuning import DEAR_LEAST_S, Tuned, _dear_limit
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE
 from tests.face.commands import advisor as command

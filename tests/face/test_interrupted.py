@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from tests.face.commands import MODEL, SHAPE, advisor, script
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--batches", "8,16", "--budget", "10s")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import advisor as package
-from advisor.api.arguments import parse_shapes
+from advisor.cache.arguments import parse_shapes
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from advisor.errors import UsageError
 from tests.face.commands import MODEL, advisor, script
 

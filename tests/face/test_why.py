@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import advisor as package
-from advisor.api.stored import open_records
 from advisor.cache.config import Config
 from advisor.cache.key import Sample
 from advisor.cache.record import Record
-from advisor.cache.store import open_store
+from advisor.cache.stores import open_store
 from advisor.errors import NoRecord
+from advisor.opening import open_records
 from advisor.tuners.environment import detect
 from tests.cache.examples import KEY, choice, record
 from tests.face.commands import MODEL, advisor
@@ -224,7 +224,7 @@ class TestSeveralStores:
     def test_a_late_answer_is_kept_for_the_next_run(
         self, here: Path, redis_port: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from advisor.cache.redis_server import RedisStore
+        from advisor.cache.stores.redis import RedisStore
 
         remote = f"redis://127.0.0.1:{redis_port}?prefix=late&timeout=30ms"
         keep(made(), remote.replace("30ms", "20s"))

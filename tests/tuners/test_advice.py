@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
-from advisor.tuners.advice import Advice
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.knobs import KNOBS, Situation
-from advisor.tuners.space import Space
+from advisor.tuners.search.space import Space
 
 
 @pytest.fixture(autouse=True)

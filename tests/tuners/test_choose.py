@@ -10,9 +10,9 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import WorkerError
-from advisor.tuners.choose import Verdict, choose_input, decide, finalists, paired_ratio, race
-from advisor.tuners.job import Length, Pace
-from advisor.tuners.space import Space
+from advisor.tuners.length import Length, Pace
+from advisor.tuners.search.race import Verdict, choose_input, decide, finalists, paired_ratio, race
+from advisor.tuners.search.space import Space
 
 SPACE = Space(
     {

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.job import Length, Pace, break_even, first_step_seen
 from advisor.tuners.knobs import PAYING
+from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 
 EAGER = Pace(batch=64, first_step_s=0.5, step_s=0.030)
 COMPILED = Pace(batch=64, first_step_s=25.5, step_s=0.010)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.tuners.measure import median_interval, time_steps, warm_up
+from advisor.tuners.measure.timing import median_interval, time_steps, warm_up
 
 
 class FakeClock:

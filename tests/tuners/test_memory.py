@@ -6,7 +6,7 @@ import math
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.memory import needed
+from advisor.tuners.search.memory import needed
 
 
 def trial(batch: int, peak: int | None, **knobs: str | bool) -> Trial:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tuners import ranks
+from advisor.tuners.act import ranks
 from tests.cache.servers import free_port
 
 TRAIN = """

@@ -10,7 +10,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 
 from advisor.cache.config import Config
-from advisor.tuners.sampler import SECONDS, GainPerSecond
+from advisor.tuners.search.sampler import SECONDS, GainPerSecond
 
 CHOICES = {
     "precision": ["default", "tf32", "bf16", "fp16"],

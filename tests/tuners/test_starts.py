@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.starts import Starts
+from advisor.tuners.measure.first_step import Starts
 
 DEFAULT = Config(batch_size=4, compile="none", precision="default")
 COMPILED = DEFAULT.replace(compile="default", precision="bf16")

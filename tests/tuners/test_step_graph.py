@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
-from advisor.tuners.advice import Advice
-from advisor.tuners.step_graph import CHECKED, WARM_STEPS, StepGraph
+from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.step_graph import CHECKED, WARM_STEPS, StepGraph
 
 EARLY = WARM_STEPS + CHECKED
 

@@ -10,8 +10,8 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import WorkerError
-from advisor.tuners.space import Space, ladder
-from advisor.tuners.study import Search, open_study
+from advisor.tuners.search.space import Space, ladder
+from advisor.tuners.search.study import Search, open_study
 
 SPACE = Space(
     {

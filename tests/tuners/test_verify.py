@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from advisor.cache.config import Config
-from advisor.tuners.verify import MOST_STEPS, Trace, judge, steps_within
-from advisor.tuners.worker.child import Bench
+from advisor.tuners.measure.numerics import MOST_STEPS, Trace, judge, steps_within
+from advisor.tuners.measure.worker.child import Bench
 from tests.tuners.test_worker import job
 
 SOUND = """

@@ -14,8 +14,8 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
-from advisor.tuners.worker.parent import Worker
-from advisor.tuners.worker.wire import Job
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import Job
 
 MEAN = """
 import os, signal, sys, threading, time

@@ -9,7 +9,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.errors import TargetError, TargetFailed
-from advisor.tuners.worker.child import Bench
+from advisor.tuners.measure.worker.child import Bench
 from tests.tuners.test_worker import job
 
 CONFIG = Config(precision="default", cudnn_deterministic=False, batch_size=2)

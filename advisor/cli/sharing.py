@@ -1,0 +1,110 @@
+"""Commands that carry records from store to store: export, import, sync, gc."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from advisor import sharing
+from advisor.cache.exchange import Carried
+from advisor.cache.name import Name
+from advisor.cache.stores.url import without_password
+from advisor.cli.options import DONE, FAILED, cache_option, json_option
+
+Command = Callable[..., None]
+
+
+def only_options(command: Command) -> Command:
+    """--target, --device and --key, which together are an `sharing.Only`."""
+    for option in (
+        click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+        click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+        click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@only_options
+@cache_option
+@json_option
+def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
+    """Write records into the pack FILE: to carry elsewhere, or to read as pack:FILE."""
+    count, damaged = sharing.export(file, sharing.Only(**only), cache=cache)
+    for line in damaged:
+        click.echo(f"advisor: {line}", err=True)
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "records": count, "damaged": damaged}))
+    else:
+        click.echo(f"{count} record{'s' * (count != 1)} in {file}")
+
+
+@click.command(name="import")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@only_options
+@cache_option
+@json_option
+def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
+    """Take the records of the pack FILE; exit code 1 where one is refused."""
+    where, rows = sharing.import_(file, sharing.Only(**only), cache=cache)
+    click.get_current_context().exit(_carried(rows, as_json, where))
+
+
+@click.command()
+@click.argument("source", metavar="FROM")
+@click.argument("to", metavar="TO")
+@only_options
+@json_option
+def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
+    """Copy what the store FROM has and the store TO has not; exit code 1 where one is refused."""
+    rows = sharing.sync(source, to, sharing.Only(**only))
+    click.get_current_context().exit(_carried(rows, as_json, to))
+
+
+def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
+    """Show what became of each record, as it happens; the exit code."""
+    counts: dict[str, int] = {}
+    listed = []
+    for row in rows:
+        counts[row.outcome] = counts.get(row.outcome, 0) + 1
+        listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
+        if as_json or row.outcome == "known":
+            continue
+        name = Name.parse(row.name)
+        what = f"{name.id if name else row.name[:60]}  {row.target or row.reason}"
+        click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
+    if as_json:
+        click.echo(json.dumps({"records": listed}))
+    else:
+        said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        click.echo(f"{said or 'nothing'} to {without_password(where)}")
+    return FAILED if counts.get("refused") else DONE
+
+
+@click.command()
+@click.option("--yes", "remove", is_flag=True, help="Remove; without, only say what would go.")
+@click.option("--only", "kinds", type=click.Choice(sharing.GC_KINDS), help="Only these.")
+@cache_option
+@json_option
+def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
+    """Show what may go: superseded records, and stale ones with a fresh one beside them."""
+    rows = []
+    for store, one in sharing.gc(
+        [kinds] if kinds else sharing.GC_KINDS, remove=remove, cache=cache
+    ):
+        rows.append({"store": store.url, "name": one.name.text, "reason": one.reason})
+        if not as_json:
+            said = "removed" if remove else "would go"
+            click.echo(f"{said}  {one.name.id}  {one.reason}  ({store.url})")
+    if as_json:
+        click.echo(json.dumps({"removed": remove, "records": rows}))
+    elif not rows:
+        click.echo("nothing to remove")
+    elif not remove:
+        click.echo("nothing was removed; to remove, add --yes")

@@ -1,0 +1,1 @@
+"""apply() and lookup(): find a record, answer from it, agree among ranks."""

@@ -1,0 +1,87 @@
+"""One lookup for all processes of a job: rank 0's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from advisor.cache.codec import decode, encode, unpacked
+from advisor.cache.config import Config
+from advisor.errors import AdvisorError, NoRecord, RecordDamaged
+from advisor.tuners.act.ranks import Group
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
+
+WAIT_S = 60.0
+"""For rank 0's lookup: it reads a file, or asks a server for tens of milliseconds."""
+
+_calls = itertools.count()
+
+
+def decided_by_first(
+    decide: Callable[[], Advice], *, device: str, batch: int | None = None
+) -> Advice:
+    """What rank 0 decides, on every rank; each rank decides for itself outside a process group.
+
+    Args:
+        device: of this rank, where what rank 0 says is put to work.
+        batch: that this rank's script names; None for rank 0's.
+
+    Raises:
+        AdvisorError: what decide() raises on rank 0, on every rank.
+    """
+    group = Group.current()
+    if group is None:
+        return decide()
+    key = f"advisor/advice/{next(_calls)}"
+    if group.rank == 0:
+        return _tell(group, key, decide)
+    told = group.get(key, WAIT_S)
+    # Rank 0 never asked: this rank's own answer, which prepare() compares.
+    return decide() if told is None else _heard(told, device, batch)
+
+
+def _tell(group: Group, key: str, decide: Callable[[], Advice]) -> Advice:
+    message: dict[str, Any] = {"error": "rank 0 failed in its lookup; see its own message"}
+    try:
+        advice = decide()
+        message = {
+            "config": dict(advice.config),
+            "batch_size": advice.batch_size,
+            "status": advice.status,
+            "reason": advice.reason,
+            "record": encode(advice.record) if advice.record else b"",
+        }
+        return advice
+    except AdvisorError as exc:
+        message = {"error": str(exc)}
+        raise
+    finally:
+        group.store.set(key, msgpack.packb(message))
+
+
+def _heard(told: bytes, device: str, batch: int | None) -> Advice:
+    from advisor.tuners.act.advice import Advice
+
+    said = unpacked(told, max_bin_len=len(told))
+    if not isinstance(said, dict) or "error" in said:
+        raise NoRecord(str(said["error"] if isinstance(said, dict) else said))
+    try:
+        record = decode(said["record"]) if said["record"] else None
+    except RecordDamaged as exc:
+        raise NoRecord(f"what rank 0 says cannot be read: {exc}") from exc
+    config = Config(said["config"])
+    if batch is not None and "batch_size" in config:
+        config = config.replace(batch_size=batch)
+    return Advice(
+        config,
+        device=device,
+        batch_size=batch or said["batch_size"],
+        status=said["status"],
+        reason=f"{said['reason']}; decided by rank 0",
+        record=record,
+    )

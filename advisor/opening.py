@@ -1,0 +1,40 @@
+"""The records that the public functions read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.cache.record import Record
+from advisor.cache.records import Records, be_patient
+from advisor.cache.seal import Seal
+from advisor.cache.stores import open_store as open_store
+from advisor.cache.stores import open_stores
+
+PATIENCE_S = 10.0
+"""What a remote store may take where a person waits for a command."""
+
+Cache = str | Sequence[str] | None
+"""A store's URL, several, or None for what the environment or the project says."""
+
+
+def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) -> Records:
+    """The records in the stores that `cache` names, refused where a value is outside its domain.
+
+    Args:
+        patient: wait for remote stores as a person does, not as a training script does.
+        fallback: behind remote stores alone, the user's cache folder too, which keeps what they
+            cannot take.
+
+    Raises:
+        UsageError: a URL, the project's settings or the secret is wrong.
+    """
+    stores = open_stores(cache, fallback=fallback)
+    if patient:
+        be_patient(stores, PATIENCE_S)
+    return Records(stores, seal=Seal.from_environment(), check=_refusal)
+
+
+def _refusal(record: Record) -> str:
+    from advisor.tuners.knobs import refusal
+
+    return refusal(record)

@@ -1,0 +1,137 @@
+"""What `advisor tune` shows while it works: a live table, or plain lines.
+
+Drawn between measurements only: a redraw is noise to a step that is bound by the host.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from advisor import report
+from advisor.cache.config import Config
+from advisor.cache.key import Key
+from advisor.cache.record import Measurement, Trial
+from advisor.tuners.search.plan import Progress
+
+if TYPE_CHECKING:
+    from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.search.space import Space
+
+SHOWN = 12
+
+
+class Shown(Progress):
+    """Progress on a console (standard error): live on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, *, budget_s: float) -> None:
+        self._console = console
+        self._budget_s = budget_s
+        self._live: Live | None = None
+        self._default = Config()
+        self._baseline: Measurement | None = None
+        self._trials: list[Trial] = []
+        self._best: dict[bool, Trial] = {}
+        self._status = ""
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
+        self._default = space.default
+        self._began = time.monotonic()
+        device = key.environment.device
+        self._console.print(
+            f"{facts.name}: {facts.parameters:,} parameters, {key.inputs}, batch "
+            f"{space.batches[0]}, {key.mode}, on {device.name}",
+            highlight=False,
+        )
+        if resumed:
+            self._console.print(f"going on after {resumed} trials of an earlier run")
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+
+    def tried(self, trial: Trial, spent_s: float) -> None:
+        measured = trial.measurement
+        if trial.config == self._default:
+            self._baseline = measured
+        self._trials.append(trial)
+        if measured.ok:
+            at_batch = trial.config.get("batch_size") == self._default.get("batch_size")
+            held = self._best.get(at_batch)
+            if held is None or measured.samples_per_s > held.measurement.samples_per_s:
+                self._best[at_batch] = trial
+        left = max(0.0, self._budget_s - spent_s)
+        self._status = f"{report.duration(left)} left of {report.duration(self._budget_s)}"
+        if self._live is not None:
+            self._draw()
+        else:
+            self._console.print(
+                "  ".join([f"trial {trial.number}:", *self._cells(trial)[1:], self._status]),
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def phase(self, what: str) -> None:
+        so_far = report.duration(time.monotonic() - self._began)
+        self._status = f"{what} (after {so_far})"
+        if self._live is not None:
+            self._draw()
+        else:
+            self._console.print(self._status, highlight=False)
+
+    def notice(self, text: str) -> None:
+        self._console.print(f"advisor: {text}", highlight=False, soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        quiet, self._console.quiet = self._console.quiet, False
+        self.notice(text)
+        self._console.quiet = quiet
+
+    def _cells(self, trial: Trial) -> tuple[str, ...]:
+        measured = trial.measurement
+        against = ""
+        if measured.ok and self._baseline is not None and self._baseline.ok:
+            against = f"{measured.samples_per_s / self._baseline.samples_per_s:.2f}x"
+        return (
+            str(trial.number),
+            report.changes(trial.config, self._default),
+            f"batch {trial.config.get('batch_size', '')}",
+            f"{report.rate(measured.samples_per_s)}/s" if measured.ok else report.outcome(measured),
+            against,
+        )
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in ("trial", "tried", "batch", "samples/s", "x default"):
+            table.add_column(heading, justify="left" if heading == "tried" else "right")
+        for trial in self._trials[-SHOWN:]:
+            number, tried, batch, rate, against = self._cells(trial)
+            leads = trial in self._best.values()
+            table.add_row(
+                number,
+                tried,
+                batch.removeprefix("batch "),
+                rate.removesuffix("/s"),
+                against,
+                style="green" if leads else "",
+            )
+        lines: list[Text] = []
+        for at_batch, name in ((True, "best at your batch"), (False, "best at another batch")):
+            held = self._best.get(at_batch)
+            if held is not None:
+                lines.append(Text(f"{name}: " + "  ".join(self._cells(held)[1:]), "bold"))
+        lines.append(Text(self._status, "dim"))
+        self._live.update(Group(table, Text(), *lines), refresh=True)

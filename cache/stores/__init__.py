@@ -1,0 +1,186 @@
+"""Places that keep bytes under names: the protocol, and how URLs become stores."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+from advisor.cache.settings import cache_urls
+from advisor.cache.stores.filesystem import network
+from advisor.cache.stores.url import without_password
+from advisor.errors import RecordDamaged, UsageError
+
+
+class Store(Protocol):
+    """Bytes under text keys. Reading creates nothing; a write is whole or absent.
+
+    Every method but `health` raises StoreDamaged for a corrupt store, and StoreError for one that
+    cannot be reached, read or written now.
+    """
+
+    @property
+    def url(self) -> str:
+        """What `open_store` takes to open it again, without passwords."""
+
+    @property
+    def studies(self) -> Path | None:
+        """A local folder for the studies that belong to it; it may not exist yet."""
+
+    def keys(self) -> list[str]:
+        """All keys, sorted; none where there is no store yet."""
+
+    def get(self, key: str) -> bytes | None:
+        """What was put, or None. Raises RecordDamaged where it is not what a store puts."""
+
+    def get_many(self, keys: Iterable[str]) -> Mapping[str, bytes | RecordDamaged]:
+        """The same for several, in one exchange where the store has one; without what is absent."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep data under key, in place of what is there."""
+
+    def delete(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+
+    def check_writable(self) -> None:
+        """Raise where `put` would; nothing is made where there is no store yet."""
+
+    def health(self) -> str:
+        """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""
+
+    def set_aside(self) -> Path:
+        """Move the damaged store away; where it is now."""
+
+
+@runtime_checkable
+class Remote(Store, Protocol):
+    """A store at the other end of a network, which may not answer.
+
+    `patience_s`: seconds that a reader waits for it, all in all.
+    """
+
+    patience_s: float
+
+    def reach(self) -> None:
+        """Raise StoreError where nobody answers, before anything is spent on asking."""
+
+    def load(self) -> None:
+        """Import what asking needs: this machine's own cost, and not the remote's."""
+
+
+_FSSPEC = "advisor.cache.stores.files:FileSystemStore"
+
+SCHEMES: dict[str, tuple[str, str]] = {
+    "disk": ("advisor.cache.stores.disk:DiskStore", "pip install diskcache"),
+    "dir": ("advisor.cache.stores.dir:DirStore", ""),
+    "pack": ("advisor.cache.stores.pack:PackStore", ""),
+    "redis": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
+    "rediss": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
+    "s3": (_FSSPEC, "pip install 'advisor[s3]'"),
+    "gs": (_FSSPEC, "pip install 'advisor[gcs]'"),
+    "az": (_FSSPEC, "pip install 'advisor[azure]'"),
+    "abfs": (_FSSPEC, "pip install 'advisor[azure]'"),
+}
+"""Scheme → the class, called with what follows 'scheme:' if it is local, else with the whole URL,
+and what installs its needs. Any other scheme with '//' is fsspec's to know."""
+_LOCAL = ("disk", "dir", "pack")
+
+
+def open_stores(
+    cache: str | Sequence[str] | None = None, *, fallback: bool = False
+) -> tuple[Store, ...]:
+    """The stores to look into, in order; `cache` as `settings.cache_urls` takes it.
+
+    Without any, the user's cache folder. With `fallback`, behind remote stores alone, that folder
+    too: it keeps what they cannot take now.
+
+    Raises:
+        UsageError: a scheme is unknown, or what it needs is not installed.
+    """
+    stores = tuple(open_store(url) for url in cache_urls(cache))
+    if not stores or (fallback and all(isinstance(store, Remote) for store in stores)):
+        stores = (*stores, open_store(_user_folder()))
+    return stores
+
+
+def open_store(url: str | None = None) -> Store:
+    """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`.
+
+    A bare path is a `disk` store, or `dir` on a network file system or where such files lie
+    already. Nothing is touched yet.
+
+    Raises:
+        UsageError: the scheme is unknown, or what it needs is not installed.
+    """
+    if url is None:
+        return open_stores()[0]
+    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
+    scheme, place = (found[1].lower(), found[2]) if found else ("", url)
+    known = ", ".join(f"{name}:" for name in SCHEMES)
+    shown = without_password(url)
+    where, hint = SCHEMES.get(scheme, (_FSSPEC, ""))
+    if not place or "\0" in place:
+        raise UsageError(f"cache URL {shown!r}: names no place, expected e.g. dir:/data/advisor")
+    if scheme not in SCHEMES and scheme and not place.startswith("//"):
+        raise UsageError(
+            f"cache URL {shown!r}: unknown scheme {scheme!r}, expected {known} or another of "
+            "fsspec's; set --cache or ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
+        )
+    if scheme not in ("", *_LOCAL) and not place.startswith("//"):
+        raise UsageError(f"cache URL {shown!r}: expected {scheme}://...")
+    if scheme in ("", *_LOCAL):
+        place = re.sub(r"^//(?=/)", "", place)
+        where, hint = SCHEMES[scheme or _kind_of(Path(place).expanduser())]
+    else:
+        place = scheme + url[len(scheme) :]
+    module, _, name = where.partition(":")
+    try:
+        return cast(Store, getattr(importlib.import_module(module), name)(place))
+    except ImportError as exc:
+        why = f"cache URL {shown!r}: {exc}"
+        raise UsageError(f"{why}; run: {hint}" if hint else why) from exc
+
+
+def _kind_of(path: Path) -> str:
+    if (path / "records").is_dir():
+        return "disk"
+    return "dir" if network(path) or next(path.glob("record-*.msgpack"), None) else "disk"
+
+
+def one_by_one(
+    get: Callable[[str], bytes | None], keys: Iterable[str]
+) -> dict[str, bytes | RecordDamaged]:
+    """`Store.get_many` for a store that has no exchange of its own for several."""
+    found: dict[str, bytes | RecordDamaged] = {}
+    for key in keys:
+        try:
+            data = get(key)
+        except RecordDamaged as exc:
+            found[key] = exc
+        else:
+            if data is not None:
+                found[key] = data
+    return found
+
+
+def note_on(store: Store) -> str:
+    """What a person should know of where a store lies, or ''."""
+    place = store.studies
+    kind = network(place) if place is not None else ""
+    if kind and store.url.startswith("disk:"):
+        return f"on {kind}, where SQLite corrupts: use dir:{store.url.partition(':')[2]}"
+    return f"one file a record, as it is on {kind}" if kind else ""
+
+
+def _user_folder() -> str:
+    import platformdirs
+
+    return platformdirs.user_cache_dir("advisor", appauthor=False)
+
+
+def studies_of(stores: Sequence[Store]) -> Path:
+    """The folder for studies: that of the first store that has one, else in the user's."""
+    folders = (store.studies for store in stores)
+    return next(filter(None, folders), Path(_user_folder()) / "studies")

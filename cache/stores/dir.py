@@ -1,0 +1,145 @@
+"""A folder with one msgpack file per record: no locks, no database, readable where it lies.
+
+What a store on a network file system needs, and what ships inside an image or a repository.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor.cache.name import file_of, keys_of
+from advisor.cache.stores import one_by_one
+from advisor.cache.stores.filesystem import make_folder, open_regular
+from advisor.errors import RecordDamaged, StoreError
+
+if TYPE_CHECKING:
+    from advisor.cache.stores import Store
+
+_TEMPORARY = ".writing-"
+_ABANDONED_S = 3600.0
+"""Age from which a temporary file's writer is dead: a write takes milliseconds."""
+_MOST_BYTES = 2**26
+_REMEDY = "point --cache or ADVISOR_CACHE to another folder"
+
+
+class DirStore:
+    """The files lie directly in the folder; studies/ is for the studies beside them."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+
+    @property
+    def url(self) -> str:
+        return f"dir:{self.path}"
+
+    @property
+    def studies(self) -> Path:
+        return self.path / "studies"
+
+    def keys(self) -> list[str]:
+        try:
+            names = os.listdir(self.path)  # noqa: PTH208 # names are all that is wanted
+        except FileNotFoundError:
+            return []
+        except OSError as exc:
+            raise self._mapped(exc) from exc
+        return keys_of(names)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            with open_regular(self._file(key)) as file:
+                data = file.read(_MOST_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            if exc.errno == errno.ESTALE:  # removed on another NFS client while it was read
+                return None
+            raise RecordDamaged(f"{key}: {exc.strerror}") from exc
+        if len(data) > _MOST_BYTES:
+            raise RecordDamaged(f"{key}: larger than {_MOST_BYTES} bytes; refused")
+        return data
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
+        return one_by_one(self.get, keys)
+
+    def put(self, key: str, data: bytes) -> None:
+        target = self._file(key)
+        temporary = self.path / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            make_folder(self.path)
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._flush()
+        except OSError as exc:
+            raise self._mapped(exc) from exc
+
+    def delete(self, key: str) -> bool:
+        try:
+            self._file(key).unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise StoreError(f"cache {self.path}: {self._file(key).name}: {exc.strerror}") from exc
+        return True
+
+    def tidy(self) -> int:
+        """Remove what writers that were killed left behind; how many files."""
+        try:
+            old = [
+                path
+                for path in self.path.glob(f"{_TEMPORARY}*")
+                if path.stat().st_mtime < time.time() - _ABANDONED_S
+            ]
+            for path in old:
+                path.unlink(missing_ok=True)
+        except OSError as exc:
+            raise self._mapped(exc) from exc
+        return len(old)
+
+    def check_writable(self) -> None:
+        there = next(p for p in (self.path, *self.path.parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "cannot be written" if there.is_dir() else "is not a folder"
+            raise StoreError(f"cache {self.path}: {there} {why}; {_REMEDY}")
+
+    def health(self) -> str:
+        try:
+            keys = self.keys()
+        except StoreError as exc:
+            return f"unusable: {exc}"
+        if not keys:
+            return "empty"
+        return "ok" if os.access(self.path, os.W_OK) else "ok, read-only"
+
+    def set_aside(self) -> Path:
+        raise StoreError(f"cache {self.path}: each record is a file of its own; remove what is bad")
+
+    def _file(self, key: str) -> Path:
+        return self.path / file_of(key)
+
+    def _flush(self) -> None:
+        """The folder's entry too is on disk."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _mapped(self, exc: OSError) -> StoreError:
+        return StoreError(f"cache {self.path}: {exc.strerror or exc}; {_REMEDY}")
+
+
+def _proof(store: DirStore) -> Store:
+    return store

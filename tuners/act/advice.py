@@ -1,0 +1,275 @@
+"""Advice: a config at work in a training loop.
+
+The worker that measures and the script that trains use the same methods of this class, so that
+what is measured is what is applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advisor.cache.config import Config
+from advisor.cache.explanation import Explanation
+from advisor.cache.record import Record
+from advisor.errors import AdvisorWarning
+from advisor.tuners import fingerprint
+from advisor.tuners.act import ranks
+from advisor.tuners.act.step_graph import StepGraph
+from advisor.tuners.knobs import KNOBS, Knob
+
+_NOTHING = contextlib.nullcontext()
+
+OVERLAPPED = 8 * 2**20
+"""Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
+(0.2 ms at PCIe 4.0's 25 GB/s) than a busy host needs to keep two streams in step."""
+
+
+class Advice:
+    """How to train: every piece stands alone, and an empty config changes nothing.
+
+    Attributes:
+        config: one value per knob; empty when there is no advice.
+        batch_size: samples per step, or None when neither script nor record says.
+        device: where to train.
+        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
+            from something near), 'miss' or 'disabled'.
+        reason: one line: what was served, or why nothing was.
+        record: the record behind it, or None.
+        explanation: what was looked for and found, for people with str(); None where it was not
+            looked up by this process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: str,
+        batch_size: int | None = None,
+        status: str = "exact",
+        reason: str = "",
+        record: Record | None = None,
+        explanation: Explanation | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self.status = status
+        self.reason = reason
+        self.record = record
+        self.explanation = explanation
+        self._compared = False
+        self._rows: tuple[Knob, ...] = tuple(knob for knob in KNOBS if knob.name in config)
+        self._layouts = [
+            (k.layout, config[k.name]) for k in self._rows if k.layout and config[k.name]
+        ]
+        self._autocast_dtype = next(
+            (d for k in self._rows if k.autocast and (d := k.autocast(config[k.name]))), None
+        )
+        self._scaled = any(k.scaled(config[k.name]) for k in self._rows if k.scaled)
+        self._non_blocking = self.device.type == "cuda" and any(
+            k.non_blocking(config[k.name]) for k in self._rows if k.non_blocking
+        )
+        self._graphed = any(k.graphs(config[k.name]) for k in self._rows if k.graphs)
+        self._captured = any(k.captured(config[k.name]) for k in self._rows if k.captured)
+        self._uncaptured = self._captured
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._scaler: torch.amp.GradScaler | None = None
+        self._copies: torch.cuda.Stream | None = None
+
+    def __repr__(self) -> str:
+        return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
+
+    def set_flags(self) -> None:
+        """Set the process-wide flags of every knob in the config (`advisor.apply` did this)."""
+        for knob in self._rows:
+            if knob.flags is not None:
+                knob.flags(self.config[knob.name])
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model on the device in the advised memory format, compiled where that pays.
+
+        Warns if the model is not the one that was tuned.
+
+        Raises:
+            RanksDiffer: in a process group, where other ranks have other advice.
+        """
+        if not self._compared:
+            # The batch is each script's own.
+            self._compared = ranks.compare(self.config.without("batch_size").digest)
+        if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
+            self._compare(model, self.record)
+        model = model.to(self.device)
+        for knob in self._rows:
+            if knob.model is not None:
+                model = knob.model(model, self.config[knob.name])
+        self._models.add(model)
+        return model
+
+    def _compare(self, model: nn.Module, record: Record) -> None:
+        known = record.provenance
+        try:
+            if fingerprint.of_model(model) == record.key.model:
+                return
+            modules, parameters = fingerprint.size(model)
+            what = (
+                f"is not the one tuned as {record.target.name}: "
+                f"{modules} modules and {parameters:,} parameters now, "
+                f"{known.modules} and {known.parameters:,} then (equal counts: a hyperparameter "
+                "differs). The advice may not fit; tune again"
+            )
+        except Exception as exc:  # parameters not made yet, or what the user's extra_repr() raised
+            first = str(exc).partition("\n")[0]
+            what = (
+                f"cannot be compared with the one tuned as {record.target.name} "
+                f"({type(exc).__name__}: {first})"
+            )
+        warnings.warn(f"advisor: this model {what}", AdvisorWarning, stacklevel=3)
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
+        return self._keywords("optimizer")
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
+        known = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        return self._keywords("loader") | known
+
+    def _keywords(self, part: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for knob in self._rows:
+            act = getattr(knob, part)
+            if act is not None:
+                found |= act(self.config[knob.name])
+        return found
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Context for forward pass and loss: torch.autocast, or nothing."""
+        if self._autocast_dtype is None:
+            return _NOTHING
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The GradScaler, enabled for fp16 only: for loops that clip or accumulate gradients."""
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._scaled)
+        return self._scaler
+
+    def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
+        """The training step as one CUDA graph where that is advised, else as it is.
+
+        `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
+        callable that comes back is used in its place. See `tuners.step_graph.StepGraph` for what
+        happens at its first calls and what falls back to `train_step` itself: one warning says so.
+
+        Args:
+            train_step: forward, loss, `advice.step` (or backward, optimizer step and zero_grad).
+            example_batch: one batch of the loader; those of its shapes are replayed.
+        """
+        self._uncaptured = False
+        if not self._captured or self.device.type != "cuda":
+            return train_step
+        return StepGraph(train_step, self.place(example_batch), self._models)
+
+    def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Backward, optimizer step, zero_grad; with fp16 the loss is scaled."""
+        if self._uncaptured:
+            self._uncaptured = False
+            warnings.warn(
+                "advisor: this advice replays the whole step as one CUDA graph: put the step into "
+                "a function and call step = advice.capture(function, example_batch) in its place; "
+                "without, training is slower than advised. To tune without: --no-step-graph",
+                AdvisorWarning,
+                stacklevel=2,
+            )
+        if self._scaled:
+            scaler = self.scaler
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches on the device, in the advised memory format.
+
+        Large pinned batches are copied on a stream of their own, beside the step before.
+        """
+        overlapped: bool | None = None if self._non_blocking else False
+        for batch in loader:
+            if overlapped is None:
+                overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
+            if self._graphed:
+                torch.compiler.cudagraph_mark_step_begin()
+            yield self._place_beside(batch) if overlapped else self.place(batch)
+
+    def _place_beside(self, batch: Any) -> Any:
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._copies):
+            placed = self.place(batch)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._copies)
+        for tensor in _tensors(placed):
+            tensor.record_stream(current)
+        return placed
+
+    def place(self, batch: Any) -> Any:
+        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out.
+
+        What else has a method `to`, as PackedSequence, moves itself; the rest stays as it is.
+        """
+        # This runs at every step: the common types first, and no work for knobs that are off.
+        if isinstance(batch, Tensor):
+            if not self._layouts:
+                return batch.to(self.device, non_blocking=self._non_blocking)
+            layout = torch.preserve_format
+            for act, value in self._layouts:
+                layout = act(batch, value) or layout
+            return batch.to(self.device, non_blocking=self._non_blocking, memory_format=layout)
+        kind = type(batch)
+        if kind is tuple or kind is list:
+            return kind([self.place(part) for part in batch])
+        if isinstance(batch, Mapping):
+            placed = {name: self.place(part) for name, part in batch.items()}
+            return placed if kind is dict else _like(batch, placed)
+        if hasattr(batch, "to"):
+            return batch.to(self.device, non_blocking=self._non_blocking)
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return kind(*map(self.place, batch))
+        if isinstance(batch, list | tuple):
+            return kind(self.place(part) for part in batch)
+        return batch
+
+
+def _like(batch: Mapping[Any, Any], placed: dict[Any, Any]) -> Any:
+    """`placed` as another batch of this kind: its constructor may want something else."""
+    if not isinstance(batch, MutableMapping):
+        return type(batch)(placed)  # type: ignore[call-arg]
+    found = copy.copy(batch)
+    found.update(placed)
+    return found
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for part in tree.values():
+            yield from _tensors(part)
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _tensors(part)

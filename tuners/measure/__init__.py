@@ -1,0 +1,1 @@
+"""What a config gives: workloads, timing, numerics, and the process that measures."""

@@ -1,0 +1,349 @@
+"""The step that is measured: a target, a batch and an Advice, as a training script has them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from advisor.cache.key import Sample
+from advisor.errors import TargetError, TargetFailed
+from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.step_graph import StepGraph
+from advisor.tuners.target import Loaded, build, failed
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
+    "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
+}
+_NO_LOSS = torch.zeros(())
+PATIENCE = 100
+"""Steps within which a captured step must come to its first replay."""
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
+
+
+class Workload:
+    """One training or inference step on one config, built as a script would build it."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        advice: Advice,
+        *,
+        sample: Sample,
+        vocab: int,
+        batch: int,
+        mode: str,
+        optimizer: str,
+        from_loader: bool,
+        seed: int,
+        batches: int = 1,
+        order: int = 0,
+        watch: bool = False,
+        rounded: bool = False,
+        mix: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        """A step is a pass through the shapes of `mix`, where there are any.
+
+        `batches` different ones of each shape are cycled through, in an order that `order` names;
+        with `watch`, `outputs` holds the first step's; `rounded` starts from weights in bf16.
+        """
+        torch.manual_seed(seed)
+        advice.set_flags()
+        self.advice = advice
+        self._loaded = loaded
+        self._training = mode == "train"
+        model = build(loaded)
+        if rounded:
+            for weight in model.parameters():
+                weight.data = weight.data.bfloat16().to(weight.dtype)
+        self.model = advice.prepare(model)
+        self.model.train(self._training)
+        self.loss: Tensor | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._training:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            if not parameters:
+                raise TargetFailed(
+                    f"target {loaded.spec.name!r}: it has no trainable parameter; use --mode infer"
+                )
+            self._optimizer = OPTIMIZERS[optimizer](parameters, **advice.optimizer)
+        self._watch = watch
+        self.outputs: list[Tensor] = []
+        made = []
+        for number in range(batches):
+            # The same numbers for every config, whatever a model's dropout has drawn before.
+            torch.manual_seed(seed + 1 + number)
+            for size, *shape in mix or ((batch, *sample.shape),):
+                one = Sample(shape=tuple(shape), dtype=sample.dtype)
+                inputs, target = self._make_batch(one, vocab, size, mixed=bool(mix))
+                if target is None and self._training:
+                    target = self._make_target(inputs, seed + 1 + number)
+                made.append((inputs, target))
+        self._passes = 1 if from_loader else max(1, len(mix))
+        self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
+        self._made = made[0]
+        if from_loader:
+            self._source = _forever(advice, _Repeated(made[0], batch))
+        else:
+            self._source = advice.batches(_cycle([advice.place(one) for one in made], order))
+        torch.manual_seed(seed + 1000 * (1 + order))
+
+    def fed_by(self, advice: Advice, batch: int) -> Workload:
+        """The same model and optimizer behind another DataLoader: nothing is compiled again."""
+        other = copy.copy(self)
+        other._source = _forever(advice, _Repeated(self._made, batch))
+        return other
+
+    def _make_batch(
+        self, sample: Sample, vocab: int, batch: int, *, mixed: bool = False
+    ) -> tuple[Any, Any]:
+        hook = self._loaded.make_batch
+        if hook is None:
+            return make_input(sample, vocab, batch), None
+        more = (sample.shape,) if len(inspect.signature(hook).parameters) > 2 else ()
+        if mixed and not more:
+            raise TargetFailed(
+                f"target {self._loaded.spec.name!r}: for several shapes make_batch must take a "
+                "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
+            )
+        try:
+            made = hook(batch, torch.device("cpu"), *more)
+        except Exception as exc:  # the user's code may raise anything; it is reported whole
+            raise failed(self._loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise TargetFailed(
+                f"target {self._loaded.spec.name!r}: make_batch must return (inputs, target)"
+            )
+        return made
+
+    def _make_target(self, inputs: Any, seed: int) -> Any:
+        """Random labels for a 2-D output, a random tensor of the output's shape otherwise.
+
+        A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
+        """
+        with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unsearched():
+            output = self._forward(self.advice.place(inputs))
+        torch.manual_seed(seed)
+        return _random_targets(output)
+
+    def _eagerly(self) -> AbstractContextManager[Any]:
+        """Without compiling: for a forward pass that is not part of a step."""
+        eager: AbstractContextManager[Any] = nullcontext()
+        if self.model._compiled_call_impl is not None:
+            eager = torch.compiler.set_stance("force_eager")
+        return eager
+
+    def _forward(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs)
+        if isinstance(inputs, tuple | list):
+            return self.model(*inputs)
+        return self.model(inputs)
+
+    def step(self) -> None:
+        """One step, exactly as in a script: batch, autocast, forward, loss, advice.step.
+
+        Raises:
+            RuntimeError: it was to be captured as a CUDA graph and cannot be.
+        """
+        losses = [self._one_step(next(self._source)) for _ in range(self._passes)]
+        if self._training:
+            self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _one_step(self, batch: Any) -> Tensor:
+        if self._training:
+            loss: Tensor = self._train_step(batch)
+            if isinstance(self._train_step, StepGraph) and self._train_step.failure:
+                raise RuntimeError(f"no CUDA graph: {self._train_step.failure}")
+            return loss
+        with torch.inference_mode(), self.advice.autocast():
+            self._forward(batch[0])
+        return _NO_LOSS
+
+    def start(self) -> None:
+        """The first step, and those before the first that a captured step replays.
+
+        Raises:
+            RuntimeError: it is never replayed, or as `step`.
+        """
+        self.step()
+        for _ in range(PATIENCE):
+            if not isinstance(self._train_step, StepGraph) or self._train_step.ready:
+                return
+            self.step()
+        raise RuntimeError("no CUDA graph: the batches are not alike")
+
+    def _train(self, batch: Any) -> Tensor:
+        assert self._optimizer is not None
+        inputs, target = batch
+        with self.advice.autocast():
+            output = self._forward(inputs)
+            loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
+        if self._watch and not self.outputs:
+            self.outputs = [part.detach().float().cpu().clone() for part in _outputs(output)]
+        self.advice.step(loss, self._optimizer)
+        return loss.detach()
+
+
+@contextmanager
+def _unsearched() -> Iterator[None]:
+    """Without cudnn.benchmark's search: its seconds are the first step's, which is timed."""
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = searches
+
+
+def make_input(sample: Sample, vocab: int, batch: int) -> Tensor:
+    """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
+    shape = (batch, *sample.shape)
+    dtype = getattr(torch, sample.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, vocab, shape).to(dtype)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
+    if isinstance(logits, Tensor) and not isinstance(output, tuple):
+        return [logits]
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _outputs(part)]
+    return []
+
+
+def _random_target(output: Tensor) -> Tensor:
+    if output.dim() == 2:
+        return torch.randint(0, output.shape[1], (output.shape[0],))
+    return torch.randn(output.shape)
+
+
+def _random_targets(output: Any) -> Tensor | list[Tensor]:
+    found = [_random_target(tensor) for tensor in _outputs(output)]
+    if not found:
+        raise TargetError(
+            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
+            "define loss(output, target) in the target's file"
+        )
+    return found[0] if len(found) == 1 else found
+
+
+def _loss(output: Any, target: Any) -> Tensor:
+    targets = [target] if isinstance(target, Tensor) else list(target)
+    parts = [
+        _one_loss(tensor, wanted) for tensor, wanted in zip(_outputs(output), targets, strict=False)
+    ]
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+def _one_loss(output: Tensor, target: Tensor) -> Tensor:
+    if output.dim() == 2 and not target.is_floating_point():
+        return functional.cross_entropy(output, target)
+    return functional.mse_loss(output, target.to(output.dtype))
+
+
+def _cycle(batches: list[Any], order: int) -> Iterator[Any]:
+    """Endless passes through all batches; from the second on, their order is the seed's."""
+    draw = random.Random(order)
+    while True:
+        yield from batches
+        draw.shuffle(batches)
+
+
+class _Repeated(Dataset[Any]):
+    """An in-memory dataset: one made batch, taken apart into samples and repeated."""
+
+    REPEATS = 16
+
+    def __init__(self, batch: tuple[Any, Any], size: int) -> None:
+        self._batch = _to_cpu(batch)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size * self.REPEATS
+
+    def __getitem__(self, index: int) -> Any:
+        return _pick(self._batch, index % self._size)
+
+
+def _to_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.cpu()
+    if isinstance(tree, Mapping):
+        return {name: _to_cpu(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_to_cpu(part) for part in tree]
+    return tree
+
+
+def _pick(tree: Any, index: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[index]
+    if isinstance(tree, dict):
+        return {name: _pick(part, index) for name, part in tree.items()}
+    if isinstance(tree, list):
+        return [_pick(part, index) for part in tree]
+    return 0 if tree is None else tree
+
+
+def _forever(advice: Advice, dataset: Dataset[Any]) -> Iterator[tuple[Any, Any]]:
+    loader = DataLoader(dataset, shuffle=True, drop_last=True, **advice.loader)
+    while True:
+        yield from advice.batches(loader)
+
+
+class Layers:
+    """While active, knows which layer of a model is running: for 'which layer rejected it'."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._stack: list[tuple[str, nn.Module, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Layers:
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave)
+        self._handles = [before, after]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        got = ", ".join(
+            f"{'x'.join(map(str, part.shape))} {str(part.dtype).removeprefix('torch.')}"
+            for part in inputs
+            if isinstance(part, Tensor)
+        )
+        self._stack.append((self._names.get(module, "?"), module, got))
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._stack.pop()
+
+    def innermost(self) -> str:
+        """'layer fc, Linear(in_features=3, ...), got 64x512 float32', or '' outside any."""
+        if not self._stack:
+            return ""
+        name, module, got = self._stack[-1]
+        shown = f"{type(module).__name__}({module.extra_repr()})"
+        return f"layer {name!r}, {shown}, got {got}" if name else f"the model itself, got {got}"

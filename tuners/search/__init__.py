@@ -1,0 +1,1 @@
+"""Which configs to try, and which of them to advise."""
