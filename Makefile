@@ -1,19 +1,22 @@
 PYTHON ?= python3
+MUTANTS ?= 300
+SEED ?= 10
 
 BIN := .venv/bin
 USE := .venv/.installed
 DEV := .venv/.installed-dev
+MUT := .venv/.installed-mutants
 
-.PHONY: demo test check lint dev
+.PHONY: demo test check lint mutants dev
 
-## Tune an example, then train it with what was found.
+## Tune an example, then train it without and with what was found.
 demo: $(USE)
-	$(BIN)/advisor tune examples/conv.py --shape 64x3x256x256 --effort quick
-	$(BIN)/python examples/train_conv.py
+	$(BIN)/advisor tune examples/mnist.py --shape 128x1x28x28 --effort quick
+	$(BIN)/python examples/train_mnist.py --steps 500 --compare
 
-## Run the tests.
+## Run the tests: a file's tests share what they set up, so a file stays with one process.
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 ## Everything that CI checks.
 check: lint test
@@ -23,6 +26,12 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p advisor
 	$(BIN)/lint-imports
+
+## Do the tests notice? A sample of MUTANTS mutants, 0 for all of them (hours): tests/mutants.md.
+mutants: $(MUT)
+	rm -rf .mutants && mkdir .mutants
+	cp -RL advisor tests examples README.md pyproject.toml .mutants
+	cd .mutants && ../$(BIN)/python tests/mutate.py $(MUTANTS) $(SEED)
 
 ## Only set up the environment for development.
 dev: $(DEV)
@@ -38,3 +47,7 @@ $(USE): pyproject.toml | $(BIN)/pip
 $(DEV): pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install -e ".[dev]"
 	touch $(USE) $@
+
+$(MUT): $(DEV)
+	$(BIN)/pip install -e ".[mutants]"
+	touch $@

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
     from advisor.errors import (
         AdvisorError,
         AdvisorWarning,
+        Busy,
         NoRecord,
+        RanksDiffer,
+        RecordDamaged,
+        RecordNewer,
+        StoreDamaged,
         StoreError,
         TargetError,
+        TargetFailed,
         UsageError,
         WorkerError,
     )
     from advisor.finding.lookups import apply, lookup
+    from advisor.remeasuring import explain, verify
+    from advisor.sharing import export, gc, import_, sync
     from advisor.tuners.act.advice import Advice
     from advisor.tuning import tune
 
@@ -29,22 +37,40 @@ __all__ = [
     "Advice",
     "AdvisorError",
     "AdvisorWarning",
+    "Busy",
     "NoRecord",
+    "RanksDiffer",
+    "RecordDamaged",
+    "RecordNewer",
+    "StoreDamaged",
     "StoreError",
     "TargetError",
+    "TargetFailed",
     "UsageError",
     "WorkerError",
     "__version__",
     "apply",
+    "explain",
+    "export",
+    "gc",
+    "import_",
     "lookup",
+    "sync",
     "tune",
+    "verify",
 ]
 
 _HOMES = {
-    "apply": "advisor.finding.lookups",
-    "lookup": "advisor.finding.lookups",
-    "tune": "advisor.tuning",
     "Advice": "advisor.tuners.act.advice",
+    "apply": "advisor.finding.lookups",
+    "explain": "advisor.remeasuring",
+    "export": "advisor.sharing",
+    "gc": "advisor.sharing",
+    "import_": "advisor.sharing",
+    "lookup": "advisor.finding.lookups",
+    "sync": "advisor.sharing",
+    "tune": "advisor.tuning",
+    "verify": "advisor.remeasuring",
 }
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
 from advisor.cache.seal import Seal
+from advisor.cache.settings import Cache as Cache
 from advisor.cache.stores import open_store as open_store
 from advisor.cache.stores import open_stores
 
 PATIENCE_S = 10.0
 """What a remote store may take where a person waits for a command."""
-
-Cache = str | Sequence[str] | None
-"""A store's URL, several, or None for what the environment or the project says."""
 
 
 def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) -> Records:

@@ -1,44 +1,40 @@
-"""What a record says of itself: the lines to type, what was chosen, what has changed since."""
+"""The lines that a person copies: they work where they were printed, quoted as they must be."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import Choice, Record
+from advisor.cache.record import Record
 from advisor.cache.stores import open_stores
+from advisor.cache.task import Task, python, rows, shell
 from advisor.opening import Cache
+
+if TYPE_CHECKING:
+    from advisor.finding.request import Request
+
+DEEPEST = 3
+"""Folders below this one in which a target's file is looked for."""
+MOST_FOLDERS = 500
 
 
 def script_line(record: Record, cache: Cache = None) -> str:
     """The line that applies a record in a script; `cache`: where it is, as `lookup` takes it."""
-    from advisor.tuners.knobs import PERMITTED
-
-    key = record.key
-    given = [f'"{record.target.name}"']
-    shapes = [f"({', '.join(shape.split('x'))})" for shape in shapes_of(record)]
-    given.append(f"shape={shapes[0] if len(shapes) == 1 else '[' + ', '.join(shapes) + ']'}")
-    if len(record.target.arguments):
-        pairs = (f'"{name}": {value!r}' for name, value in record.target.arguments.items())
-        given.append(f"model_args={{{', '.join(pairs)}}}")
-    if key.sample.dtype != "float32":
-        given.append(f'dtype="{key.sample.dtype}"')
-    if key.mode != "train":
-        given.append(f'mode="{key.mode}"')
-    elif key.optimizer != "sgd":
-        given.append(f'optimizer="{key.optimizer}"')
-    if _beside_cuda(record):
-        given.append('device="cpu"')
-    if key.permits.deterministic:
-        given.append("deterministic=True")
-    if set(key.permits.precisions) != set(PERMITTED):
-        given.append(f"precisions={list(key.permits.precisions)}".replace("'", '"'))
+    task = here(record)
+    given = [_python_text(task.target), *python(task)]
     if cache is not None and _urls(cache) != _urls(None):
         urls = _urls(cache)
-        shown = f'"{urls[0]}"' if len(urls) == 1 else str(list(urls)).replace("'", '"')
-        given.append(f"cache={shown}")
+        given.append(f"cache={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
     return f"advice = advisor.apply({', '.join(given)})"
+
+
+def _python_text(text: str) -> str:
+    return f'"{text}"' if text.isprintable() and not set(text) & {'"', "\\"} else repr(text)
 
 
 def _urls(cache: Cache) -> tuple[str, ...]:
@@ -46,46 +42,84 @@ def _urls(cache: Cache) -> tuple[str, ...]:
     return tuple(store.url for store in open_stores(cache))
 
 
-def shapes_of(record: Record) -> tuple[str, ...]:
-    """The shapes of a record's batches, as '64x3x224x224'."""
-    return record.key.mix or ("x".join(map(str, (record.batch, *record.key.sample.shape))),)
+def _elsewhere(cache: Cache) -> list[str]:
+    """The option that names the stores, where they are not those that are meant without."""
+    if cache is None or _urls(cache) == _urls(None):
+        return []
+    return ["--cache", ",".join(_urls(cache))]
 
 
-def tune_line(record: Record) -> str:
-    """The command that measures a record again."""
-    from advisor.tuners.knobs import PERMITTED
+def tune_again(record: Record, cache: Cache = None) -> str:
+    """The command that measures a record again; `cache`: where it is, as `lookup` takes it."""
+    from advisor.tuners.search.plan import Plan
 
-    key = record.key
-    options = [f"--shape {shape}" for shape in shapes_of(record)]
-    for name, value in record.target.arguments.items():
-        options.append(f"--model-arg {shlex.quote(f'{name}={value}')}")
-    if key.sample.dtype != "float32":
-        options.append(f"--dtype {key.sample.dtype}")
-    if key.mode != "train":
-        options.append(f"--mode {key.mode}")
-    elif key.optimizer != "sgd":
-        options.append(f"--optimizer {key.optimizer}")
-    if _beside_cuda(record):
-        options.append("--device cpu")
-    if key.permits.deterministic:
-        options.append("--deterministic")
-    if set(key.permits.precisions) != set(PERMITTED):
-        options.append(f"--precisions {','.join(key.permits.precisions)}")
     made = record.provenance
-    if made.effort != "normal":
-        options.append(f"--effort {made.effort}")
-    if made.steps:
-        options.append(f"--steps {made.steps}")
-    elif made.duration_s:
-        options.append(f"--duration {made.duration_s:g}s")
-    return f"advisor tune {record.target.name} {' '.join(options)}"
+    plan = Plan(effort=made.effort, steps=made.steps or None, duration_s=made.duration_s or None)
+    more = [*shell(plan), *(["--force"] if record.stale else []), *_elsewhere(cache)]
+    return _tune(here(record), more)
 
 
-def _beside_cuda(record: Record) -> bool:
-    """Whether a record is of the CPU of a machine that would take its CUDA device by default."""
+def tune_first(request: Request, near: Record | None) -> str:
+    """The command that ends a miss: with all that was asked for, else as in the nearest record."""
+    given = {**({} if near is None else _as_dict(here(near))), **request.given}
+    target = given.pop("target", "TARGET")
+    if isinstance(request.target, str):
+        target = request.target
+    shapes = given.pop("shapes", None)
+    if shapes is None:
+        return f"advisor tune {shlex.quote(target)} --shape BATCHxSAMPLE"
+    if request.batch and len(shapes) == 1:
+        shapes = ((request.batch, *shapes[0][1:]),)
+    return _tune(Task(target=target, shapes=shapes, **given), _elsewhere(request.cache))
+
+
+def _as_dict(task: Task) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in rows(Task)}
+
+
+def _tune(task: Task, more: list[str] | None = None) -> str:
+    return shlex.join(["advisor", "tune", task.target, *shell(task), *(more or [])])
+
+
+def here(record: Record) -> Task:
+    """A record's task as it is written in this folder: where the target's file is, which device."""
     from advisor.tuners.environment import default_device
 
-    return record.key.environment.device.kind == "cpu" and default_device() != "cpu"
+    task = record.key.task
+    on_cpu = record.key.environment.device.kind == "cpu"
+    device = "cpu" if on_cpu and default_device() != "cpu" else ""
+    return dataclasses.replace(task, target=reach(record), device=device)
+
+
+def reach(record: Record) -> str:
+    """How a record's target is called from here: its file where it is, if it is anywhere near."""
+    from advisor.tuners.target import origin_of
+
+    name, origin = record.target.name, record.target.origin
+    file, colon, attribute = name.partition(":")
+    if not origin or not file.endswith(".py"):
+        return name
+    for path in _candidates(record.key.task.target.partition(".py")[0] + ".py", file):
+        if path.is_file() and origin_of(path) == origin:
+            return f"{path}{colon}{attribute}"
+    return name
+
+
+def _candidates(typed: str, file: str) -> Iterator[Path]:
+    """Where a file may be: as it was typed, here, and some folders below."""
+    yield Path(typed)
+    yield Path(file)
+    try:
+        top = Path.cwd()
+    except OSError:
+        return
+    for seen, (folder, below, _files) in enumerate(os.walk(top)):
+        depth = len(Path(folder).relative_to(top).parts)
+        below[:] = [name for name in sorted(below) if not name.startswith(".")]
+        if depth >= DEEPEST or seen >= MOST_FOLDERS:
+            below.clear()
+        if depth:
+            yield (Path(folder) / file).relative_to(top)
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:
@@ -93,17 +127,7 @@ def staleness(record: Record) -> tuple[Difference, ...]:
     from advisor.tuners.environment import default_device, detect
 
     device = record.key.environment.device
-    here = detect("cpu" if device.kind == "cpu" else default_device())
-    if here.device != device:
+    now = detect("cpu" if device.kind == "cpu" else default_device())
+    if now.device != device:
         return ()
-    return compare(dataclasses.replace(record.key, environment=here), record.key)[1]
-
-
-def choices(record: Record) -> list[tuple[str, Choice]]:
-    """The chosen configs of a record with their names, for reports."""
-    found = [("torch default", record.baseline)]
-    if record.at_batch != record.baseline:
-        found.append(("at your batch", record.at_batch))
-    if record.free is not None and record.free != record.at_batch:
-        found.append(("batch free", record.free))
-    return found
+    return compare(dataclasses.replace(record.key, environment=now), record.key)[1]

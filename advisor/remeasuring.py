@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
+from advisor.cache.kinds import Seconds
 from advisor.cache.match import compare
-from advisor.cache.record import Choice, Part, Record, Trial
+from advisor.cache.record import LOOP, RACED, Choice, Part, Record, Trial, Winner
 from advisor.cache.records import Records
-from advisor.errors import UsageError, WorkerError
+from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
-from advisor.printed import tune_line
-from advisor.tuners.search.verdict import RACE_TURN_S
+from advisor.printed import reach, tune_again
+from advisor.tuners.search.plan import EXPLAIN, VERIFY
 from advisor.tuning import locked
 
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.search.race import Ratio
 
-EXPLAIN_S, VERIFY_S = 60.0, 30.0
 LEAST = 1.01
 """A knob that gains less contributes nothing, as does one whose interval holds 1."""
-HOLDS = 0.95
-"""Of the record's ratio: what may be lost before it no longer holds, where the interval says so."""
+HOLDS = 0.9
+"""Of the record's speed-up: what may be lost before it no longer holds."""
+HOLDS_ABSOLUTE = 0.7
+"""Of the record's samples/s: the rest is what one host differs by from day to day."""
 NUMERICS_STEPS = 16
 DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
+FIRST, SECOND, THIRD = 0.45, 0.15, 0.25
+"""Shares of explain's budget: knob by knob, through a DataLoader, and what is simpler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +49,19 @@ class Explained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """`now`: the advice over torch's default, with its 95% interval; `reason`: why it does not
-    hold, or ''; `differs`: what has changed on this machine since, as text."""
+    """What was measured again.
+
+    Attributes:
+        now: each use's winner over torch's default, with its 95% interval; empty where all are
+            torch's default.
+        samples_per_s: of torch's default and of the loop's winner, now.
+        reason: why it does not hold, or ''.
+        differs: what has changed on this machine since, as text.
+    """
 
     record: Record
-    now: Ratio
+    now: Mapping[str, Ratio]
+    samples_per_s: tuple[float, float]
     reason: str
     differs: tuple[str, ...]
 
@@ -59,207 +71,254 @@ class Verified:
 
 
 def explain(
-    key: str, *, target: str | None = None, budget_s: float = EXPLAIN_S, cache: Cache = None
+    key: str, *, target: str | None = None, budget: float | str = EXPLAIN, cache: Cache = None
 ) -> Explained:
     """Measure what each knob of a record's advice contributes, and keep it in the record.
 
-    Each knob that differs from torch's default is set back alone and measured in turn with the
-    advice. Those that contribute nothing are then set back together, if that is no slower.
+    Each knob of the loop's winner that differs from torch's default is set back alone and measured
+    in turn with the advice. Those that contribute nothing are then set back together, or else one
+    by one, where that is no slower.
 
     Args:
-        key: of the record, or the start of it.
-        target: where the record's target is now; default: its name, from the current folder.
-        budget_s: wall seconds for each of up to three races.
+        key: of the record, 'ae1bff61eea5@64', or the start of it.
+        target: where the record's target is now; default: its file, if it is under this folder.
+        budget: wall seconds, or '40s', of all measuring; the worker's start is not counted.
 
     Raises:
-        NoRecord: no record has this key. UsageError: it is not of this target or device.
+        UsageError: no record has this key, it is not of this device, or its target must be named.
         WorkerError: it cannot be measured. Busy: it is being measured. StoreError.
     """
-    from advisor.tuners.search.race import paired_ratio, race
-
+    budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
     record = records.get(key)
-    with _measuring(records, record, target) as worker:
-        chosen, default = record.at_batch.config, record.baseline.config
-        without = {
-            name: chosen.replace(**{name: default[name]})
-            for name in chosen
-            if chosen[name] != default[name]
-        }
-        parts: list[Part] = []
-        if without:
-            rates = race(
-                worker,
-                [chosen, *without.values()],
-                share_s=RACE_TURN_S,
-                budget_s=budget_s,
-                drop=False,
-            )
-            _must_have(rates.get(chosen), "the advice")
-            for name, config in without.items():
-                if rates.get(config):
-                    turns = min(len(rates[chosen]), len(rates[config]))
-                    ratio = paired_ratio(rates[chosen][:turns], rates[config][:turns])
-                    parts.append(_part(name, chosen, ratio, "compute"))
-        parts += _input_parts(worker, record, budget_s)
-        parts.sort(key=lambda part: -part.ratio)
+    with _measuring(records, record, target, budget_s) as again:
+        parts = again.parts()
         idle = [
             next(iter(part.knob))
             for part in parts
             if part.stage == "compute" and (part.low <= 1 or part.ratio < LEAST)
         ]
         explained = dataclasses.replace(record, parts=tuple(parts))
-        simpler = _simplified(worker, explained, idle, budget_s) if idle else None
-        revised = dataclasses.replace(simpler or explained, revised=time.time())
+        simpler, dropped = again.simplified(explained, idle)
+        revised = dataclasses.replace(simpler, revised=time.time())
         records.put(revised, revises=record)
-        return Explained(record=revised, dropped=tuple(idle) if simpler else ())
-
-
-def _part(name: str, chosen: Config, ratio: Ratio, stage: str) -> Part:
-    return Part(
-        knob=Config({name: chosen[name]}),
-        ratio=ratio.mean,
-        low=ratio.low,
-        high=ratio.high,
-        stage=stage,
-    )
-
-
-def _input_parts(worker: Worker, record: Record, budget_s: float) -> list[Part]:
-    """The same for the knobs of the input pipeline, through a DataLoader."""
-    from advisor.tuners.knobs import INPUT
-    from advisor.tuners.search.race import paired_ratio, race
-
-    parts = []
-    whole = record.at_batch.config | record.input
-    for name, value in record.input.items():
-        if not value:
-            continue
-        bare = whole.replace(**{name: False})
-        rates = race(
-            worker,
-            [whole, bare],
-            share_s=RACE_TURN_S,
-            budget_s=budget_s / 2,
-            stage=INPUT,
-            drop=False,
-        )
-        if rates.get(whole) and rates.get(bare):
-            turns = min(len(rates[whole]), len(rates[bare]))
-            ratio = paired_ratio(rates[whole][:turns], rates[bare][:turns])
-            parts.append(_part(name, whole, ratio, INPUT))
-    return parts
-
-
-def _simplified(worker: Worker, record: Record, idle: list[str], budget_s: float) -> Record | None:
-    """The record with these knobs at their default; None where that is slower, or not sound."""
-    from advisor.tuners.search.race import CLEARLY, NOISY_TIE, TIE, choice_of, paired_ratio, race
-
-    default, chosen = record.baseline.config, record.at_batch.config
-    simple = chosen.replace(**{name: default[name] for name in idle})
-    rates = race(
-        worker,
-        list(dict.fromkeys([default, chosen, simple])),
-        share_s=RACE_TURN_S,
-        budget_s=budget_s,
-        drop=False,
-    )
-    if not all(rates.get(config) for config in (default, chosen, simple)):
-        return None
-    against = paired_ratio(rates[simple], rates[chosen])
-    tied = against.mean >= TIE or (against.mean >= NOISY_TIE and against.high >= 1)
-    peaks = {t.config: t.measurement.peak_bytes for t in record.trials}
-    peaks |= {chosen: record.at_batch.peak_bytes}
-    baseline = choice_of(default, rates[default], rates[default], peaks)
-    choice = choice_of(simple, rates[simple], rates[default], peaks)
-    gains = simple == default or (choice.speedup >= CLEARLY and choice.speedup_low > 1)
-    if not (tied and gains):
-        return None
-    check = _numerics(worker, record, simple)
-    if check is not None and check.measurement.outcome == "wrong":
-        return None
-    return dataclasses.replace(
-        record,
-        baseline=dataclasses.replace(baseline, first_step_s=record.baseline.first_step_s),
-        at_batch=baseline if simple == default else _started(record, choice),
-        trials=record.trials if check is None else (*record.trials, check),
-    )
-
-
-def _started(record: Record, choice: Choice) -> Choice:
-    """With the first step that the advice took in a fresh process: fewer knobs take no longer."""
-    return dataclasses.replace(choice, first_step_s=record.at_batch.first_step_s)
-
-
-def _numerics(worker: Worker, record: Record, config: Config) -> Trial | None:
-    """Held against strict fp32, where the record's own advice was."""
-    if config == record.baseline.config or not any(t.stage == "numerics" for t in record.trials):
-        return None
-    began = time.monotonic()
-    measured = worker.verify(
-        config,
-        against=record.baseline.config.replace(precision="fp32"),
-        steps=NUMERICS_STEPS,
-        tolerance=0.02,
-    )
-    return Trial(
-        number=len(record.trials),
-        config=config,
-        measurement=measured,
-        stage="numerics",
-        origin="fp32",
-        seconds=time.monotonic() - began,
-    )
+        return Explained(record=revised, dropped=dropped)
 
 
 def verify(
-    key: str, *, target: str | None = None, budget_s: float = VERIFY_S, cache: Cache = None
+    key: str, *, target: str | None = None, budget: float | str = VERIFY, cache: Cache = None
 ) -> Verified:
     """Measure torch's default and the advice again; a record that no longer holds is marked stale.
 
-    It holds where the advice is still faster than the default, its ratio is not clearly below
-    what the record says, and it still trains like strict fp32. A mark that is there is taken away.
+    It holds where each use's winner is still faster than the default, its speed-up and its
+    samples/s are about what the record says, and it still trains like strict fp32. A mark that is
+    there is taken away.
 
     Args and errors as `explain`.
     """
-    from advisor.tuners.search.race import paired_ratio, race
+    from advisor.tuners.search.race import paired
 
+    budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
     record = records.get(key)
-    with _measuring(records, record, target) as worker:
-        chosen, default = record.at_batch.config, record.baseline.config
-        rates = race(
-            worker,
-            list(dict.fromkeys([default, chosen])),
-            share_s=RACE_TURN_S,
-            budget_s=budget_s,
-            drop=False,
+    with _measuring(records, record, target, budget_s) as again:
+        winners = {use: record.winner(use) for use in RACED}
+        rates = again.race([record.baseline.config, *(c.config for c in winners.values())], 0.7)
+        default = rates[record.baseline.config]
+        now = {
+            use: paired(rates[choice.config], default)
+            for use, choice in winners.items()
+            if choice.config != record.baseline.config
+        }
+        speeds = again.middle(default), again.middle(rates[winners[LOOP].config])
+        reason = next(
+            filter(None, (_fault(use, winners[use], ratio) for use, ratio in now.items())), ""
         )
-        _must_have(rates.get(default), "torch's default")
-        _must_have(rates.get(chosen), "the advice")
-        now = paired_ratio(rates[chosen], rates[default])
-        then = record.at_batch
-        reason = ""
-        if chosen != default and now.high < HOLDS * then.speedup_low:
+        if not reason and speeds[1] < HOLDS_ABSOLUTE * winners[LOOP].samples_per_s:
             reason = (
-                f"{now.mean:.2f}x torch's default now ({now.low:.2f}-{now.high:.2f}), "
-                f"{then.speedup:.2f}x when it was tuned"
+                f"{speeds[1]:,.0f} samples/s now, {winners[LOOP].samples_per_s:,.0f} when it was "
+                "tuned"
             )
-        elif chosen != default and now.high < 1:
-            reason = f"slower than torch's default now: {now.mean:.2f}x"
-        check = _numerics(worker, record, chosen)
+        check = again.numerics(winners[LOOP].config)
         if not reason and check is not None and check.measurement.outcome == "wrong":
             reason = f"it no longer trains like fp32: {check.measurement.reason}"
         if reason != record.stale:
             revised = dataclasses.replace(record, stale=reason, revised=time.time())
             records.put(revised, revises=record)
             record = revised
-        return Verified(record=record, now=now, reason=reason, differs=_differs(record))
+        return Verified(
+            record=record,
+            now=now,
+            samples_per_s=speeds,
+            reason=reason,
+            differs=_differs(record),
+        )
 
 
-def _must_have(rates: list[float] | None, what: str) -> None:
-    if not rates:
-        raise WorkerError(f"{what} does not run here any more; tune again with --force")
+def _fault(use: str, then: Choice, now: Ratio) -> str:
+    """Why a winner no longer holds, or ''."""
+    what = "" if use == LOOP else f"{use}: "
+    if now.mean < HOLDS * then.speedup and now.high < then.speedup:
+        return (
+            f"{what}{now.mean:.2f}x torch's default now ({now.low:.2f}-{now.high:.2f}), "
+            f"{then.speedup:.2f}x when it was tuned"
+        )
+    if now.high < 1:
+        return f"{what}slower than torch's default now: {now.mean:.2f}x"
+    return ""
+
+
+class _Again:
+    """A record measured again in its worker, within a budget."""
+
+    def __init__(self, record: Record, worker: Worker, budget_s: float) -> None:
+        from advisor.tuners.search.plan import Clock
+
+        self._record, self._worker = record, worker
+        self._clock = Clock(budget_s)
+
+    def race(
+        self, configs: list[Config], share: float, stage: str = "compute"
+    ) -> dict[Config, list[float]]:
+        """Samples/s of each turn of configs measured in turn.
+
+        Raises:
+            WorkerError: one of them does not run any more.
+        """
+        from advisor.tuners.knobs import described
+        from advisor.tuners.search.race import race
+
+        configs = list(dict.fromkeys(configs))
+        part = self._clock.part(share)
+        rates = race(self._worker, configs, part, stage=stage, drop=False)
+        for config in configs:
+            if not rates.get(config):
+                raise WorkerError(
+                    f"{described(config)} does not run here any more, or not within the budget; "
+                    "give --budget more, or tune again with --force"
+                )
+        return rates
+
+    @staticmethod
+    def middle(rates: list[float]) -> float:
+        return sorted(rates)[len(rates) // 2]
+
+    def parts(self) -> list[Part]:
+        """What each knob of the loop's winner contributes, the most first."""
+        from advisor.tuners.knobs import INPUT
+
+        chosen, default = self._record.winner(LOOP).config, self._record.baseline.config
+        found = self._parts(chosen, default, "compute", FIRST)
+        inputs = self._record.input
+        usual = Config({name: _usual(name) for name in inputs})
+        found += self._parts(inputs, usual, INPUT, SECOND, beside=chosen)
+        return sorted(found, key=lambda part: -part.ratio)
+
+    def _parts(
+        self,
+        chosen: Config,
+        default: Config,
+        stage: str,
+        share: float,
+        beside: Config | None = None,
+    ) -> list[Part]:
+        from advisor.tuners.search.race import paired
+
+        changed = chosen.changed(default)
+        if not changed:
+            return []
+        whole = Config((beside or Config()) | chosen)
+        without = {name: whole.replace(**{name: default[name]}) for name in changed}
+        rates = self.race([whole, *without.values()], share, stage)
+        found = []
+        for name, config in without.items():
+            ratio = paired(rates[whole], rates[config])
+            if not math.isfinite(ratio.high):
+                continue  # one turn tells no interval: a larger budget does
+            found.append(
+                Part(
+                    knob=Config({name: chosen[name]}),
+                    ratio=ratio.mean,
+                    low=ratio.low,
+                    high=ratio.high,
+                    stage=stage,
+                )
+            )
+        return found
+
+    def simplified(self, record: Record, idle: list[str]) -> tuple[Record, tuple[str, ...]]:
+        """The record with these knobs at their default, all or else the one that matters least,
+        and which; the record as it was where that is slower, or not sound."""
+        default, chosen = record.baseline.config, record.winner(LOOP).config
+        tried: list[tuple[str, ...]] = [tuple(idle)] if idle else []
+        tried += [(idle[-1],)] if len(idle) > 1 else []
+        for names in tried:
+            simple = chosen.replace(**{name: default[name] for name in names})
+            choice = self._no_slower(record, simple)
+            if choice is None:
+                continue
+            check = self.numerics(simple)
+            if check is not None and check.measurement.outcome == "wrong":
+                continue
+            winners = tuple(
+                Winner(use=one.use, free=one.free, choice=choice)
+                if one.choice.config == chosen
+                else one
+                for one in record.winners
+            )
+            trials = record.trials if check is None else (*record.trials, check)
+            return dataclasses.replace(record, winners=winners, trials=trials), names
+        return record, ()
+
+    def _no_slower(self, record: Record, simple: Config) -> Choice | None:
+        from advisor.tuners.search.winners import CLEARLY, choice_of, ties
+
+        default, then = record.baseline.config, record.winner(LOOP)
+        try:
+            rates = self.race([default, then.config, simple], THIRD)
+        except WorkerError:
+            return None
+        peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
+        choice = choice_of(simple, rates[simple], rates[default], peaks)
+        against = choice_of(then.config, rates[then.config], rates[default], peaks)
+        if not ties(choice, against):
+            return None
+        if simple == default:
+            return record.baseline
+        if choice.speedup < CLEARLY or choice.speedup_low <= 1:
+            return None
+        # Fewer knobs take no longer before the first step.
+        return dataclasses.replace(choice, first_step_s=then.first_step_s)
+
+    def numerics(self, config: Config) -> Trial | None:
+        """Held against strict fp32, where a change of numbers asks for it and the task permits."""
+        from advisor.tuners.knobs import doubtful, strict
+
+        task = self._record.key.task
+        if task.mode != "train" or not task.tolerance or not doubtful(config):
+            return None
+        began = time.monotonic()
+        measured = self._worker.verify(
+            config,
+            against=strict(self._record.baseline.config),
+            steps=NUMERICS_STEPS,
+            tolerance=task.tolerance,
+            deadline_s=self._clock.part().deadline_s,
+        )
+        return Trial(
+            number=len(self._record.trials),
+            config=config,
+            measurement=measured,
+            stage="numerics",
+            origin="fp32",
+            seconds=time.monotonic() - began,
+        )
+
+
+def _usual(name: str) -> bool | str | int | float | None:
+    from advisor.tuners.knobs import BY_NAME
+
+    return BY_NAME[name].default
 
 
 def _differs(record: Record) -> tuple[str, ...]:
@@ -282,50 +341,65 @@ def _device(record: Record) -> str:
     return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
 
 
+def _target(record: Record, named: str | None) -> str:
+    """What is run: what the user names, else what the record is of where that is plainly meant.
+
+    Raises:
+        UsageError: a record alone never has anything imported or built.
+    """
+    from advisor.tuners.target import parse
+
+    if named is not None:
+        parse(named)
+        return named
+    task = record.key.task
+    here = reach(record)
+    spec = None
+    with contextlib.suppress(UsageError):
+        spec = parse(here)
+    mine = spec is not None and (
+        spec.kind == "torchvision" or (bool(spec.origin) and spec.origin == record.target.origin)
+    )
+    if mine and not task.model_args:
+        return here
+    what = "its file is not under this folder"
+    if mine:
+        what = f"it is built with {', '.join(task.model_args)}"
+    elif spec is not None and spec.kind == "module":
+        what = "a record alone has nothing imported"
+    raise UsageError(
+        f"record {record.id} is of {record.target.name}, and {what}: name it with --target"
+    )
+
+
 @contextlib.contextmanager
-def _measuring(records: Records, record: Record, target: str | None) -> Iterator[Worker]:
+def _measuring(
+    records: Records, record: Record, target: str | None, budget_s: float
+) -> Iterator[_Again]:
     """A worker that runs the record's own workload, while nobody else measures this key."""
     from advisor.tuners.environment import detect
     from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import Job
-    from advisor.tuners.target import parse
+    from advisor.tuners.measure.worker.wire import CHANGED, Job
 
-    key, where = record.key, _device(record)
-    here = detect(where).device
-    if here != key.environment.device:
+    device = _device(record)
+    now = detect(device).device
+    if now != record.key.environment.device:
         raise UsageError(
-            f"record {record.id} is of {key.environment.device.name}; this is {here.name}: "
+            f"record {record.id} is of {record.key.environment.device.name}; this is {now.name}: "
             "measure it there"
         )
-    name = target or record.target.name
-    file = name.partition(":")[0]
-    if target is None and file.endswith(".py") and not Path(file).is_file():
-        raise UsageError(
-            f"record {record.id} is of {name}, which is not in this folder; give --target PATH"
-        )
-    parse(name)
-    made = record.provenance
-    job = Job(
-        target=name,
-        arguments=dict(record.target.arguments),
-        shape=key.sample.shape,
-        dtype=key.sample.dtype,
-        vocab=made.vocab,
-        batch=record.batch,
-        mode=key.mode,
-        optimizer=key.optimizer or "sgd",
-        deterministic=key.permits.deterministic,
-        device=where,
-        max_memory=0,
-        seed=made.seed,
-        mix=tuple(tuple(map(int, shape.split("x"))) for shape in key.mix),
-    )
+    name = _target(record, target)
+    task = dataclasses.replace(record.key.task, target=name, device=device)
+    known = record.key.model, record.key.hooks
+    job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
     with (
-        locked(records.studies, made.study or record.id),
+        locked(records.studies, f"{record.key.id}-{record.batch}"),
         Worker(job, deadline_s=DEADLINE_S) as worker,
     ):
-        if worker.describe().model != key.model:
-            raise UsageError(
-                f"{name} has changed since record {record.id} was tuned; run: {tune_line(record)}"
-            )
-        yield worker
+        try:
+            worker.describe()
+        except TargetError as exc:
+            if CHANGED not in str(exc):
+                raise
+            raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
+        yield _Again(record, worker, budget_s)

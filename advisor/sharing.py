@@ -9,11 +9,11 @@ from pathlib import Path
 from advisor.cache import exchange
 from advisor.cache.exchange import Carried, Waste
 from advisor.cache.record import Record
+from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.opening import Cache, open_records
-from advisor.printed import staleness
 
 GC_KINDS = ("superseded", "stale")
 
@@ -33,8 +33,13 @@ class Only:
                 self.device is None
                 or self.device.lower() in record.key.environment.device.name.lower()
             )
-            and (not self.keys or any(record.id.startswith(key) for key in self.keys))
+            and (not self.keys or any(_names(key, record) for key in self.keys))
         )
+
+
+def _names(key: str, record: Record) -> bool:
+    start, _, batch = key.partition("@")
+    return record.key.id.startswith(start) and batch in ("", str(record.batch))
 
 
 def export(file: Path, only: Only, *, cache: Cache = None) -> tuple[int, list[str]]:
@@ -85,35 +90,58 @@ def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
     yield from exchange.carry(exchange.contents(here), records, there, only)
 
 
-def gc(
-    kinds: Sequence[str] = GC_KINDS, *, remove: bool = False, cache: Cache = None
-) -> Iterator[tuple[Store, Waste]]:
-    """What may go from each store, and with `remove` goes: versions that no longer count, records
-    marked stale, and those of this device under other software where a sound one is there too.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Going:
+    """What `gc` would take from a store: a record's version, a mark, or a file left behind."""
+
+    store: Store
+    what: str
+    reason: str
+    waste: Waste | None = None
+    file: Path | None = None
+
+
+def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records, list[Going]]:
+    """What may go from each store: see `exchange.waste`. Nothing is removed yet; `remove` does.
+
+    Stores that cannot be read are in the records' `unreachable`.
 
     Raises:
-        StoreError: a store cannot be read or written; the others are done.
+        StoreError: no store can be read.
     """
     records = open_records(cache)
+    found: list[Going] = []
     failed: list[StoreError] = []
     for store in records.stores:
         try:
-            if remove:
-                store.check_writable()
-            found = list(exchange.waste(records, store, is_outdated=_outdated))
+            listed = exchange.waste(records, store)
+            left = exchange.leavings(store)
         except StoreError as exc:
             failed.append(exc)
             continue
-        for one in found:
-            if one.reason.partition(":")[0] in kinds:
-                if remove:
-                    store.delete(one.name.text)
-                yield store, one
-        if remove:
-            exchange.tidy(store)
-    if failed:
+        found += [
+            Going(store=store, what=one.name.record_id, reason=one.reason, waste=one)
+            for one in listed
+            if one.reason.partition(":")[0] in kinds
+        ]
+        found += [
+            Going(store=store, what=path.name, reason="left by a writer that was killed", file=path)
+            for path in left
+        ]
+    if failed and len(failed) == len(records.stores):
         raise failed[0]
+    records.unreachable = [str(exc) for exc in failed]
+    return records, found
 
 
-def _outdated(record: Record) -> str:
-    return ", ".join(map(str, staleness(record)))
+def remove(records: Records, going: Sequence[Going]) -> list[str]:
+    """Remove exactly these; a line for each that stays."""
+    records.remove((one.store, one.waste.name) for one in going if one.waste)
+    stuck = list(records.stuck)
+    for one in going:
+        if one.file is not None:
+            try:
+                one.file.unlink(missing_ok=True)
+            except OSError as exc:
+                stuck.append(f"{one.file}: {exc.strerror or exc}")
+    return stuck

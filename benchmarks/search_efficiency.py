@@ -39,19 +39,20 @@ from rich.progress import track
 from rich.table import Table
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import Measurement
+from advisor.cache.record import RACED, Measurement
 from advisor.tuners.knobs import BY_NAME
 from advisor.tuners.measure.runner import ReplayRunner
 from advisor.tuners.measure.timing import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
-from advisor.tuners.search import race as choose
-from advisor.tuners.search.effort import EFFORTS
+from advisor.tuners.search.finalists import finalists
+from advisor.tuners.search.journal import open_study
+from advisor.tuners.search.plan import RACE, RESERVE, Clock, Plan
+from advisor.tuners.search.race import race
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.study import Search, open_study
-from advisor.tuners.search.verdict import RACE, RACE_TURN_S
-from advisor.tuning import RESERVED
+from advisor.tuners.search.study import Scope, Search
+from advisor.tuners.search.winners import FREE_WITHIN, choose
 
 NEAR = 0.99
-BUDGET_S = EFFORTS["exhaustive"].budget_s
+BUDGET_S = Plan(effort="exhaustive").seconds
 FREE_TRIALS = 300
 """At which Optuna's samplers end where they have not found the best before."""
 
@@ -76,8 +77,7 @@ class TableSpace(Space):
 
     def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
         for config in self._rows:
-            plain = all(config[name] == self.default[name] for name in self.dear)
-            if config["batch_size"] == batch and (dear or plain):
+            if config.batch == batch and (dear or not self.is_dear(config)):
                 yield config
 
 
@@ -108,7 +108,7 @@ class Clocked(ReplayRunner):
         first = float(str(row.get("first_step_s", 0.0)))
         if not row.get("ok", True):
             return first
-        step_s = int(config["batch_size"] or 1) / self.rate(config)
+        step_s = config.batch / self.rate(config)
         blocks = HOPELESS_BLOCKS if self.rate(config) < floor else MIN_BLOCKS
         return first + WARM_STEPS * step_s + blocks * max(BLOCK_S, step_s)
 
@@ -120,6 +120,7 @@ class Clocked(ReplayRunner):
         stage: str = "compute",
         keep: bool = False,
         floor: float = 0.0,
+        deadline_s: float | None = None,
     ) -> Measurement:
         measured = super().measure(config, seconds=seconds)
         if not keep:
@@ -147,7 +148,7 @@ class Question:
 
     def rows(self, runner: Clocked) -> list[Config]:
         rows = runner.configs()
-        return [c for c in rows if self.free or c["batch_size"] == rows[0]["batch_size"]]
+        return [c for c in rows if self.free or c.batch == rows[0].batch]
 
     def reached(self, runner: Clocked) -> float:
         """Seconds until a config within 1% of the best was measured."""
@@ -155,55 +156,34 @@ class Question:
         return next((t for t, config in runner.log if runner.rate(config) >= NEAR * best), math.inf)
 
     def regret(self, runner: Clocked, returned: Config) -> float:
-        asked = max(map(runner.rate, self.rows(runner))) * (choose.FREE_WITHIN if self.free else 1)
+        asked = max(map(runner.rate, self.rows(runner))) * (FREE_WITHIN if self.free else 1)
         return max(0.0, 1 - runner.rate(returned) / asked)
 
 
 def by_advisor(
     question: Question,
     seed: int,
-    sampler: Callable[..., optuna.samplers.BaseSampler] | None = None,
+    sampler: optuna.samplers.BaseSampler | None = None,
     first: Sequence[Config] = (),
 ) -> tuple[Clocked, Config]:
     """As advisor.tuning does; `first`: what was best for near records."""
     runner = question.runner(seed)
     space = TableSpace(question.rows(runner))
-    how = {} if sampler is None else {"sampler": sampler}
+    clock = Clock(BUDGET_S, now=runner.now)
+    scope = Scope(clock=clock, seed=seed, first=first, sampler=sampler)
     with tempfile.TemporaryDirectory() as folder:
-        search = Search(
-            runner,
-            space,
-            open_study(Path(folder), "replay"),
-            share_s=2.0,
-            budget_s=BUDGET_S * (1 - RESERVED),
-            seed=seed,
-            first=[space.default | config for config in first],
-            now=runner.now,
-            **how,
-        )
+        search = Search(runner, space, open_study(Path(folder), "replay")[0], scope)
         trials = search.run()
-    rates = choose.race(
-        runner,
-        choose.finalists(space, trials),
-        share_s=RACE_TURN_S,
-        budget_s=RACE * (BUDGET_S - search.spent_s),
-        now=runner.now,
-    )
+    rates = race(runner, finalists(space, trials), clock.part(RACE, reserve=RESERVE))
     peaks = {trial.config: trial.measurement.peak_bytes for trial in trials}
-    verdict = choose.decide(space, rates, peaks)
-    free = verdict.free if question.free else None
-    return runner, (free or verdict.at_batch).config
+    return runner, choose(space, rates, peaks).winner(RACED[-1], free=question.free).config
 
 
 def by_advisor_with_tpe(question: Question, seed: int) -> tuple[Clocked, Config]:
     """The same search, its last stage by Optuna's TPE, which is kept from dear knobs: it does not
     count what they cost."""
 
-    def tpe(
-        _configs: list[Config], *, best: float | None, seed: int
-    ) -> optuna.samplers.BaseSampler:
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
-
+    tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True)
     return by_advisor(question, seed, tpe)
 
 

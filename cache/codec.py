@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import hmac
 import math
 import reprlib
 import types
@@ -16,17 +15,13 @@ from typing import Any, TypeVar
 import msgpack
 
 from advisor.cache.config import Config
+from advisor.cache.domain import LONGEST, Domain, is_line, line
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.task import Row, rows
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
-FORMAT = 2
-
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda content: content}
-"""Format number → what makes a record's plain data of that format one of the next.
-
-In format 2 the record is bytes of its own beside their checksum; what is in it is as in format 1.
-"""
+FORMAT = 3
 
 MAX_BYTES = 2**20
 """Of one encoded record. Real ones take 20-200 KB; small objects grow thirtyfold when decoded."""
@@ -46,19 +41,19 @@ _Read = Callable[[Any], Any]
 
 
 def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> bytes:
-    """The record as msgpack bytes; text that is no Unicode gets '?'.
+    """The record as msgpack bytes; of text what can be printed on one line.
 
     Where it would be too large, raw seconds per block go first, then the slowest trials.
 
     Args:
-        seal: signs it, if it has a secret.
+        seal: signs it, if it has a key.
         revises: the encoded record that this one was made from: what a newer version of advisor
             put into it, and this one does not know, is carried over.
 
     Raises:
         RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
     """
-    unknown = _content(_envelope(revises), UNSEALED) if revises else None
+    unknown = _plain_in(_payload(_envelope(revises))) if revises else None
     for fitting in _smaller(record):
         content = plain(fitting)
         if unknown is not None:
@@ -66,10 +61,7 @@ def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> by
         payload = _packed(content)
         if len(payload) <= MAX_BYTES - 2**10:
             break
-    envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
-    if seal.secret:
-        envelope["hmac"] = seal.mac(payload)
-    data = _packed(envelope)
+    data = enveloped(payload, seal)
     decode(data)
     return data
 
@@ -78,18 +70,75 @@ def decode(data: bytes, seal: Seal = UNSEALED) -> Record:
     """The record in these bytes; fields that this version does not know are ignored.
 
     Args:
-        seal: if it asks for signatures, records without one by its secret are refused.
+        seal: if it asks for signatures, records without one by its keys are refused.
 
     Raises:
         RecordDamaged: they hold none; says which field is wrong.
     """
+    return opened(data, seal)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def opened(data: bytes, seal: Seal = UNSEALED) -> tuple[Record, bool]:
+    """As `decode`, and whether one of the seal's keys signed it."""
+    payload, signed = content(data, seal)
+    record = from_plain(Record, _plain_in(payload))
+    for trial in record.trials:
+        if (
+            trial.measurement.ok
+            and trial.stage != "numerics"
+            and not trial.measurement.samples_per_s
+        ):
+            raise RecordDamaged(
+                f"record: trial {trial.number} is said to be measured, without a speed"
+            )
+    return record, signed
+
+
+def reason_of(stale: str, seal: Seal) -> bytes:
+    """What a mark on a record holds: why it is stale, '' where it is not."""
+    return enveloped(_packed({"stale": line(stale)}), seal)
+
+
+def reason_in(data: bytes, seal: Seal) -> str:
+    """The reason in a mark that one of the seal's keys signed.
+
+    Raises:
+        RecordDamaged: it is no such mark.
+    """
+    payload, signed = content(data, seal)
+    found = _plain_in(payload)
+    reason = found.get("stale") if isinstance(found, dict) else None
+    if not signed or type(reason) is not str or not is_line(reason):
+        raise RecordDamaged("mark: not signed by you or your team, or no mark; refused")
+    return reason
+
+
+def enveloped(payload: bytes, seal: Seal = UNSEALED) -> bytes:
+    """Bytes beside their checksum and, where the seal has a key, their signature."""
+    envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
+    if seal.signs:
+        envelope["hmac"] = seal.mac(payload)
+    return _packed(envelope)
+
+
+def content(data: bytes, seal: Seal = UNSEALED) -> tuple[bytes, bool]:
+    """What is in an envelope, and whether one of the seal's keys signed it.
+
+    Raises:
+        RecordDamaged: it was changed, or is not signed where that is asked for.
+    """
     envelope = _envelope(data)
-    content, number = _content(envelope, seal), envelope["format"]
-    while number < FORMAT:
-        if number not in UPGRADES or not isinstance(content, dict):
-            raise RecordDamaged(f"record: format {number} is unknown; expected 1 to {FORMAT}")
-        content, number = UPGRADES[number](content), number + 1
-    return from_plain(Record, content)
+    payload = _payload(envelope)
+    mac = envelope.get("hmac")
+    signed = type(mac) is bytes and seal.made(mac, payload)
+    if seal.required and not signed:
+        raise RecordDamaged(
+            "record: signed with another secret, or changed since; refused"
+            if type(mac) is bytes
+            else "record: not signed, and only signed records are accepted"
+        )
+    return payload, signed
 
 
 def _envelope(data: bytes) -> dict[str, Any]:
@@ -101,26 +150,23 @@ def _envelope(data: bytes) -> dict[str, Any]:
             f"record: format {found['format']} is newer than {FORMAT}, which this version reads; "
             "upgrade advisor"
         )
+    if found["format"] < FORMAT:
+        raise RecordDamaged(
+            f"record: format {found['format']} is no longer read, {FORMAT} is; tune again"
+        )
     return found
 
 
-def _content(envelope: dict[str, Any], seal: Seal) -> Any:
-    """What an envelope holds, its checksum and signature compared."""
+def _payload(envelope: dict[str, Any]) -> bytes:
     payload = envelope.get("record")
-    if envelope["format"] == 1:
-        if seal.required:
-            raise RecordDamaged("record: not signed, and only signed records are accepted")
-        return payload
     if type(payload) is not bytes:
         raise RecordDamaged("record: expected bytes in its envelope")
     if envelope.get("sha256") != hashlib.sha256(payload).digest():
         raise RecordDamaged("record: its bytes do not match their checksum; it was cut or changed")
-    if seal.required:
-        mac = envelope.get("hmac")
-        if type(mac) is not bytes:
-            raise RecordDamaged("record: not signed, and only signed records are accepted")
-        if not hmac.compare_digest(mac, seal.mac(payload)):
-            raise RecordDamaged("record: signed with another secret, or changed since; refused")
+    return payload
+
+
+def _plain_in(payload: bytes) -> Any:
     return unpacked(payload, max_bin_len=0)
 
 
@@ -213,11 +259,13 @@ def plain(record: Record) -> dict[str, Any]:
 
 
 def to_plain(value: object) -> Any:
-    """A dataclass of the cache, or a value in it, as dicts, lists, text and numbers."""
-    if value is None or isinstance(value, str | int | float):
+    """A dataclass of the cache, or a value in it, as dicts, lists, numbers and lines of text."""
+    if isinstance(value, str):
+        return line(value)
+    if value is None or isinstance(value, int | float):
         return value
     if isinstance(value, Mapping):
-        return dict(value)
+        return {line(name): to_plain(part) for name, part in value.items()}
     if isinstance(value, tuple):
         return [to_plain(part) for part in value]
     cls: Any = type(value)
@@ -261,6 +309,9 @@ def _reader(hint: Any) -> _Read:
     """The function that checks and builds a value of this type hint."""
     if hint in _SCALARS:
         return _SCALARS[hint]
+    if typing.get_origin(hint) is typing.Annotated:
+        inner, domain = typing.get_args(hint)
+        return _within(_reader(inner), domain)
     if dataclasses.is_dataclass(hint):
         return _dataclass_reader(typing.cast(type, hint))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -271,9 +322,23 @@ def _reader(hint: Any) -> _Read:
     raise TypeError(f"no reader for {hint}")
 
 
+def _within(read: _Read, domain: Domain) -> _Read:
+    holds = domain.holds
+
+    def checked(value: Any) -> Any:
+        found = read(value)
+        if not holds(found):
+            raise _unexpected(domain.says, value)
+        return found
+
+    return checked
+
+
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise _unexpected("text", value)
+    if not (value.isprintable() and len(value) <= LONGEST):
+        raise _unexpected(f"one line of at most {LONGEST} printable characters", value)
     return value
 
 
@@ -284,11 +349,11 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if type(value) is int:
-        return float(value) if abs(value) < 2**64 else _number(None)
-    if type(value) is not float or not math.isfinite(value):
-        raise _unexpected("a finite number", value)
-    return value
+    if type(value) is float and -math.inf < value < math.inf:
+        return value
+    if type(value) is int and abs(value) < 2**64:
+        return float(value)
+    raise _unexpected("a finite number", value)
 
 
 def _truth(value: Any) -> bool:
@@ -301,9 +366,13 @@ def _config(value: Any) -> Config:
     if type(value) is not dict:
         raise _unexpected("a config", value)
     try:
+        texts = [*value, *(part for part in value.values() if type(part) is str)]
+        if not is_line("".join(texts)):
+            for text in texts:
+                _text(text)
         return Config(value)
-    except UsageError as exc:
-        raise _Wrong(str(exc)) from None
+    except (TypeError, UsageError) as exc:
+        raise _Wrong(line(str(exc))[:200]) from None
 
 
 _SCALARS: dict[Any, _Read] = {
@@ -335,9 +404,30 @@ def _tuple_reader(read: _Read) -> _Read:
     return parts
 
 
+def _row_reader(row: Row, hint: Any) -> _Read:
+    """Of a task's field: its kind knows the domain."""
+    read = _reader(hint)
+
+    def checked(value: Any) -> Any:
+        found = read(value)
+        try:
+            if found != row.default and row.kind.checked(row.keyword, found) != found:
+                raise _unexpected(f"what {row.keyword} may be", value)
+        except UsageError as exc:
+            if found not in row.switches.values():
+                raise _Wrong(line(str(exc))[:200]) from None
+        return found
+
+    return checked
+
+
 def _dataclass_reader(cls: type) -> _Read:
-    hints = typing.get_type_hints(cls)
-    readers = [(name, _reader(hints[name])) for name in _names(cls)]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    known = rows(cls)
+    readers = [
+        (name, _row_reader(known[name], hints[name]) if name in known else _reader(hints[name]))
+        for name in _names(cls)
+    ]
     optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
 
     def build(value: Any) -> Any:

@@ -12,6 +12,8 @@ from advisor.errors import UsageError
 
 Value = str | int | float | bool | None
 
+BATCH = "batch_size"
+"""The one knob that a config's arithmetic knows by name."""
 _ALLOWED = (str, int, float, bool, type(None))
 
 
@@ -56,9 +58,43 @@ class Config(Mapping[str, Value]):
         return Config({name: v for name, v in self._values.items() if name not in names})
 
     @property
+    def batch(self) -> int:
+        """Samples per step; 0 where the config does not say."""
+        value = self._values.get(BATCH)
+        return value if type(value) is int else 0
+
+    def at(self, batch: int) -> Config:
+        """The same at another batch size."""
+        return self.replace(**{BATCH: batch})
+
+    @property
+    def knobs(self) -> Config:
+        """All but the batch size."""
+        return self.without(BATCH)
+
+    def changed(self, default: Config) -> Config:
+        """The values that differ from another config's, the batch size left out; True and 1 do."""
+        theirs = dict(zip(default, default._identity, strict=True))
+        return Config(
+            {
+                one[0]: one[2]
+                for one in self._identity
+                if one[0] != BATCH and theirs.get(one[0]) != one
+            }
+        )
+
+    @property
     def digest(self) -> str:
         """12 hex characters, the same in every process: the start of `key.fingerprint(self)`."""
         return hashlib.sha256(msgpack.packb(self._values)).hexdigest()[:12]
+
+    def __getattr__(self, name: str) -> Value:
+        # As repr() writes it: config.precision.
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(
+                f"config has no {name!r}; it has {', '.join(self._values) or 'nothing'}"
+            )
+        return self._values[name]
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]

@@ -1,34 +1,36 @@
 """Records from store to store, into packs and out of them, and what may be thrown away.
 
-Encoded records travel as they are, so that nothing a newer version wrote into them is lost.
+Encoded records travel as they are, so that nothing a newer version wrote into them is lost, and
+each signature stays its owner's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from advisor.cache.codec import content
 from advisor.cache.match import place_of
-from advisor.cache.name import Name, ranked
+from advisor.cache.name import MARKS, Mark, Name, ranked
 from advisor.cache.record import Record
-from advisor.cache.records import Records
+from advisor.cache.records import AT_ONCE, Records
 from advisor.cache.stores import Store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.pack import read, write
 from advisor.errors import RecordDamaged, StoreError
 
-Outcome = Literal["added", "updated", "older", "known", "refused"]
-AT_ONCE = 64
-"""Records fetched from a store in one exchange."""
+Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What became of one record: 'added' is of a key that was not there, 'updated' counts from now
-    on, 'older' was kept beside one that counts more, 'known' was there. `reason`: why refused."""
+    on, 'older' was kept beside one that counts more, 'marked' is a mark on one, 'known' was there.
+    `reason`: why refused."""
 
     name: str
     outcome: Outcome
@@ -38,9 +40,9 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """A record that may go, and why."""
+    """What may go, and why."""
 
-    name: Name
+    name: Name | Mark
     reason: str
 
 
@@ -52,20 +54,28 @@ def carry(
 ) -> Iterator[Carried]:
     """Put what may be used of a source into a store, one after another; what became of each.
 
+    Marks follow the records that they are on.
+
     Raises:
         StoreError: the store cannot be read or written; the source cannot be read on.
     """
     there: dict[str, list[Name]] = {}
-    for name in Records.names(store):
+    for name in records.names(store):
         there.setdefault(name.place, []).append(name)
+    marks: list[tuple[Mark, bytes]] = []
+    taken: set[str] = set()
     for text, data in source:
         try:
+            if mark := Mark.parse(text):
+                marks.append((mark, _sound_mark(mark, data)))
+                continue
             record, name, data = _sound(records, text, data)
         except RecordDamaged as exc:
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         if not wanted(record):
             continue
+        taken.add(name.place)
         known = there.setdefault(name.place, [])
         outcome: Outcome = "added"
         if any(one.text == name.text for one in known):
@@ -81,23 +91,33 @@ def carry(
                 outcome = "updated" if first.text == name.text else "older"
             known.append(name)
         yield Carried(name=name.text, outcome=outcome, target=record.target.name)
+    for mark, data in marks:
+        if mark.place in taken and store.get_many([mark.text]).get(mark.text) != data:
+            store.put(mark.text, data)
+            yield Carried(name=mark.text, outcome="marked")
 
 
 def _sound(records: Records, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
-    name = Name.parse(text)
+    name = records.parse(text)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
-    record = records.read(name, data)
-    if not name.version.created:  # of a store before format 2: the same bytes, named as today's
-        name = Name.of(record, data)
-    return record, name, data
+    return records.read(name, data), name, data
+
+
+def _sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
+    if isinstance(data, RecordDamaged):
+        raise data
+    content(data)
+    if hashlib.sha256(data).hexdigest()[: len(mark.digest)] != mark.digest:
+        raise RecordDamaged(f"mark on {mark.record_id}: it is not what its name says; refused")
+    return data
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Every version of every record in a store."""
-    names = [name.text for name in Records.names(store)]
+    """Every version of every record in a store, and every mark."""
+    names = [text for text in store.keys() if Name.parse(text) or Mark.parse(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
@@ -105,20 +125,23 @@ def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
 def export(
     records: Records, path: Path, wanted: Callable[[Record], bool] = lambda _record: True
 ) -> tuple[int, list[str]]:
-    """Write the records that count into a pack: how many, and a line for each that cannot be read.
+    """Write the records that count into a pack, with their marks and all their targets' names: how
+    many, and a line for each that cannot be read.
 
     Raises:
         StoreError: no store can be read, or the file cannot be written.
     """
     chosen = [one for one in records.held() if wanted(one.record)]
+    texts = {text: one.store for one in chosen for text in one.texts}
 
     def found() -> Iterator[tuple[str, bytes]]:
-        for one in chosen:
-            data = one.store.get(one.name.text)
+        for text, store in sorted(texts.items(), key=lambda pair: pair[0]):
+            data = store.get(text)
             if data is not None:
-                yield Name.of(one.record, data).text, data
+                yield text, data
 
-    return write(path, found()), records.damaged
+    write(path, found())
+    return len({one.name.place for one in chosen}), records.damaged
 
 
 def unpack(
@@ -130,53 +153,89 @@ def unpack(
     """Take a pack's records into a store; see `carry`.
 
     Raises:
-        StoreDamaged: the file is no pack, or was cut; what came before is in the store.
+        StoreDamaged: the file is no pack, or was cut.
         StoreError: the file cannot be read, or the store not written.
     """
     try:
-        yield from carry(
-            ((name, data) for name, _place, data in read(path)), records, store, wanted
-        )
+        yield from carry(read(path), records, store, wanted)
     except OSError as exc:
         raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
 
 
-def waste(
-    records: Records, store: Store, *, is_outdated: Callable[[Record], str]
-) -> Iterator[Waste]:
-    """What a store can do without: versions that no longer count, records marked stale, and those
-    that `is_outdated` gives a reason for while a sound one of the same place is there.
+def waste(records: Records, store: Store) -> list[Waste]:
+    """What a store can do without, of what the reader or their team signed.
+
+    That is: versions behind one of at least their effort under the same target's name; marks that
+    others came after, or whose version is gone; and a record that its GPU has outlived, where the
+    same GPU was measured later under another driver, again for this task with at least the effort.
+    Whatever others wrote, and what is the only record for its environment, stays.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    places: dict[str, list[Name]] = {}
-    for name in Records.names(store):
-        places.setdefault(name.place, []).append(name)
+    texts = store.keys()
+    names = [name for text in texts if (name := records.parse(text)) and name.trusted]
+    marks = [
+        mark for text in texts if text.startswith(MARKS) and (mark := records.parse_mark(text))
+    ]
+    newest: dict[tuple[str, str], Mark] = {}
+    for mark in sorted(marks, key=lambda mark: (mark.made, mark.digest)):
+        newest[mark.version_of] = mark
+    versions = {(name.place, name.version.digest) for text in texts if (name := Name.parse(text))}
+    found = [
+        Waste(name=mark, reason="superseded")
+        for mark in marks
+        if newest[mark.version_of] != mark or mark.version_of not in versions
+    ]
     counting: list[tuple[Name, Record]] = []
-    for names in places.values():
-        ordered = ranked(names)
-        for position, name in enumerate(ordered):
-            data = store.get_many([name.text]).get(name.text)
-            if data is None:
+    groups: dict[tuple[str, str, str], list[Name]] = {}
+    for name in names:
+        groups.setdefault((name.place, *name.called), []).append(name)
+    for group in groups.values():
+        stale = {
+            name.text: newest[name.place, name.version.digest].stale
+            for name in group
+            if (name.place, name.version.digest) in newest
+        }
+        first: Name | None = None
+        for name in ranked(group, stale):
+            if first is not None:
+                if name.version.effort <= first.version.effort:
+                    found.append(Waste(name=name, reason="superseded"))
                 continue
             with contextlib.suppress(RecordDamaged):  # not for this version to judge
-                counting.append((name, records.read(name, data)))
-                for later in ordered[position + 1 :]:
-                    yield Waste(name=later, reason="superseded")
-                break
-    fresh = {
-        place_of(record.key)
-        for _name, record in counting
-        if not record.stale and not is_outdated(record)
-    }
+                data = store.get_many([name.text]).get(name.text)
+                if data is not None:
+                    counting.append((name, records.read(name, data)))
+                    first = name
+    return [*found, *_outlived(counting)]
+
+
+def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[Waste]:
+    """Records of a GPU that runs under another driver by now, and was measured again."""
+    machines: dict[str, list[tuple[Name, Record]]] = {}
     for name, record in counting:
-        if record.stale:
-            yield Waste(name=name, reason=f"stale: {record.stale}")
-        elif (why := is_outdated(record)) and place_of(record.key) in fresh:
-            yield Waste(name=name, reason=f"stale: {why}")
+        if record.provenance.device_uuid:  # else nobody knows which machine it was
+            machines.setdefault(record.provenance.device_uuid, []).append((name, record))
+    for there in machines.values():
+        _name, last = max(there, key=lambda pair: pair[1].provenance.created)
+        now = _driver(last)
+        again = {
+            (place_of(record.key), record.batch): name.version.effort
+            for name, record in there
+            if _driver(record) == now and not record.stale
+        }
+        for name, record in there:
+            task = place_of(record.key), record.batch
+            if _driver(record) != now and again.get(task, -1) >= name.version.effort:
+                change = f"driver {_driver(record)} -> {now}"
+                yield Waste(name=name, reason=f"stale: {change} on the same GPU since")
 
 
-def tidy(store: Store) -> int:
-    """Remove what killed writers left in a folder of files; how many files."""
-    return store.tidy() if isinstance(store, DirStore) else 0
+def _driver(record: Record) -> str:
+    return record.key.environment.software.driver
+
+
+def leavings(store: Store) -> list[Path]:
+    """What killed writers left in a folder of files."""
+    return store.leavings() if isinstance(store, DirStore) else []

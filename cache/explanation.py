@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from advisor.cache.match import Difference, Query, compare
 from advisor.cache.record import Record
+from advisor.cache.task import Task, rows
 
 MOST = 8
 """Near misses that are listed."""
@@ -68,15 +69,11 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         query, here = self.query, self.query.environment
         yield f"looked for  {self.target or 'what was tuned for this script'}"
-        stated = {
-            "model": query.model[:12] if query.model else None,
-            "shape": "x".join(map(str, query.shape)) if query.shape else None,
-            "mix": " + ".join(query.mix) if query.mix else None,
-            "dtype": query.dtype,
-            "mode": query.mode,
-            "optimizer": query.optimizer,
-            "deterministic": query.deterministic,
-            "precisions": "+".join(query.precisions) if query.precisions is not None else None,
+        stated: dict[str, object] = {"model": query.model[:12] if query.model else None}
+        for name, row in rows(Task).items():
+            if name in query.given and name != "target":
+                stated[row.keyword] = " ".join(row.kind.texts(query.given[name]))
+        stated |= {
             "device": here.device.name,
             "driver": here.software.driver,
             "CUDA": here.software.cuda,

@@ -1,16 +1,20 @@
-"""What a record is remembered under: environment, model, sample, mode, permissions."""
+"""What a record is remembered under: environment, model, and what of the task decides."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import msgpack
 
 from advisor.cache.config import Value
+from advisor.cache.domain import Count, Fingerprint, Hex
+from advisor.cache.task import Task, rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +24,8 @@ class Device:
     kind: str
     name: str
     capability: str
-    multiprocessors: int
-    memory_gib: int
+    multiprocessors: Count
+    memory_gib: Count
     mig: str = ""
 
     @property
@@ -39,8 +43,8 @@ class Software:
     cuda: str
     cudnn: str
     torch: str
-    power_limit_w: int = 0
-    clock_cap_mhz: int = 0
+    power_limit_w: Count = 0
+    clock_cap_mhz: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,108 +56,72 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One input without its batch dimension."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if any(n < 1 for n in self.shape):
-            raise ValueError(f"shape {self.shape}: expected numbers of at least 1")
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, ("x".join(map(str, self.shape)), self.dtype)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permits:
-    """What the user permits; the order of the precisions does not matter to a key."""
-
-    deterministic: bool
-    precisions: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """`model` is a fingerprint in hex; `optimizer` is '' for inference.
+    """`model` is a fingerprint in hex, `hooks` one of the target's make_batch and loss, or ''.
 
-    `mix`: where a job's inputs alternate between shapes, all of them with their batches, as
-    '64x3x224x224', the largest first, whose sample `sample` is; empty for a job of one shape.
+    `libraries`: those that the model's classes come from, as 'torchvision==0.26.0'. `threads`:
+    on a CPU, those that torch itself used; else 0.
     """
 
     environment: Environment
-    model: str
-    sample: Sample
-    mode: str
-    optimizer: str
-    world_size: int
-    permits: Permits
-    mix: tuple[str, ...] = ()
-
-    @property
-    def inputs(self) -> str:
-        """'3x224x224 float32', or the shapes of a mix: '64x3x224x224 + 17x3x224x224 float32'."""
-        return f"{' + '.join(self.mix)} {self.sample.dtype}" if self.mix else str(self.sample)
+    model: Fingerprint
+    task: Task
+    hooks: Hex = ""
+    libraries: tuple[str, ...] = ()
+    threads: Count = 0
 
     @property
     def digest(self) -> str:
-        """64 hex characters over every field; an empty mix leaves it what it was before mixes."""
+        """64 hex characters over every field that `fields` names."""
         return _digest(self)
 
     @property
     def id(self) -> str:
-        """The first 12 characters of the digest: what people see and type."""
+        """The first 12 characters of the digest."""
         return self.digest[:12]
 
 
+_ENVIRONMENT = tuple(
+    f"{part}.{field.name}"
+    for part, cls in (("device", Device), ("software", Software))
+    for field in dataclasses.fields(cls)
+)
+_GETTERS = {name: attrgetter(name) for name in _ENVIRONMENT}
+
 PLACE = (
     "model",
-    "sample.shape",
-    "sample.dtype",
-    "mix",
-    "mode",
-    "optimizer",
-    "permits.deterministic",
-    "permits.precisions",
-    "environment.device.kind",
-    "environment.device.name",
-    "environment.device.capability",
-    "environment.device.multiprocessors",
-    "environment.device.memory_gib",
-    "environment.device.mig",
+    "hooks",
+    *(name for name, row in rows(Task).items() if row.decides),
+    *(name for name in _ENVIRONMENT if name.startswith("device.")),
 )
 """Fields whose difference makes another key: a miss."""
 
 VARIANT = (
-    "environment.software.driver",
-    "environment.software.cuda",
-    "environment.software.cudnn",
-    "environment.software.torch",
-    "environment.software.power_limit_w",
-    "environment.software.clock_cap_mhz",
-    "world_size",
+    *(name for name in _ENVIRONMENT if name.startswith("software.")),
+    "libraries",
+    "threads",
 )
 """Fields whose difference makes a record stale: compatible."""
 
 Field = Value | tuple[str, ...] | tuple[int, ...]
 
-_GETTERS = {name: attrgetter(name) for name in (*PLACE, *VARIANT)}
+
+def of_environment(environment: Environment) -> dict[str, Any]:
+    """Its fields under their dotted names."""
+    return {name: get(environment) for name, get in _GETTERS.items()}
 
 
-def fields(key: Key) -> dict[str, Field]:
-    """Every field of a key under its dotted name; precisions sorted."""
-    found: dict[str, Field] = {name: get(key) for name, get in _GETTERS.items()}
-    found["permits.precisions"] = tuple(sorted(set(key.permits.precisions)))
-    return found
+def fields(key: Key) -> dict[str, Any]:
+    """Every field of a key under its name, in the order of PLACE and VARIANT."""
+    found = of_environment(key.environment) | key.task.decisive
+    found |= {"model": key.model, "hooks": key.hooks, "libraries": key.libraries}
+    found["threads"] = key.threads
+    return {name: found[name] for name in (*PLACE, *VARIANT)}
 
 
 @functools.lru_cache(maxsize=256)
 def _digest(key: Key) -> str:
-    found = fields(key)
-    if not key.mix:
-        del found["mix"]
-    return fingerprint(found)
+    return fingerprint(fields(key))
 
 
 def fingerprint(parts: object) -> str:

@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, fingerprint
+from advisor.cache.key import of_environment as environment_fields
 from advisor.cache.record import Record
+from advisor.cache.task import Task, rows
 
 Kind = Literal["exact", "compatible", "miss"]
 
-_DEVICE = "environment.device."
-_DEVICES = tuple(name for name in PLACE if name.startswith(_DEVICE))
+_DEVICES = tuple(name for name in PLACE if name.startswith("device."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """A key of which parts may be left open: a field that is None does not constrain."""
+    """What a script asks for: what it leaves open does not constrain.
+
+    Attributes:
+        given: fields of a Task by name, as checked.
+        model, hooks: fingerprints; None where they are not in hand.
+        threads: that torch itself uses here, on a CPU; else 0.
+    """
 
     environment: Environment
-    mode: str
-    world_size: int
+    given: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
-    shape: tuple[int, ...] | None = None
-    mix: tuple[str, ...] | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-    deterministic: bool | None = None
-    precisions: tuple[str, ...] | None = None
-    batch: int | None = None
-    """Preferred, of several records that fit: it constrains nothing."""
+    hooks: str | None = None
+    threads: int = 0
+
+    @property
+    def batch(self) -> int | None:
+        """Preferred, of several records that fit: it constrains nothing."""
+        shapes = self.given.get("shapes")
+        return shapes[0][0] if shapes else None
+
+    @property
+    def sample(self) -> tuple[int, ...] | None:
+        """The shape of one input, where the script names it."""
+        shapes = self.given.get("shapes")
+        return shapes[0][1:] if shapes else None
+
+    def without(self, *names: str) -> Query:
+        """The same with these fields of the task left open."""
+        left = {name: value for name, value in self.given.items() if name not in names}
+        return Query(
+            environment=self.environment,
+            given=left,
+            model=self.model,
+            hooks=self.hooks,
+            threads=self.threads,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +69,7 @@ class Difference:
 
     def __str__(self) -> str:
         owner, _, name = self.field.rpartition(".")
-        label = f"device {name}" if owner == "environment.device" else name
+        label = f"device {name}" if owner == "device" else name.replace("_", " ")
         return f"{label} {_shown(self.field, self.found)} -> {_shown(self.field, self.wanted)}"
 
 
@@ -63,7 +88,7 @@ def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ..
 
     Of another device only its name is reported, or its kind: the rest follows from it.
     """
-    have, want = fields(found), _constraints(wanted)
+    have, want = fields(found), _constraints(wanted, found)
 
     def differing(names: Iterable[str]) -> list[Difference]:
         return [
@@ -73,9 +98,9 @@ def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ..
         ]
 
     place = differing(PLACE)
-    for decisive in (_DEVICE + "name", _DEVICE + "kind"):
+    for decisive in ("device.name", "device.kind"):
         if any(difference.field == decisive for difference in place):
-            place = [d for d in place if d.field == decisive or not d.field.startswith(_DEVICE)]
+            place = [d for d in place if d.field == decisive or d.field not in _DEVICES]
             break
     if place:
         return "miss", tuple(place)
@@ -90,10 +115,11 @@ def place_of(key: Key) -> str:
 
 
 def best(query: Key | Query, records: Iterable[Record]) -> Match:
-    """An exact record, else a compatible one, else a miss; of several the one of the batch that is
-    asked for, else one that measured it, else the newest.
+    """An exact record, else a compatible one, else a miss.
 
-    A miss carries the differences of the nearest record: none where there are no records.
+    Of several the one whose task is nearest to the defaults in what the query leaves open, then the
+    one of the batch that is asked for, else one that measured it, else the newest. A miss carries
+    the differences of the nearest record: none where there are no records.
     """
     matches = [
         Match(kind=kind, record=record, differs=differs)
@@ -103,21 +129,26 @@ def best(query: Key | Query, records: Iterable[Record]) -> Match:
     for kind in ("exact", "compatible"):
         fitting = [match for match in matches if match.kind == kind]
         if fitting:
-            batch = None if isinstance(query, Key) else query.batch
-            return max(fitting, key=lambda match: (*_at(match, batch), _created(match)))
+            return max(fitting, key=functools.partial(_preferred, query))
     if not matches:
         return Match(kind="miss", record=None, differs=())
     nearest = min(matches, key=lambda match: (len(match.differs), -_created(match)))
     return Match(kind="miss", record=None, differs=nearest.differs, nearest=nearest.record)
 
 
-def _at(match: Match, batch: int | None) -> tuple[bool, bool]:
-    """Whether a record is of a batch, and whether it has measured it."""
+def _preferred(query: Key | Query, match: Match) -> tuple[int, bool, bool, float]:
     record = match.record
-    if batch is None or record is None:
-        return False, False
-    measured = any(trial.config.get("batch_size") == batch for trial in record.trials)
-    return record.batch == batch, measured
+    assert record is not None
+    if isinstance(query, Key):
+        return 0, True, True, _created(match)
+    odd = sum(
+        getattr(record.key.task, name) != row.default
+        for name, row in rows(Task).items()
+        if row.decides and name not in query.given and name != "shapes"
+    )
+    batch = query.batch
+    measured = any(trial.config.batch == batch for trial in record.trials)
+    return -odd, record.batch == batch, measured, _created(match)
 
 
 def _created(match: Match) -> float:
@@ -155,42 +186,48 @@ def kin(key: Key, family: str, records: Iterable[Record]) -> list[Kin]:
         elif same_model and kind == "compatible":
             what = f"the same model, {told}"
         elif same_model:
-            tier += 1 if names <= {"sample.shape", "sample.dtype", "mix", *_DEVICES} else 2
+            tier += 1 if names <= {"shapes", "dtype", *_DEVICES} else 2
             what = f"the same model, {told}"
         else:
             what = f"a model of the same family{f', {told}' if told else ''}"
-        apart = abs(math.log(math.prod(record.key.sample.shape) / math.prod(key.sample.shape)))
+        apart = abs(math.log(math.prod(record.key.task.sample) / math.prod(key.task.sample)))
         nearness = tier, apart, -record.provenance.created
         found.append((nearness, Kin(record=record, what=what)))
     return [one for _nearness, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def _constraints(wanted: Key | Query) -> dict[str, Field]:
+def _constraints(wanted: Key | Query, found: Key) -> dict[str, Any]:
     if isinstance(wanted, Key):
         return fields(wanted)
-    stated: dict[str, Field] = {
+    stated: dict[str, Any] = {
         "model": wanted.model,
-        "sample.shape": wanted.shape,
-        "sample.dtype": wanted.dtype,
-        "mix": wanted.mix,
-        "mode": wanted.mode,
-        "optimizer": wanted.optimizer,
-        "permits.deterministic": wanted.deterministic,
-        "permits.precisions": (
-            None if wanted.precisions is None else tuple(sorted(set(wanted.precisions)))
-        ),
-        "world_size": wanted.world_size,
+        "hooks": wanted.hooks,
+        "libraries": tuple(map(_installed, found.libraries)),
+        "threads": wanted.threads,
     }
-    for name in (*PLACE, *VARIANT):
-        if name.startswith("environment."):
-            _, part, field = name.split(".")
-            stated[name] = getattr(getattr(wanted.environment, part), field)
+    known = rows(Task)
+    stated |= {name: value for name, value in wanted.given.items() if known[name].decides}
+    if shapes := wanted.given.get("shapes"):
+        stated["shapes"] = shapes if len(shapes) > 1 else shapes[0][1:]
+    stated |= environment_fields(wanted.environment)
     return {name: value for name, value in stated.items() if value is not None}
 
 
+@functools.cache
+def _installed(library: str) -> str:
+    """The same library as it is installed here: 'torchvision==0.26.0'."""
+    name = library.partition("==")[0]
+    try:
+        return f"{name}=={importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name}==none"
+
+
 def _shown(field: str, value: Field) -> str:
-    if field == "model":
-        return str(value)[:12]
+    if field in ("model", "hooks"):
+        return str(value)[:12] or "none"
     if isinstance(value, tuple):
-        return ("x" if field == "sample.shape" else "+").join(map(str, value)) or "none"
+        mixed = any(isinstance(part, tuple) for part in value)
+        parts = [_shown(field, part) if mixed else str(part) for part in value]
+        return ("x" if field == "shapes" and not mixed else "+").join(parts) or "none"
     return "none" if value in ("", None) else str(value)

@@ -1,119 +1,235 @@
-"""The name of a record in a store: what it is of, and which of two of one key counts.
+"""The name of a record in a store: what it is of, and which of several versions counts.
 
 Records are never changed in place: a record that is measured, explained or verified again is put
 beside the one before it. So a store is a set that only grows until `advisor gc`, two stores are
 merged by uniting them, in any order and as often as one likes, and no writer can undo another's
-write. Which record of a key counts is told by the names alone, the same for every reader.
+write. Which version of a record counts is told by the names alone.
+
+What counts is not the clock or the claim of whoever wrote it. A name ends in a tag that only the
+owner of a key can make (see `seal`), and the reader's own keys decide: first what the reader or
+their team measured, then what others did; among each what is not marked stale, then what had more
+effort, then the newer. So two readers may prefer different versions, and each sees their own work;
+nobody can hide another's, whatever dates, efforts or marks they write.
+
+A version that somebody else measured is marked stale by a small item of its own, signed by who
+found it, which counts for them and their team.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from advisor.cache.domain import is_moment
 from advisor.cache.key import fingerprint
 from advisor.cache.record import EFFORTS, Record
+from advisor.cache.seal import UNSEALED, Seal
 from advisor.errors import RecordDamaged
 
 PREFIX = "record/"
+MARKS = "mark/"
 _PART = r"([0-9a-f]{12})"
+_BATCH = r"([1-9][0-9]{0,9})"
+_TAG = rf"(?:\.{_PART})?"
 _NAME = re.compile(
-    rf"{PREFIX}{_PART}/{_PART}/{_PART}/([1-9][0-9]{{0,9}})/"
-    rf"([0-9])\.([0-9a-f]{{14}})\.([0-9a-f]{{14}})\.{_PART}"
+    rf"{PREFIX}{_PART}/{_PART}/{_PART}/{_PART}/{_BATCH}/"
+    rf"([0-9])(s?)\.([0-9a-f]{{14}})\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
 )
-_OLD = re.compile(rf"{PREFIX}{_PART}/{_PART}/{_PART}")
+_MARK = re.compile(
+    rf"{MARKS}{_PART}/{_PART}/{_BATCH}/{_PART}/([sf])\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """`rank`: 0 where marked stale, else by effort from 1 on. Times in microseconds; `digest` of
-    the bytes."""
+    """`effort`: from 1 on, 0 where it is none that is known. Times in microseconds; `digest` of the
+    bytes."""
 
-    rank: int = 0
-    created: int = 0
-    revised: int = 0
-    digest: str = ""
+    effort: int
+    stale: bool
+    created: int
+    revised: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """record/MODEL/TARGET/ID/BATCH/VERSION, each digest 12 hex characters.
+    """record/MODEL/TARGET/ORIGIN/ID/BATCH/VERSION[.TAG], each digest 12 hex characters.
 
     Attributes:
         text: whole, as a store has it.
-        model: start of the model's fingerprint; `target` the digest of its target's name.
+        model: start of the model's fingerprint; `target` the digest of its target's name, `origin`
+            of where that lay.
         id: the key's.
-        batch: the user's; 0 where the name does not say. Records with all of these the same are
-            versions of one another.
+        batch: the user's.
+        trusted: its tag was made with one of the reader's keys.
     """
 
     text: str
     model: str
     target: str
+    origin: str
     id: str
     batch: int
     version: Version
+    trusted: bool = False
 
     @property
     def place(self) -> str:
-        """What all versions of one record have in common."""
-        return f"{PREFIX}{self.model}/{self.target}/{self.id}/{self.batch}"
+        """What all versions of one record have in common, under whatever target's name."""
+        return f"{self.model}/{self.id}/{self.batch}"
 
-    def called(self, text: str) -> Name:
-        """The same under the name that a store before format 2 has for it."""
-        return dataclasses.replace(self, text=text)
+    @property
+    def called(self) -> tuple[str, str]:
+        """Target and origin: a record has as many names as it was tuned under."""
+        return self.target, self.origin
 
-    @staticmethod
-    def place_of(record: Record) -> str:
-        """The place of a record."""
-        of = f"{record.key.model[:12]}/{target_part(record.target.name)}/{record.id}"
-        return f"{PREFIX}{of}/{record.batch}"
+    @property
+    def record_id(self) -> str:
+        """As people see and type it: 'ae1bff61eea5@128'."""
+        return f"{self.id}@{self.batch}"
+
+    @property
+    def untagged(self) -> str:
+        """What a tag is made of."""
+        place = f"{PREFIX}{self.model}/{self.target}/{self.origin}/{self.id}/{self.batch}"
+        v = self.version
+        return f"{place}/{v.effort}{'s' * v.stale}.{v.created:014x}.{v.revised:014x}.{v.digest}"
 
     @classmethod
-    def parse(cls, text: str) -> Name | None:
-        """The name in a store's key; None where it is none.
-
-        A name without a version is of a store before format 2, which had one record of a key.
-        """
+    def parse(cls, text: str, seal: Seal = UNSEALED) -> Name | None:
+        """The name in a store's key; None where it is none."""
         found = _NAME.fullmatch(text)
-        if found:
-            rank, created, revised = (
-                int(found[part], base) for part, base in ((5, 10), (6, 16), (7, 16))
-            )
-            version = Version(rank, created, revised, found[8])
-            return cls(text, found[1], found[2], found[3], int(found[4]), version)
-        old = _OLD.fullmatch(text)
-        return cls(text, old[1], old[2], old[3], 0, Version()) if old else None
+        if not found:
+            return None
+        version = Version(
+            int(found[6]), bool(found[7]), int(found[8], 16), int(found[9], 16), found[10]
+        )
+        trusted = bool(found[11]) and seal.tagged(text[: -len(found[11]) - 1], found[11])
+        model, target, origin, id = found.group(1, 2, 3, 4)
+        return cls(text, model, target, origin, id, int(found[5]), version, trusted)
 
     @classmethod
-    def of(cls, record: Record, data: bytes) -> Name:
-        """The name of a record whose encoded bytes these are."""
+    def of(cls, record: Record, data: bytes, seal: Seal = UNSEALED) -> Name:
+        """The name of a record whose encoded bytes these are, tagged where the seal has a key."""
         made = record.provenance
-        known = made.effort in EFFORTS and not record.stale
         version = Version(
-            EFFORTS.index(made.effort) + 1 if known else 0,
+            EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0,
+            bool(record.stale),
             _microseconds(made.created),
             _microseconds(record.revised),
-            hashlib.sha256(data).hexdigest()[:12],
+            _digest(data),
         )
-        place = cls.place_of(record)
-        text = (
-            f"{place}/{version.rank}.{version.created:014x}.{version.revised:014x}.{version.digest}"
+        bare = cls(
+            "",
+            record.key.model[:12],
+            target_part(record.target.name),
+            target_part(record.target.origin),
+            record.key.id,
+            record.batch,
+            version,
         )
-        target = target_part(record.target.name)
-        return cls(text, record.key.model[:12], target, record.id, record.batch, version)
+        return replace(bare, text=_tagged(bare.untagged, seal), trusted=bool(seal.signs))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """mark/MODEL/ID/BATCH/DIGEST/s.TIME.DIGEST[.TAG]: that the version with the first digest is
+    stale, or with f for s that it is not, whatever it says itself."""
+
+    text: str
+    place: str
+    of: str
+    stale: bool
+    made: int
+    digest: str
+    trusted: bool
+
+    @property
+    def record_id(self) -> str:
+        """Of the record that is marked."""
+        _model, key, batch = self.place.split("/")
+        return f"{key}@{batch}"
+
+    @property
+    def version_of(self) -> tuple[str, str]:
+        """Place and digest of the version that is marked."""
+        return self.place, self.of
+
+    @classmethod
+    def parse(cls, text: str, seal: Seal = UNSEALED) -> Mark | None:
+        """The mark whose name a store's key is; None where it is none."""
+        found = _MARK.fullmatch(text)
+        if not found:
+            return None
+        place = f"{found[1]}/{found[2]}/{found[3]}"
+        trusted = bool(found[8]) and seal.tagged(text[: -len(found[8]) - 1], found[8])
+        return cls(text, place, found[4], found[5] == "s", int(found[6], 16), found[7], trusted)
+
+    @classmethod
+    def on(cls, name: Name, stale: bool, seconds: float, data: bytes, seal: Seal) -> Mark:
+        """The mark on a version, whose encoded reason these bytes are."""
+        made, digest = _microseconds(seconds), _digest(data)
+        bare = f"{MARKS}{name.place}/{name.version.digest}/{'fs'[stale]}.{made:014x}.{digest}"
+        text = _tagged(bare, seal)
+        return cls(text, name.place, name.version.digest, stale, made, digest, bool(seal.signs))
+
+
+def _tagged(text: str, seal: Seal) -> str:
+    return f"{text}.{seal.tag(text)}" if seal.signs else text
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def target_part(name: str) -> str:
-    """The digest of a target's name."""
+    """The digest of a target's name, or of its origin."""
     return fingerprint(name)[:12]
 
 
 def _microseconds(seconds: float) -> int:
     return min(max(0, int(seconds * 1e6)), 2**56 - 1)
+
+
+def ranked(names: Iterable[Name], stale: Mapping[str, bool] | None = None) -> list[Name]:
+    """Versions of one record, the one that counts first; see the head of this file.
+
+    Of what was made of the same measurement, the last revision by the reader's own side counts, or
+    where all are of others, theirs.
+
+    Args:
+        stale: of some versions by their name's text, what is known beyond the name: from a mark.
+    """
+    known = stale or {}
+
+    def standing(name: Name) -> tuple[object, ...]:
+        v = name.version
+        fresh = not known.get(name.text, v.stale)
+        return (*_side(name), fresh, v.effort, v.created, v.revised, v.digest)
+
+    ordered = sorted(names, key=standing, reverse=True)
+    last: dict[tuple[object, ...], Name] = {}
+    for name in ordered:
+        group = (*_side(name), name.version.created)
+        before = last.get(group)
+        if before is None or before.version.revised < name.version.revised:
+            last[group] = name
+    leading = {name.text for name in last.values()}
+    # Stable: within each half the order is kept, and what others revised is behind on its side.
+    return sorted(ordered, key=lambda name: (*map(_no, _side(name)), name.text not in leading))
+
+
+def _side(name: Name) -> tuple[bool, bool]:
+    v = name.version
+    moments = [v.created / 1e6, *([v.revised / 1e6] if v.revised else [])]
+    return name.trusted, all(map(is_moment, moments))
+
+
+def _no(value: bool) -> bool:
+    return not value
 
 
 SUFFIX = ".msgpack"
@@ -138,19 +254,3 @@ def keys_of(files: Iterable[str]) -> list[str]:
         for name in files
         if name.endswith(SUFFIX) and not name.startswith(".")
     )
-
-
-def ranked(names: Iterable[Name]) -> list[Name]:
-    """Versions of one record, the one that counts first.
-
-    Of what was made of the same measurement, the last revision counts; of several measurements, one
-    not marked stale, then the one of more effort, then the newer.
-    """
-    ordered = sorted(names, key=lambda name: name.version, reverse=True)
-    last: dict[int, Name] = {}
-    for name in ordered:
-        known = last.get(name.version.created)
-        if known is None or known.version.revised < name.version.revised:
-            last[name.version.created] = name
-    leading = sorted(last.values(), key=lambda name: name.version, reverse=True)
-    return [*leading, *(name for name in ordered if name not in leading)]

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
+from advisor.cache.domain import (
+    Above0,
+    Count,
+    From0,
+    Hex,
+    Moment,
+    MomentOr0,
+    Positive,
+    StudyName,
+)
 from advisor.cache.key import Key
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
@@ -14,6 +24,12 @@ STAGES = ("compute", "input", "numerics")
 
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""
+
+USES = ("flags", "pilot", "loop", "capture")
+"""What a script lets advice do, the least first; what one can follow the next can too."""
+FLAGS, PILOT, LOOP, CAPTURE = USES
+RACED = (FLAGS, LOOP, CAPTURE)
+"""Uses for which the race names a winner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +48,15 @@ class Measurement:
 
     outcome: str
     reason: str = ""
-    samples_per_s: float = 0.0
+    samples_per_s: From0 = 0.0
     low: float = 0.0
     high: float = 0.0
-    step_s: float = 0.0
-    gpu_s: float = 0.0
-    first_step_s: float = 0.0
-    peak_bytes: int = 0
-    steps: int = 0
-    blocks: tuple[float, ...] = ()
+    step_s: From0 = 0.0
+    gpu_s: From0 = 0.0
+    first_step_s: From0 = 0.0
+    peak_bytes: Count = 0
+    steps: Count = 0
+    blocks: tuple[From0, ...] = ()
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -56,12 +72,12 @@ class Measurement:
 class Trial:
     """One config tried. `origin`: who asked for it; `seconds`: what it cost by the wall clock."""
 
-    number: int
+    number: Count
     config: Config
     measurement: Measurement
     stage: str
     origin: str
-    seconds: float
+    seconds: From0
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -75,20 +91,16 @@ class Choice:
     step in a fresh process with empty caches, 0 where that was not measured."""
 
     config: Config
-    batch: int
-    samples_per_s: float
+    batch: Positive
+    samples_per_s: Above0
     low: float
     high: float
-    speedup: float
+    speedup: Above0
     speedup_low: float
     speedup_high: float
-    peak_bytes: int
-    rounds: tuple[float, ...] = ()
-    first_step_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch {self.batch}: expected at least 1")
+    peak_bytes: Count
+    rounds: tuple[From0, ...] = ()
+    first_step_s: From0 = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +109,31 @@ class Part:
     default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
 
     knob: Config
-    ratio: float
+    ratio: Above0
     low: float
     high: float
     stage: str = "compute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """The choice for a use, at the user's batch or with the batch `free`."""
+
+    use: str
+    free: bool
+    choice: Choice
+
+    def __post_init__(self) -> None:
+        if self.use not in USES:
+            raise ValueError(f"use {self.use!r}: expected one of {', '.join(USES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its path or ''."""
+    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or ''."""
 
     name: str
-    origin: str
-    arguments: Config
+    origin: Hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,62 +141,102 @@ class Provenance:
     """Where a record comes from; never compared. `created` is in Unix seconds.
 
     `steps` or `duration_s`: the length of the job that the advice was chosen for; both 0 for the
-    steady state. `vocab`: bound of integer inputs.
+    steady state.
     """
 
-    created: float
-    seconds: float
-    trials: int
+    created: Moment
+    seconds: From0
+    trials: Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
-    study: str
-    budget_s: float
-    modules: int
-    parameters: int
+    study: StudyName
+    budget_s: From0
+    modules: Count
+    parameters: Count
     effort: str = "normal"
-    steps: int = 0
-    duration_s: float = 0.0
-    vocab: int = 1000
+    steps: Count = 0
+    duration_s: From0 = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Everything known about one key.
+    """Everything known about one key at one batch.
 
     Attributes:
-        batch: the user's.
-        baseline: torch's default at that batch, from the race.
-        at_batch: the best at that batch; `free` the best with the batch free, if it differs.
+        baseline: torch's default at the user's batch, from the race.
+        winners: the best for each of RACED, at the user's batch and, where other batches were
+            tried, with the batch free; each from the race, with its own interval.
         input: the knobs of the input stage that were chosen; may be empty.
-        parts: what each knob of `at_batch` contributes, once `advisor explain` has measured it.
-        stale: why it no longer holds, as `advisor verify` found; empty while it does.
+        trials: of every stage; those of 'numerics' say what was held against strict fp32, and how
+            that ended: what has none was not verified.
         raced: all that finished the race and was not struck out, chosen or not.
+        parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
+        stale: why it no longer holds, as `advisor verify` found; empty while it does.
         family: digest of the kinds of modules that the model is built of; '' where not known.
         revised: when `explain` or `verify` last changed it, in Unix seconds; 0 for never.
     """
 
     key: Key
     target: Target
-    batch: int
     baseline: Choice
-    at_batch: Choice
-    free: Choice | None
+    winners: tuple[Winner, ...]
     input: Config
     trials: tuple[Trial, ...]
     provenance: Provenance
     raced: tuple[Choice, ...] = ()
     parts: tuple[Part, ...] = ()
     stale: str = ""
-    family: str = ""
-    revised: float = 0.0
+    family: Hex = ""
+    revised: MomentOr0 = 0.0
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch {self.batch}: expected at least 1")
+        there = {(one.use, one.free) for one in self.winners}
+        if len(there) < len(self.winners):
+            raise ValueError("winners: one use has two")
+        if missing := [use for use in RACED if (use, False) not in there]:
+            raise ValueError(f"winners: none for {', '.join(missing)}")
+
+    @property
+    def batch(self) -> int:
+        """The user's."""
+        return self.key.task.batch
 
     @property
     def id(self) -> str:
-        """The key's."""
-        return self.key.id
+        """The key's with the batch, 'ae1bff61eea5@128': what people see and type."""
+        return f"{self.key.id}@{self.batch}"
+
+    def winner(self, use: str, *, free: bool = False) -> Choice:
+        """The best for a use; with the batch free, where no other was tried, at the user's.
+
+        Of a use that was not raced, as the pilot, the best of the next lesser one.
+        """
+        there = {(one.use, one.free): one.choice for one in self.winners}
+        lesser = [one for one in USES[: USES.index(use) + 1] if (one, False) in there]
+        return there.get((lesser[-1], free), there[lesser[-1], False])
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """Every config that was chosen, by what a report calls it; equal ones once, by the loop's
+        name, as that is what most scripts have."""
+        named = {"torch default": self.baseline}
+        for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
+            named[_CALLED[one.use, one.free]] = one.choice
+        seen: dict[Config, str] = {}
+        for name, choice in named.items():
+            seen.setdefault(choice.config, name)
+        return {name: named[name] for name in seen.values()}
+
+
+_CALLED = {
+    ("loop", False): "at your batch",
+    ("flags", False): "flags alone",
+    ("pilot", False): "script as it is",
+    ("capture", False): "step captured",
+    ("loop", True): "batch free",
+    ("flags", True): "flags alone, batch free",
+    ("pilot", True): "script as it is, batch free",
+    ("capture", True): "step captured, batch free",
+}

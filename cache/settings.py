@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from advisor.errors import UsageError
 
+_MOST_BYTES = 2**22
+ON_MISS = ("default", "nearest")
 KNOWN = ("cache", "on-miss")
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 
 
-def cache_urls(cache: str | Sequence[str] | None = None) -> tuple[str, ...]:
+Cache = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+"""A store's URL or folder, several, or None for what the environment or the project says."""
+
+
+def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     """The stores' URLs: those given, else $ADVISOR_CACHE, else [tool.advisor] cache in the nearest
     pyproject.toml; none where nothing says.
 
@@ -28,8 +35,19 @@ def cache_urls(cache: str | Sequence[str] | None = None) -> tuple[str, ...]:
         cache = variable
     if cache is None:
         return _of_project()
-    listed = [cache] if isinstance(cache, str) else list(cache)
-    return tuple(url for one in listed for url in _BETWEEN.split(one.strip()))
+    listed: object = [cache] if isinstance(cache, str | os.PathLike) else cache
+    if isinstance(listed, bytes) or not isinstance(listed, Iterable):
+        raise UsageError(f"cache {cache!r}: expected a folder, a store's URL, or several")
+    return tuple(url for one in listed for url in _urls_in(one))
+
+
+def _urls_in(one: object) -> list[str]:
+    """A path is one folder, whatever commas are in it; a text may list several URLs."""
+    if isinstance(one, os.PathLike) and isinstance(found := os.fspath(one), str):
+        return [found]
+    if not isinstance(one, str):
+        raise UsageError(f"cache {one!r}: expected a folder or a store's URL")
+    return _BETWEEN.split(one.strip())
 
 
 def on_miss() -> str | None:
@@ -39,7 +57,9 @@ def on_miss() -> str | None:
         return variable
     _file, table = _project()
     found = table.get("on-miss")
-    return None if found is None else str(found)
+    if found is not None and not isinstance(found, str):
+        raise UsageError(f"{_file}: [tool.advisor] on-miss: expected text, got {found!r}")
+    return found
 
 
 def _of_project() -> tuple[str, ...]:
@@ -64,13 +84,17 @@ def _of_project() -> tuple[str, ...]:
 def _project() -> tuple[Path | None, dict[str, object]]:
     """[tool.advisor] of the nearest pyproject.toml that has it, upward from the current folder,
     else from the running script's."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    starts = [Path.cwd(), *([Path(script).resolve().parent] if script else [])]
+    starts = []
+    with contextlib.suppress(OSError):  # the current folder is gone
+        starts.append(Path.cwd())
+    if script := getattr(sys.modules.get("__main__"), "__file__", None):
+        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
+            starts.append(Path(script).resolve().parent)
     seen: set[Path] = set()
     for start in starts:
         for folder in (start, *start.parents):
             file = folder / "pyproject.toml"
-            if folder in seen or not file.exists():
+            if folder in seen or not os.path.lexists(file):
                 continue
             seen.add(folder)
             table = _table(file)
@@ -80,14 +104,17 @@ def _project() -> tuple[Path | None, dict[str, object]]:
 
 
 def _table(file: Path) -> dict[str, object] | None:
+    from advisor.cache.stores.filesystem import read_regular  # here: the stores know the settings
+
     try:
-        data = file.read_bytes()
+        data = read_regular(file, _MOST_BYTES)
         if not _MENTIONED.search(data):
             return None  # without the parser, which takes milliseconds to import
         import tomllib
 
-        found = tomllib.loads(data.decode()).get("tool", {}).get("advisor")
-    except (OSError, ValueError) as exc:
+        whole = tomllib.loads(data.decode()).get("tool")
+        found = whole.get("advisor") if isinstance(whole, dict) else None
+    except (OSError, ValueError, RecursionError) as exc:
         raise UsageError(f"{file}: cannot be read ({exc})") from exc
     if found is not None and not isinstance(found, dict):
         raise UsageError(f"{file}: [tool.advisor]: expected a table")

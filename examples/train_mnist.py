@@ -1,10 +1,13 @@
 """Trains and evaluates mnist.py on made-up digits with what `advisor tune` found for it.
 
 advisor tune examples/mnist.py --shape 128x1x28x28
-python examples/train_mnist.py
+python examples/train_mnist.py --compare
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,16 +27,35 @@ def make_digits(prototypes: torch.Tensor, count: int) -> TensorDataset:
     return TensorDataset(prototypes[labels] + torch.randn(count, *SAMPLE), labels)
 
 
+def compare(words: list[str], turns: int = 3) -> None:
+    """The same training without the advice and with it, each in a process of its own, in turn."""
+    for _turn in range(turns):
+        for name, disabled in (("without advisor", "1"), ("with its advice", "")):
+            ran = subprocess.run(
+                [sys.executable, __file__, *words],
+                env=os.environ | {"ADVISOR_DISABLE": disabled},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            _advice, speed, accuracy = ran.stdout.splitlines()
+            print(f"{name}:  {speed}, {accuracy}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="at least 2; the first is not timed")
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--compare", action="store_true", help="train without the advice, and with")
     args = parser.parse_args()
+    if args.compare:
+        compare([word for word in sys.argv[1:] if word != "--compare"])
+        return
     if args.steps < 2 or args.batch < 1:
         parser.error("--steps must be at least 2 and --batch at least 1")
 
     target = f"{Path(__file__).with_name('mnist.py')}:Net"
-    advice = advisor.apply(target, shape=(args.batch, *SAMPLE))
+    advice = advisor.apply(target, shape=(args.batch, *SAMPLE), capture=True)
     print(f"advice: {advice.status} ({advice.reason})")
     torch.manual_seed(0)
 

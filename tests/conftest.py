@@ -1,9 +1,14 @@
 """What every test stands on: a store of its own, and no leftovers of the caller's shell."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: two processes of several OpenMP threads each starve one another on few
+# cores, and a record is of as many threads as the process that asks for it has.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.cache import servers
 
@@ -21,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For what is set up before a test has surroundings of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("nobody")
+        patch.setenv("ADVISOR_CACHE", str(folder / "cache"))
+        patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_surroundings(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -28,7 +43,7 @@ def own_surroundings(
     """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
     folder = tmp_path_factory.mktemp("advisor") / "cache"
     monkeypatch.setenv("ADVISOR_CACHE", str(folder))
-    # Two processes of several OpenMP threads each starve one another on few cores.
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder.parent / "data"))  # the user's own key
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in (
         *("ADVISOR_DISABLE", "ADVISOR_LOG", "ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY"),

@@ -124,6 +124,17 @@ def cpu_has_bf16() -> bool:
     return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()))
 
 
+@functools.cache
+def own_threads() -> int:
+    """CPU threads that torch used inside one operation before any advice was followed."""
+    return torch.get_num_threads()
+
+
+def threads_set() -> bool:
+    """Whether the user, or a launcher as torchrun, has set them."""
+    return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
 def _ask(nvml: Any, index: int) -> Environment:
     gpu = _visible(nvml)[index]
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)

@@ -1,34 +1,262 @@
-"""What a model is, without its weights: the part of a key that says 'the same model'."""
+"""What a model is, without its weights: the part of a key that says 'the same model'.
+
+The module tree with its hyperparameters, and the code of the user's own classes in it: what they
+compute is as much a part of a model as its layers. Comments, formatting and docstrings do not
+count, nor does the file: a class is the same in the tuned file and in a training script.
+"""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import importlib.metadata
+import inspect
 import re
+import sys
+import sysconfig
+import textwrap
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from advisor.cache.key import fingerprint
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+MOST_PIECES = 400
+"""Classes and functions that are looked at for one digest, those that they refer to included."""
+MOST_VALUE = 10_000
+"""Characters of a constant's repr() that count."""
 
 
 def of_model(model: nn.Module) -> str:
-    """Digest of the module tree, class names, hyperparameters, and parameter and buffer types.
-
-    Weights do not count, nor does the file a class comes from: the same class in a training
-    script and in the tuned file gives the same digest.
+    """Digest of the module tree, class names, hyperparameters, parameter and buffer types, and of
+    the code that is the user's own. Weights do not count. It raises nothing.
     """
     model = unwrapped(model)
     modules = [
-        # extra_repr() is where a module states its hyperparameters; addresses differ by run.
-        [name, type(module).__qualname__, _ADDRESS.sub("0x", module.extra_repr())]
-        for name, module in model.named_modules()
+        [name, type(module).__qualname__, _stated(module)] for name, module in model.named_modules()
     ]
     tensors = [
-        [name, list(tensor.shape), str(tensor.dtype)]
+        [name, _shape(tensor), str(tensor.dtype)]
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     ]
-    return fingerprint([modules, tensors])
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    patched = [
+        forward
+        for module in model.modules()
+        # A forward that was set on the instance is code of its own.
+        if isinstance(forward := vars(module).get("forward"), types.FunctionType | types.MethodType)
+    ]
+    return fingerprint([modules, tensors, _code([*kinds, *patched])])
+
+
+def of_hooks(make_batch: Callable[..., Any] | None, loss: Callable[..., Any] | None) -> str:
+    """Digest of the code behind a target's hooks, '' where it has none. It raises nothing."""
+    if make_batch is None and loss is None:
+        return ""
+    return fingerprint([_hook(make_batch), _hook(loss)])
+
+
+def _hook(hook: Any) -> list[Any]:
+    if hook is None:
+        return []
+    if isinstance(hook, nn.Module):
+        # A loss of torch.nn states its settings nowhere but in its attributes.
+        settings = [[n, _value(v)] for n, v in sorted(vars(hook).items()) if _is_plain(v)]
+        return ["module", of_model(hook), settings]
+    if isinstance(hook, functools.partial):
+        return ["partial", _hook(hook.func), _value([hook.args, hook.keywords])]
+    known = isinstance(hook, type | types.FunctionType | types.MethodType)
+    code = hook if known or inspect.isbuiltin(hook) else type(hook)
+    return [str(getattr(code, "__qualname__", "")), _code([code])]
+
+
+def _stated(module: nn.Module) -> str:
+    try:
+        # extra_repr() is where a module states its hyperparameters; addresses differ by run.
+        return _ADDRESS.sub("0x", module.extra_repr())
+    except Exception:  # the user's own; what it would have said is told by no other means
+        return ""
+
+
+def _shape(tensor: Any) -> list[int]:
+    try:
+        return list(tensor.shape)
+    except RuntimeError:  # a lazy parameter, before the first forward
+        return []
+
+
+def _code(pieces: list[Any]) -> list[str]:
+    """Digests of the user's own among these, and of what they refer to by global name."""
+    seen: set[int] = set()
+    found: set[str] = set()
+    waiting = list(pieces)
+    while waiting and len(seen) < MOST_PIECES:
+        piece = waiting.pop()
+        if id(piece) in seen:
+            continue
+        try:
+            if not _is_own(piece):
+                continue
+            seen.add(id(piece))
+            text, referred = _of_piece(inspect.unwrap(_bare(piece)))
+        except Exception:  # the user's metaclasses and decorators may do anything: by its name
+            text, referred = str(getattr(piece, "__qualname__", "")), ()
+        found.add(text)
+        waiting += referred
+    return sorted(found)
+
+
+_PIECES: weakref.WeakKeyDictionary[Any, tuple[str, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
+    """(Digest of one class or function, the classes and functions that it refers to)."""
+    known = _PIECES.get(piece)
+    if known is not None:
+        return known
+    functions = list(_functions(piece))
+    compiled = {name for function in functions for name in _names(function.__code__)}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & compiled
+        parts = {
+            (node.value.id, node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        changed = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
+        text: object = _plain(tree)
+    except (OSError, TypeError, SyntaxError, ValueError):  # no source, as in an interpreter
+        names, parts, changed = compiled, set(), set()
+        text = [_compiled(function.__code__) for function in functions]
+    referred: list[Any] = list(piece.__mro__[1:]) if isinstance(piece, type) else []
+    values = []
+    for scope in _scopes(functions):
+        for name in sorted(names & scope.keys()):
+            value = scope[name]
+            if isinstance(value, type | types.FunctionType):
+                referred.append(value)
+            elif isinstance(value, types.ModuleType):
+                inside = (getattr(value, attr, None) for at, attr in parts if at == name)
+                referred += [x for x in inside if isinstance(x, type | types.FunctionType)]
+            elif _is_plain(value) and name not in changed and not name.startswith("__"):
+                values.append([name, _value(value)])
+    _PIECES[piece] = fingerprint([piece.__qualname__, text, values]), tuple(referred)
+    return _PIECES[piece]
+
+
+def _functions(piece: Any) -> Iterator[types.FunctionType]:
+    held = list(vars(piece).values()) if isinstance(piece, type) else [piece]
+    for one in held:
+        for function in (one, *(getattr(one, n, None) for n in ("__func__", "fget", "fset"))):
+            if isinstance(function, types.FunctionType):
+                yield inspect.unwrap(function)
+
+
+def _scopes(functions: list[types.FunctionType]) -> Iterator[dict[str, Any]]:
+    """Where their names stand for something: their modules, and what they closed over."""
+    yield from {id(f.__globals__): f.__globals__ for f in functions}.values()
+    for function in functions:
+        held = {}
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=False
+        ):
+            with contextlib.suppress(ValueError):  # not bound yet
+                held[name] = cell.cell_contents
+        yield held
+
+
+_NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
+"""Fields of syntax trees that change nothing, or differ between versions of Python."""
+
+
+def _plain(node: object) -> object:
+    """A syntax tree as nested lists: no positions, docstrings, annotations or empty fields."""
+    if isinstance(node, list):
+        return [_plain(part) for part in node]
+    if not isinstance(node, ast.AST):
+        return _value(node)
+    found: list[object] = [type(node).__name__]
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(value, list):
+            value = [part for part in value if not _says_only(part)]
+        if name not in _NOT_COMPUTED and value is not None and value != []:
+            found.append([name, _plain(value)])
+    return found
+
+
+def _says_only(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) or isinstance(
+        node, ast.Pass
+    )
+
+
+def _compiled(code: types.CodeType) -> list[Any]:
+    """What compiled code does, without its lines and file: where there is no source."""
+    constants = [
+        _compiled(one) if isinstance(one, types.CodeType) else _value(one)
+        for one in code.co_consts[1:]  # the first is the docstring or None
+    ]
+    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names(one)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str | bytes)
+
+
+def _value(value: Any) -> str:
+    return _ADDRESS.sub("0x", repr(value))[:MOST_VALUE]
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of Python's own modules, of torch, and of what tunes."""
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    places += [str(Path(nn.__file__).parents[1]), str(Path(__file__).resolve().parent)]
+    return tuple(f"{Path(place).resolve()}/" for place in places if place)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    if not file or file.startswith("<frozen"):
+        return True
+    path = Path(file)
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return str(path.resolve()).startswith(_libraries())
+
+
+def _is_own(piece: Any) -> bool:
+    """Whether it is the user's: neither Python's nor torch's nor of an installed library."""
+    name = str(getattr(piece, "__module__", ""))
+    if name == "__main__":
+        return True
+    if name == "builtins" or name.partition(".")[0] == "torch":
+        return False
+    # What was executed without a module is known by its functions' code.
+    function = next(_functions(piece if isinstance(piece, type) else _bare(piece)), None)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return not _is_library(file or (function.__code__.co_filename if function else ""))
+
+
+def _bare(function: Any) -> Any:
+    return getattr(function, "__func__", function)
 
 
 def family(model: nn.Module) -> str:
@@ -57,5 +285,15 @@ def size(model: nn.Module) -> tuple[int, int]:
     model = unwrapped(model)
     return (
         sum(1 for _ in model.modules()),
-        sum(parameter.numel() for parameter in model.parameters()),
+        sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
     )
+
+
+def libraries(model: nn.Module) -> tuple[str, ...]:
+    """The installed libraries that a model's classes come from, torch aside, as 'timm==1.0.9'."""
+    tops = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    found = set()
+    for top in tops - {"torch", "__main__"}:
+        for name in importlib.metadata.packages_distributions().get(top, ()):
+            found.add(f"{name}=={importlib.metadata.version(name)}")
+    return tuple(sorted(found))

@@ -2,27 +2,28 @@
 
 A knob acts on the process (`flags`), the model, the batch, the optimizer's or the loader's keyword
 arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
-the worker, the records, `advisor show` and a training script's `Advice` all read this table.
+the guesses, the worker, the records, `advisor show` and a script's `Advice` all read this table,
+and no knob's name stands anywhere else.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from advisor.cache.config import Value
-from advisor.cache.record import Record
+from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
+from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.tuners.environment import threads_set
 from advisor.tuners.tf32 import set_float32
 
 COMPUTE, INPUT = "compute", "input"
-
-PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp32")
-PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Situation:
     cores: int = 1
     threads: int = 1
     """Intra-op threads that torch itself chooses here."""
+    threads_set: bool = False
+    """Whether the user has chosen them."""
     dimensions: int = 4
     """Of one batch: 4 is NCHW, 5 is NCDHW."""
     convolves: bool = True
@@ -46,8 +49,7 @@ class Situation:
     deterministic: bool = False
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
-    compilers: tuple[str, ...] = ()
-    """Ways to compile that may be tried, cheapest first."""
+    compiles: bool = False
     step_graph: bool = True
     """Whether the script can have its whole step captured."""
 
@@ -58,40 +60,71 @@ class Domain:
 
     values: tuple[Value, ...] = ()
     most: int = 0
+    least: int = 1
 
     def holds(self, value: Value) -> bool:
         if self.most:
-            return type(value) is int and 1 <= value <= self.most
+            return type(value) is int and self.least <= value <= self.most
         return any(value == one and type(value) is type(one) for one in self.values)
 
     def __str__(self) -> str:
-        return f"1 to {self.most}" if self.most else ", ".join(map(str, self.values))
+        return f"{self.least} to {self.most}" if self.most else ", ".join(map(str, self.values))
 
 
 SWITCH = Domain((False, True))
 
 
+def _always(_value: Value) -> bool:
+    return True
+
+
+def _never(_value: Value) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing that can be tuned."""
+    """One thing that can be tuned. What is said of a value holds for those that are not torch's."""
 
     name: str
     summary: str
     domain: Domain = SWITCH
     """What a record may hold; anything else in one is refused."""
+    default: Value = False
+    """torch's own, to which `flags` sets it back; None where the machine or the script decides."""
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own behaviour first; one value: fixed; none: the knob is absent here."""
+    needs: Callable[[Value], str] = lambda _value: LOOP
+    """The least use that can follow a value."""
+    numerics: Callable[[Value], bool] = _never
+    """Whether a value changes what is computed, so that it is held against strict fp32."""
+    strict: Value = None
+    """The value of that reference, where it is not torch's own."""
+    memory: bool = False
+    """It changes what is kept for the backward pass; others hardly matter to the peak."""
+    first_step: bool = False
+    """Values pay before the first step: algorithm search, compilation, capture."""
+    dear: bool = False
+    """Each value costs many seconds before its first step: tried on leaders only."""
+    guess: Literal["alone", "leader", ""] = "alone"
+    """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only the first value here is sound."""
-    dear: bool = False
-    """Each value but the first costs many seconds before its first step: tried on leaders only."""
-    first_step: bool = False
-    """Values but the first pay before the first step: algorithm search, compilation, capture."""
+    permitted: Callable[[Mapping[str, Any], Value], bool] | None = None
+    """Whether what was given of a Task permits a value; None: always."""
     carries: bool = False
     """Whether a record of another shape or device may be followed in it unmeasured: no more memory,
     no other numbers than were verified there, nothing that can fail."""
+    weight: Callable[[Value], int] = lambda _value: 1
+    """What following it asks of a script: of configs that tie, the lightest is advised."""
+    shown: Callable[[Value], str] | None = None
+    """As a report calls it; default: 'name', 'no name' or 'name=value'."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
+    own: Callable[[], Value] | None = None
+    """What this process has now, where a user may have set it: what they set stays."""
+    chosen: Callable[[], bool] | None = None
+    """Whether the environment says that the user, or a launcher, has set it."""
     flags: Callable[[Value], None] | None = None
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
@@ -134,7 +167,8 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
         for tensor in (*model.parameters(), *model.buffers()):
-            layout = _LAYOUTS.get(tensor.dim())
+            # A lazy parameter has no dimensions before the first forward.
+            layout = None if nn.parameter.is_lazy(tensor) else _LAYOUTS.get(tensor.dim())
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
     return model
@@ -170,6 +204,15 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
 
+def _compile_modes(here: Situation) -> tuple[Value, ...]:
+    """Triton comes with CUDA; the CPU needs a C++ compiler."""
+    if not here.compiles or here.deterministic:
+        return ()
+    if here.device == "cuda":
+        return ("none", *(COMPILE_MODES_FULL if here.full else COMPILE_MODES))
+    return ("none", "default") if shutil.which(os.environ.get("CXX", "g++")) else ()
+
+
 def _compile(model: nn.Module, value: Value) -> nn.Module:
     # In place, not torch.compile(model): the names in state_dict() stay what they are.
     if value == "cudagraphs":
@@ -186,6 +229,8 @@ def _set_threads(value: Value) -> None:
 def _threads(here: Situation) -> tuple[Value, ...]:
     if here.device != "cpu":
         return ()
+    if here.threads_set:
+        return (here.threads,)
     others = {here.cores, max(1, here.cores // 2), max(1, here.cores // 4), 1}
     return (here.threads, *sorted(others - {here.threads}, reverse=True))
 
@@ -199,8 +244,19 @@ KNOBS: tuple[Knob, ...] = (
         name="precision",
         summary="number format: torch's default, TF32, bf16 or fp16 autocast, or strict fp32",
         domain=Domain(PRECISIONS),
-        carries=True,
+        default="default",
         values=_precisions,
+        needs=lambda value: {"bf16": PILOT, "fp16": LOOP}.get(str(value), FLAGS),
+        numerics=lambda value: value in ("bf16", "fp16"),
+        strict="fp32",
+        memory=True,
+        permitted=lambda given, value: (
+            value == "default" or value in given.get("precisions", PRECISIONS)
+        ),
+        carries=True,
+        # fp16 needs a scaler, and can overflow.
+        weight=lambda value: 2 if value == "fp16" else 1,
+        shown=str,
         flags=_set_precision,
         autocast=_autocast,
         scaled=lambda value: value == "fp16",
@@ -209,7 +265,9 @@ KNOBS: tuple[Knob, ...] = (
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
         carries=True,
+        memory=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
+        needs=lambda _value: PILOT,
         model=_lay_out_model,
         layout=_batch_layout,
     ),
@@ -222,7 +280,9 @@ KNOBS: tuple[Knob, ...] = (
             if here.device == "cuda" and here.convolves
             else ()
         ),
+        needs=lambda _value: FLAGS,
         first_step=True,
+        guess="leader",
         flags=_set_benchmark,
     ),
     Knob(
@@ -230,22 +290,28 @@ KNOBS: tuple[Knob, ...] = (
         summary="deterministic algorithms only (fixed by --deterministic)",
         carries=True,
         values=lambda here: (here.deterministic,),
+        needs=lambda _value: FLAGS,
         flags=_set_deterministic,
     ),
     Knob(
         name="cudnn_enabled",
         summary="cuDNN at all (off is tried with --effort exhaustive only)",
+        default=True,
         carries=True,
         values=lambda here: (
             ((True, False) if here.full else (True,)) if here.device == "cuda" else ()
         ),
+        needs=lambda _value: FLAGS,
+        guess="",
         flags=_set_cudnn,
     ),
     Knob(
-        name="batch_size",
+        name=BATCH,
         summary="samples per step",
         domain=Domain(most=2**24),
+        default=None,
         values=lambda here: here.batches,
+        guess="",
         loader=lambda value: {"batch_size": value},
     ),
     Knob(
@@ -253,6 +319,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
+        needs=lambda _value: PILOT,
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
         # ResNet-50's loss became NaN on an H200.
@@ -263,9 +330,15 @@ KNOBS: tuple[Knob, ...] = (
         name="compile",
         summary="torch.compile mode, or its backend cudagraphs",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
-        values=lambda here: ("none", *here.compilers) if here.compilers else (),
+        default="none",
+        values=_compile_modes,
+        needs=lambda _value: PILOT,
+        numerics=_always,
+        memory=True,
         dear=True,
         first_step=True,
+        guess="",
+        permitted=lambda given, value: value == "none" or given.get("compile", True),
         model=_compile,
         graphs=lambda value: value in GRAPHED_MODES,
     ),
@@ -273,9 +346,13 @@ KNOBS: tuple[Knob, ...] = (
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
+        needs=lambda _value: CAPTURE,
+        numerics=_always,
+        memory=True,
         # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
         # is part of it: it alone reads its learning rate from the device.
         conflicts={"precision": ("fp16",), "compile": GRAPHED_MODES, "fused_optimizer": (True,)},
+        permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=lambda value: {"fused": True} if value else {},
         captured=bool,
     ),
@@ -283,8 +360,12 @@ KNOBS: tuple[Knob, ...] = (
         name="threads",
         summary="CPU threads inside one operation",
         domain=Domain(most=2**12),
+        default=None,
         values=_threads,
+        needs=lambda _value: FLAGS,
         first_step=True,  # they are started then
+        own=torch.get_num_threads,
+        chosen=threads_set,
         flags=_set_threads,
     ),
     Knob(
@@ -298,19 +379,150 @@ KNOBS: tuple[Knob, ...] = (
     ),
 )
 
+RECIPES: tuple[tuple[dict[str, Value], str], ...] = (
+    ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
+    (
+        {"precision": "bf16", "channels_last": True},
+        "half the traffic, matrix units at full rate; the usual guide, without algorithm search",
+    ),
+    (
+        {"precision": "bf16", "channels_last": True, "step_graph": True},
+        "the same as one launch a step, where the host is the limit",
+    ),
+    (
+        {"precision": "tf32", "step_graph": True},
+        "small nets gain severalfold from one launch a step, and lose by casts",
+    ),
+    (
+        {"precision": "fp16", "channels_last": True},
+        "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
+    ),
+    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
+    ({"precision": "bf16"}, "half precision alone, where the layout is in the way"),
+    (
+        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
+        "fewer kernel launches, for steps bound by the host",
+    ),
+    ({"precision": "tf32", "channels_last": True, "fused_optimizer": True}, "the same in TF32"),
+)
+"""What to try first, and why; FACTS: good first guesses beat a clever sampler. What the space does
+not offer keeps torch's default."""
+HALF: tuple[dict[str, Value], ...] = (
+    {"precision": "fp16", "channels_last": True},
+    {"precision": "bf16", "channels_last": True},
+)
+"""What leads where the device is the limit: convolutions gain most in fp16, as cuDNN has more
+kernels for it; others in bf16, the last, which needs no scaling."""
+
+LEADERS: tuple[dict[str, Value], ...] = (
+    {"compile": "cudagraphs"},
+    {"compile": "reduce-overhead"},
+    {"compile": "default", "step_graph": True},
+)
+"""What to try of the dear knobs on what leads, in this order; other values follow by themselves. A
+graph over a compiled step was the fastest known for most models (FACTS)."""
+
 BY_NAME = {knob.name: knob for knob in KNOBS}
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
+TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
+"""What torch and its DataLoader do by themselves, wherever that is known beforehand."""
+
+
+def plain(task: Task, device: str) -> Config:
+    """What torch does by itself for a task on 'cuda:0' or 'cpu', before anything else is known."""
+    here = Situation(device=device.partition(":")[0], deterministic=task.deterministic)
+    offered = {knob.name: knob.values(here) for knob in KNOBS if knob.default is not None}
+    known = {name: values[0] for name, values in offered.items() if values}
+    return Config(known).at(task.batch)
+
+
+def convolving(choices: Mapping[str, tuple[Value, ...]]) -> bool:
+    """Whether a space is one of convolutions: it offers another layout."""
+    return any(len(choices.get(knob.name, ())) > 1 for knob in KNOBS if knob.layout is not None)
+
+
+def use_of(config: Config, default: Config) -> str:
+    """The least use that can follow all of a config."""
+    needed = [
+        BY_NAME[name].needs(value) if name in BY_NAME else LOOP
+        for name, value in config.changed(default).items()
+    ]
+    return max(needed, key=USES.index, default=FLAGS)
+
+
+def follows(use: str, config: Config, default: Config) -> bool:
+    """Whether a script of this use can follow all of a config."""
+    return USES.index(use_of(config, default)) <= USES.index(use)
+
+
+def doubts(config: Config) -> set[tuple[str, Value]]:
+    """The values of a config that change what is computed, by knob."""
+    return {
+        (name, value)
+        for name, value in config.changed(TORCH).items()
+        if name in BY_NAME and BY_NAME[name].numerics(value)
+    }
+
+
+def doubtful(config: Config) -> bool:
+    """Whether a config changes what is computed, so that it must be held against strict fp32."""
+    return bool(doubts(config))
+
+
+def strict(default: Config) -> Config:
+    """The reference that numbers are held against: `default` in strict fp32."""
+    return default.replace(
+        **{k.name: k.strict for k in KNOBS if k.strict is not None and k.name in default}
+    )
+
+
+def permits(given: Mapping[str, Any], config: Config) -> bool:
+    """Whether what was given of a Task permits a config; what was left out permits all."""
+    rows = ((BY_NAME[name].permitted, value) for name, value in config.items() if name in BY_NAME)
+    return all(permitted is None or permitted(given, value) for permitted, value in rows)
+
+
+def burden(config: Config, default: Config) -> int:
+    """How much a config asks of a script: of configs that tie the lightest is advised."""
+    return sum(
+        BY_NAME[name].weight(value) if name in BY_NAME else 1
+        for name, value in config.changed(default).items()
+    )
+
+
+def heavy(config: Config, default: Config) -> bool:
+    """Whether a value asks more of a script than others do, as fp16's scaler."""
+    return any(
+        BY_NAME[name].weight(value) > 1
+        for name, value in config.changed(default).items()
+        if name in BY_NAME
+    )
+
+
+def described(config: Config, default: Config = TORCH) -> str:
+    """What a config does differently: 'bf16, channels_last', or 'torch default'."""
+    return ", ".join(_described(*pair) for pair in config.changed(default).items()) or (
+        "torch default"
+    )
+
+
+def _described(name: str, value: Value) -> str:
+    knob = BY_NAME.get(name)
+    if knob is not None and knob.shown is not None:
+        return knob.shown(value)
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name}={value}"
 
 
 def refusal(record: Record) -> str:
     """Why a record may not be used: a value that its knob cannot have; '' where there is none."""
-    chosen = [record.baseline, record.at_batch, *([record.free] if record.free else [])]
-    chosen += record.raced
+    chosen = [record.baseline, *(one.choice for one in record.winners), *record.raced]
     for choice in chosen:
-        if choice.config.get("batch_size") != choice.batch:
-            batch = choice.config.get("batch_size")
-            return f"batch_size {batch!r} in a config, batch {choice.batch} of its measurement"
-    if not record.batch == record.baseline.batch == record.at_batch.batch:
+        if choice.config.batch != choice.batch:
+            return f"batch {choice.config.batch} in a config, {choice.batch} of its measurement"
+    fixed = [record.baseline, *(one.choice for one in record.winners if not one.free)]
+    if any(choice.batch != record.batch for choice in fixed):
         return f"batch {record.batch}, and its choices are of another"
     configs = [choice.config for choice in chosen]
     configs += [record.input, *(part.knob for part in record.parts)]
@@ -322,4 +534,8 @@ def refusal(record: Record) -> str:
             return f"knob {name[:40]!r} is not known to this version of advisor"
         if not knob.domain.holds(value):
             return f"{name} {value!r:.60}: expected {knob.domain}"
+    default = record.baseline.config
+    for one in record.winners:
+        if not follows(one.use, one.choice.config, default):
+            return f"the winner for {one.use} needs more than that"
     return ""

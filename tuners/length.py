@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.record import Trial
 
 
@@ -103,9 +103,9 @@ def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[
     slowest of them is the one that paid for most. The first trial is torch's default.
     """
 
-    def pays(other: Config) -> set[tuple[str, object]]:
-        free = trials[0].config
-        return {(name, other.get(name)) for name in paying if other.get(name) != free.get(name)}
+    def pays(other: Config) -> set[tuple[str, Value]]:
+        changed = other.changed(trials[0].config)
+        return {(name, changed[name]) for name in paying if name in changed}
 
     return max(
         (
@@ -113,7 +113,7 @@ def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[
             for trial in trials
             if trial.stage == "compute"
             and trial.measurement.first_step_s > 0
-            and trial.config.get("batch_size") == config.get("batch_size")
+            and trial.config.batch == config.batch
             and pays(trial.config) <= pays(config)
         ),
         default=0.0,

@@ -75,8 +75,11 @@ def parse(text: str, *, base: Path | None = None) -> Spec:
     if place.endswith(".py"):
         if attribute and not attribute.isidentifier():
             raise TargetError(f"target {text!r}: {attribute!r} is not a name; write {place}:Net")
-        path = Path(place).expanduser()
-        path = path if path.is_absolute() else (base or Path.cwd()) / path
+        try:
+            path = Path(place).expanduser()
+            path = path if path.is_absolute() else (base or Path.cwd()) / path
+        except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
+            raise TargetError(f"target {text!r}: cannot be looked for ({exc})") from exc
         if not path.is_file():
             raise TargetError(f"target {text!r}: there is no file {path}; expected {_FORMS}")
         return Spec(kind="file", place=str(path.resolve()), attribute=attribute)

@@ -40,7 +40,6 @@ for _command in (
     sharing.gc,
     reading.forget,
     reading.env,
-    reading.version,
     reading.completion,
 ):
     cli.add_command(_command)

@@ -3,158 +3,84 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from advisor import remeasuring, tuning
+from advisor.cache.record import LOOP
+from advisor.cache.task import Task
 from advisor.cli.options import (
     DONE,
     FAILED,
-    Duration,
-    Listed,
-    Shape,
+    Command,
+    Time,
     cache_option,
+    collected,
     complete_files,
     console,
     json_option,
-    keywords,
+    row_options,
 )
-from advisor.errors import UsageError
-from advisor.tuners.search.effort import EFFORTS
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
 
 @click.command()
 @click.argument("target", shell_complete=complete_files)
-@click.option(
-    "--shape",
-    "shapes",
-    type=Shape(),
-    required=True,
-    multiple=True,
-    metavar="BATCHxSAMPLE",
-    help="Your batch and the sample: 64x3x256x256; repeat for a job of several shapes.",
-)
-@click.option("--dtype", default="float32", show_default=True, help="Of the input.")
-@click.option("--vocab", type=int, default=1000, show_default=True, help="Bound of integer inputs.")
-@click.option("--mode", type=click.Choice(["train", "infer"]), default="train", show_default=True)
-@click.option(
-    "--device", metavar="cuda:N|cpu", help="Default: the first CUDA device, else the CPU."
-)
-@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
-@click.option(
-    "--model-arg",
-    "model_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Keyword argument of the factory; repeat for more.",
-)
-@click.option(
-    "--effort",
-    type=click.Choice(list(EFFORTS)),
-    default="normal",
-    show_default=True,
-    help="quick: nothing is compiled; exhaustive: also max-autotune and cuDNN off.",
-)
-@click.option(
-    "--budget",
-    type=Duration(),
-    help="Wall time for all measuring, e.g. 90s, 1h30m  [default: 1m, 5m, 1h by effort]",
-)
-@click.option(
-    "--steps", type=click.IntRange(min=1), help="Advice for a job of so many steps at your batch."
-)
-@click.option("--duration", type=Duration(), help="Advice for a job of this time, e.g. 2h.")
-@click.option("--trials", type=click.IntRange(min=1), help="Search trials at most.")
-@click.option(
-    "--precisions",
-    type=Listed("default,tf32,bf16,fp16"),
-    metavar="LIST",
-    help="Those permitted, of default, tf32, bf16, fp16, fp32  [default: all but fp32]",
-)
-@click.option("--deterministic", is_flag=True, help="Only deterministic configs.")
-@click.option("--max-memory", metavar="SIZE", help="Configs must run within this, e.g. 40GiB.")
-@click.option("--batches", type=Listed("16,32,64", numbers=True), help="Batch sizes to try.")
-@click.option("--fixed-batch", is_flag=True, help="Try no batch size but yours.")
-@click.option("--no-compile", is_flag=True, help="Leave torch.compile out.")
-@click.option("--no-step-graph", is_flag=True, help="Leave the CUDA graph over the whole step out.")
-@click.option("--no-verify", is_flag=True, help="Do not hold the advice against strict fp32.")
-@click.option(
-    "--tolerance",
-    type=float,
-    default=0.02,
-    show_default=True,
-    help="Distance from fp32's loss that is always allowed, as a fraction.",
-)
-@click.option("--force", is_flag=True, help="Measure again although this is tuned.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all randomness.")
+@row_options(Task)
+@row_options(Plan)
 @cache_option
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
-def tune(
-    target: str,
-    shapes: tuple[tuple[int, ...], ...],
-    model_args: tuple[str, ...],
-    effort: str,
-    budget: float | None,
-    duration: float | None,
-    no_compile: bool,
-    no_step_graph: bool,
-    no_verify: bool,
-    as_json: bool,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Measure TARGET and remember the fastest safe config.
 
     TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
     """
-    if options["fixed_batch"] and options["batches"]:
-        raise UsageError("--fixed-batch and --batches exclude each other; give one of them")
-    if duration is not None and options["steps"] is not None:
-        raise UsageError("--steps and --duration exclude each other; give one of them")
-    budget = EFFORTS[effort].budget_s if budget is None else budget
-    arguments = keywords(model_args)
-    from advisor import report
+    task = Task.of(target, collected(Task, options))
+    plan = Plan.of(collected(Plan, options))
+    # What can be refused without torch, which takes seconds to import, was refused.
+    from advisor import tuning
+    from advisor.report import data, tables
     from advisor.report.progress import Shown
+    from advisor.report.text import age
 
-    stderr = console(stderr=True, quiet=quiet)
-    with Shown(stderr, budget_s=budget) as progress:
-        found = tuning.tune(
-            target,
-            shapes,
-            model_args=arguments,
-            effort=effort,
-            budget_s=budget,
-            duration_s=duration,
-            compile=not no_compile,
-            step_graph=not no_step_graph,
-            verify=not no_verify,
-            progress=progress,
-            **options,
-        )
-    cache = options["cache"]
+    with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
+        found = tuning.measured(task, plan, cache=cache, progress=progress)
     if as_json:
         status = "known" if found.known else "tuned"
-        click.echo(json.dumps({"status": status, "record": report.as_data(found.record, cache)}))
+        click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
         return
     out = console()
     if found.known:
-        made = report.age(found.record.provenance.created)
+        made = age(found.record.provenance.created)
         old = "just now" if made == "now" else f"{made} ago"
         out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
     else:
         out.print()
-    out.print(report.verdict(found.record, out.width))
+    out.print(tables.verdict(found.record, out.width))
     out.print()
-    for line in report.summary(found.record, cache):
+    for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 target_option = click.option(
-    "--target", metavar="TARGET", help="Where its target is  [default: its name, from here]"
+    "--target",
+    metavar="TARGET",
+    help="What is run  [default: the record's own file, if it is under this folder]",
 )
+
+
+def _budget(default: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--budget",
+        type=Time(),
+        default=default,
+        show_default=True,
+        metavar="TIME",
+        help="Wall time of all measuring; starting the worker is not counted.",
+    )
 
 
 @click.command()
@@ -165,13 +91,7 @@ target_option = click.option(
     metavar="FILE",
     help="Also a bar chart, as .png or .svg.",
 )
-@click.option(
-    "--budget",
-    type=Duration(),
-    default=remeasuring.EXPLAIN_S,
-    metavar="TIME",
-    help=f"Wall time of each race  [default: {remeasuring.EXPLAIN_S:.0f}s]",
-)
+@_budget(EXPLAIN)
 @target_option
 @cache_option
 @json_option
@@ -187,38 +107,33 @@ def explain(
 
     What contributes nothing is set back to torch's default in the advice.
     """
-    from advisor import plot as charts
-    from advisor import report
+    from advisor import remeasuring
+    from advisor.report import data, tables
+    from advisor.report import plots as charts
 
     if plot is not None:
         charts.check(plot)
-    found = remeasuring.explain(key, target=target, budget_s=budget, cache=cache)
+    found = remeasuring.explain(key, target=target, budget=budget, cache=cache)
     if plot is not None and found.record.parts:
         charts.parts(found.record, plot)
     if as_json:
-        data = report.as_data(found.record, cache)
-        click.echo(json.dumps({"dropped": list(found.dropped), "record": data}))
+        shown = data.as_data(found.record, cache)
+        click.echo(json.dumps({"dropped": list(found.dropped), "record": shown}))
         return
     out = console()
     if not found.record.parts:
         out.print("Nothing to explain: the advice is torch's default.")
         return
-    out.print(report.parts(found.record))
+    out.print(tables.parts(found.record))
     if found.dropped:
         out.print("\nSet back to torch's default, as no slower: " + ", ".join(found.dropped))
     if plot is not None:
-        out.print(f"\nchart: {plot}", highlight=False)
+        out.print(f"\nchart: {plot}", highlight=False, markup=False)
 
 
 @click.command()
 @click.argument("key")
-@click.option(
-    "--budget",
-    type=Duration(),
-    default=remeasuring.VERIFY_S,
-    metavar="TIME",
-    help=f"Wall time of the race  [default: {remeasuring.VERIFY_S:.0f}s]",
-)
+@_budget(VERIFY)
 @target_option
 @cache_option
 @json_option
@@ -232,22 +147,43 @@ def verify(
     as_json: bool,
 ) -> None:
     """Measure the record KEY again: does it still hold? Exit code 1, and stale, if not."""
-    found = remeasuring.verify(key, target=target, budget_s=budget, cache=cache)
-    then, now = found.record.at_batch, found.now
+    from advisor import remeasuring
+
+    found = remeasuring.verify(key, target=target, budget=budget, cache=cache)
+    record = found.record
     if as_json:
-        data = {
-            "holds": found.holds,
-            "reason": found.reason,
-            "now": {"ratio": now.mean, "low": now.low, "high": now.high},
-            "then": {"ratio": then.speedup, "low": then.speedup_low, "high": then.speedup_high},
-            "differs": list(found.differs),
-        }
-        click.echo(json.dumps(data))
+        click.echo(
+            json.dumps(
+                {
+                    "holds": found.holds,
+                    "reason": found.reason,
+                    "samples_per_s": {
+                        "default": found.samples_per_s[0],
+                        LOOP: found.samples_per_s[1],
+                    },
+                    "now": {
+                        use: {"ratio": now.mean, "low": now.low, "high": now.high}
+                        for use, now in found.now.items()
+                    },
+                    "then": {
+                        use: {"ratio": c.speedup, "low": c.speedup_low, "high": c.speedup_high}
+                        for use in found.now
+                        for c in [record.winner(use)]
+                    },
+                    "differs": list(found.differs),
+                }
+            )
+        )
     else:
-        click.echo(f"tuned {then.speedup:.2f}x ({then.speedup_low:.2f}-{then.speedup_high:.2f})")
-        click.echo(f"now   {now.mean:.2f}x ({now.low:.2f}-{now.high:.2f})")
+        for use, now in found.now.items():
+            then = record.winner(use)
+            click.echo(
+                f"{use:<9}tuned {then.speedup:.2f}x ({then.speedup_low:.2f}-"
+                f"{then.speedup_high:.2f})  now {now.mean:.2f}x ({now.low:.2f}-{now.high:.2f})"
+            )
+        then, speed = record.winner(LOOP), found.samples_per_s[1]
+        click.echo(f"samples/s tuned {then.samples_per_s:,.4g}  now {speed:,.4g}")
         for difference in found.differs:
             click.echo(f"changed since: {difference}")
-        said = "the record holds" if found.holds else f"marked stale: {found.reason}"
-        click.echo(said)
+        click.echo("the record holds" if found.holds else f"marked stale: {found.reason}")
     ctx.exit(DONE if found.holds else FAILED)

@@ -1,73 +1,98 @@
-"""What several commands share: kinds of arguments, options, the terminal."""
+"""What several commands share: options made of rows, the terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 from rich.console import Console
 
-from advisor.cache import arguments
-from advisor.cache.config import Value
+from advisor.cache.kinds import Choice, Seconds, Several
 from advisor.cache.records import Records
+from advisor.cache.task import Row, rows
 from advisor.errors import UsageError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
-
-class Shape(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
-    name = "BATCHxSAMPLE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return arguments.parse_shape(str(value))
-        except UsageError as exc:
-            self.fail(str(exc).removeprefix("shape "))
+Command = Callable[..., None]
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
+def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
+    """An option for each row of a dataclass; with `asked` for what a lookup may ask for alone."""
+
+    def decorate(command: Command) -> Command:
+        for row in reversed(list(rows(cls).values())):
+            if asked and not row.asked:
+                continue
+            for switch in row.switches:
+                text = row.switched or row.help
+                command = click.option(switch, _of(switch), is_flag=True, help=text)(command)
+            if row.option:
+                command = _valued(row, default=not asked)(command)
+        return command
+
+    return decorate
+
+
+def _valued(row: Row, *, default: bool) -> Callable[[Command], Command]:
+    plain = isinstance(row.kind, Choice) and not isinstance(row.kind, Several)
+    shown = ""
+    if default and row.default not in (None, "", 0, ()) and not row.kind.repeats:
+        shown = f"  [default: {row.kind.texts(row.default)[0]}]" if row.default else ""
+    return click.option(
+        row.option,
+        row.keyword,
+        type=click.Choice(row.kind.names) if plain else str,  # type: ignore[attr-defined]
+        metavar=None if plain else row.kind.metavar,
+        multiple=row.kind.repeats,
+        help=row.help + shown,
+    )
+
+
+def _of(switch: str) -> str:
+    return switch.strip("-").replace("-", "_")
+
+
+def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the values of a dataclass's rows out of a command's options, by keyword.
+
+    Raises:
+        UsageError: an option and a switch for one field are both given.
+    """
+    found: dict[str, Any] = {}
+    for row in rows(cls).values():
+        given = options.pop(row.keyword, None) if row.option else None
+        if given not in (None, ()):
+            found[row.keyword] = given
+        for switch, value in row.switches.items():
+            if options.pop(_of(switch), False):
+                if row.keyword in found:
+                    raise UsageError(
+                        f"{switch} and {row.option} exclude each other; give one of them"
+                    )
+                found[row.keyword] = value
+    return found
+
+
+class Time(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
+    """Seconds, from 90s, 5m or 1h30m."""
+
     name = "TIME"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        if isinstance(value, int | float):
-            return float(value)
         try:
-            return arguments.parse_duration(str(value))
+            return Seconds().checked("", value)
         except UsageError as exc:
-            self.fail(str(exc))
-
-
-class Listed(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
-    """Comma-separated values."""
-
-    def __init__(self, name: str, *, numbers: bool = False) -> None:
-        self.name = name
-        self._numbers = numbers
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(parts):
-            self.fail(f"{value!r}: expected values with commas between, e.g. {self.name}")
-        if not self._numbers:
-            return tuple(parts)
-        try:
-            numbers = tuple(map(int, parts))
-        except ValueError:
-            numbers = ()
-        if not numbers or min(numbers) < 1:
-            self.fail(f"{value!r}: expected numbers of at least 1, e.g. {self.name}")
-        return numbers
+            self.fail(str(exc).strip())
 
 
 cache_option = click.option(
     "--cache",
     metavar="URL",
-    help="Where records are kept, or several URLs with commas  [default: $ADVISOR_CACHE]",
+    help="Where records are kept, or several URLs with commas  [default: $ADVISOR_CACHE, else "
+    "pyproject.toml's, else your cache folder]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
@@ -88,28 +113,3 @@ def console(**how: Any) -> Console:
     """Wide where no terminal says otherwise, so that a log or a pipe gets whole lines."""
     console = Console(**how)
     return console if console.is_terminal else Console(width=140, **how)
-
-
-def keywords(pairs: tuple[str, ...]) -> dict[str, Value]:
-    """--model-arg values: numbers, true, false and none as such, anything else as text."""
-    found: dict[str, Value] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"model argument {pair!r}: expected NAME=VALUE, e.g. num_classes=10")
-        if name in found:
-            raise UsageError(f"model argument {pair!r}: {name} is given twice; give it once")
-        found[name] = _value(text)
-    return found
-
-
-def _value(text: str) -> Value:
-    known: dict[str, Value] = {"true": True, "false": False, "none": None}
-    if text.lower() in known:
-        return known[text.lower()]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

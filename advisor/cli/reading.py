@@ -1,32 +1,36 @@
-"""Commands about what is there: show, why, forget, env, version, completion."""
+"""Commands about what is there: show, why, forget, env, completion."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
+from collections.abc import Collection
 from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
 
-import advisor
-from advisor import opening, printed, tuning
+from advisor.cache import settings
+from advisor.cache.name import Mark, Name
 from advisor.cache.record import Record
-from advisor.cache.stores import note_on
+from advisor.cache.records import Held, Records, Sought
+from advisor.cache.stores import Store, note_on
+from advisor.cache.task import Task
 from advisor.cli.options import (
     DONE,
     FAILED,
     WRONG_USAGE,
-    Listed,
-    Shape,
     cache_option,
+    collected,
     complain,
     complete_files,
     console,
     json_option,
-    keywords,
+    row_options,
 )
-from advisor.errors import AdvisorWarning, RecordDamaged, UsageError
-from advisor.finding import answer, lookups
+from advisor.errors import AdvisorWarning, StoreError, UsageError
+from advisor.opening import open_records
 
 
 @click.command()
@@ -35,113 +39,115 @@ from advisor.finding import answer, lookups
 @json_option
 def show(key: str | None, cache: str | None, as_json: bool) -> None:
     """List what is tuned, or show the record KEY whole."""
-    from advisor import report
+    from advisor.printed import staleness
+    from advisor.report import data, tables
 
-    records = opening.open_records(cache, fallback=True)
-    out = console()
+    records = open_records(cache, fallback=True)
     if key is not None:
         record = records.get(key)
         if as_json:
-            click.echo(json.dumps(report.as_data(record, cache)))
-            return
-        target = record.target
-        out.print(
-            f"[bold]{target.name}[/bold]  {record.key.inputs}  {record.key.mode}", highlight=False
-        )
-        for name, value in report.environment(record.key.environment):
-            out.print(f"  {name:<16}{value}", highlight=False, markup=False)
-        out.print()
-        out.print(report.verdict(record, out.width))
-        out.print()
-        out.print(report.trials(record))
-        out.print()
-        if record.parts:
-            out.print(report.parts(record))
-            out.print()
-        if paying := answer.break_even(record):
-            out.print(report.horizon(record, paying))
-            out.print()
-        for line in report.summary(record, cache):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+            click.echo(json.dumps(data.as_data(record, cache)))
+        else:
+            _show(record, cache)
         return
     newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
-    found = [(record, printed.staleness(record)) for record in newest_first]
+    found = [(record, staleness(record)) for record in newest_first]
     complain(records)
     if as_json:
         rows = [
-            report.as_data(record, cache)
+            data.as_data(record, cache)
             | {"stale": [*filter(None, [record.stale]), *map(str, differs)]}
             for record, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
+    elif not found and records.unreachable:
+        click.echo("Nothing is tuned in what could be read")
     elif not found:
         click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
     else:
-        out.print(report.listing(found))
+        console().print(tables.listing(found))
+
+
+def _show(record: Record, cache: str | None) -> None:
+    from advisor.finding.answer import break_even
+    from advisor.report import tables
+
+    out, task = console(), record.key.task
+    lines = [f"{record.target.name}  {task.inputs}  batch {task.batch}  {task.mode}"]
+    lines += [f"  {name:<16}{value}" for name, value in tables.environment(record.key.environment)]
+    for line in lines:
+        out.print(line, highlight=False, markup=False)
+    shown = [tables.verdict(record, out.width), tables.trials(record)]
+    if record.parts:
+        shown.append(tables.parts(record))
+    if paying := break_even(record):
+        shown.append(tables.horizon(record, paying))
+    for table in shown:
+        out.print()
+        out.print(table)
+    out.print()
+    for line in tables.summary(record, cache):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @click.command()
 @click.argument("target", shell_complete=complete_files)
-@click.option(
-    "--shape", "shapes", type=Shape(), multiple=True, metavar="BATCHxSAMPLE", help="As apply()."
-)
-@click.option("--dtype", help="Of the input.")
-@click.option("--mode", type=click.Choice(["train", "infer"]), default="train", show_default=True)
-@click.option("--device", metavar="cuda:N|cpu", help="Default: as in a script.")
-@click.option(
-    "--optimizer", type=click.Choice(["sgd", "adamw"]), help="Default: whatever was tuned."
-)
-@click.option("--model-arg", "model_args", multiple=True, metavar="NAME=VALUE", help="As tune's.")
-@click.option("--deterministic", is_flag=True, help="Only deterministic configs.")
-@click.option("--precisions", type=Listed("tf32,bf16"), metavar="LIST", help="Only these.")
+@row_options(Task, asked=True)
+@click.option("--batch", metavar="N|free", help="Another batch than --shape's, or the best found.")
+@click.option("--capture", is_flag=True, help="As for a script that uses advice.capture.")
 @click.option(
     "--on-miss",
-    type=click.Choice(lookups.ON_MISS),
-    help="default: torch's defaults; nearest: what is safe of the nearest record; error: raise.",
+    type=click.Choice(settings.ON_MISS),
+    help="What a miss is served. default: torch's defaults; nearest: what is safe of the nearest "
+    "record.",
 )
+@click.option("--strict", is_flag=True, help="Exit code 1 where nothing fits.")
 @cache_option
 @json_option
 def why(
     target: str,
-    shapes: tuple[tuple[int, ...], ...],
-    model_args: tuple[str, ...],
-    deterministic: bool,
+    batch: str | None,
+    capture: bool,
     on_miss: str | None,
+    strict: bool,
     cache: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Say what apply() would be served for TARGET here, and in what other records differ."""
-    import warnings
+    from advisor.finding import lookups
+    from advisor.report.data import explained
+    from advisor.tuners.knobs import described
 
-    from advisor import report
-
+    asked = collected(Task, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
         advice = lookups.lookup(
             target,
-            shape=(shapes[0] if len(shapes) == 1 else shapes) or None,
-            model_args=keywords(model_args) or None,
-            deterministic=deterministic or None,
+            batch=int(batch) if batch is not None and batch.isdecimal() else batch,
+            capture=capture,
             cache=cache,
-            on_miss="default" if on_miss == "error" else on_miss,
-            **options,
+            on_miss=on_miss,
+            **asked,
         )
     explanation = advice.explanation
     if explanation is None and not as_json:  # it did not come as far as looking
         raise UsageError(advice.reason)
     if as_json:
-        click.echo(json.dumps(report.explained(advice)))
+        click.echo(json.dumps(explained(advice)))
     else:
         click.echo(str(explanation))
         assert explanation is not None
+        if explanation.served:
+            what = described(advice.config, advice.default)
+            click.echo(f"served      {explanation.served}: {what}, batch {advice.batch_size}")
         if not explanation.seen:
-            names = sorted({record.target.name for record in opening.open_records(cache).all()})
+            names = sorted({record.target.name for record in open_records(cache).all()})
             if names:
                 click.echo(f"tuned are    {', '.join(names)}")
     if explanation is None:
         click.get_current_context().exit(WRONG_USAGE)
-    if on_miss == "error" and advice.status == "miss":
+    if strict and advice.status == "miss":
         click.get_current_context().exit(FAILED)
 
 
@@ -154,67 +160,66 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
-    records = opening.open_records(cache)
-    chosen: list[Record] = []
-    damaged = 0
-    away: list[str] = []
-    try:
-        chosen = records.all()
-        away = records.unreachable
-        if key is not None:
-            wanted = records.get(key).id  # all its batches
-            chosen = [record for record in chosen if record.id == wanted]
-    except RecordDamaged:
-        damaged = records.delete_damaged(str(key))
-    for record in chosen:
-        tuning.forget(records, record)
-    damaged += records.delete_damaged() if everything else 0
-    stuck = [*away, *(records.damaged if everything else ())]
+    from advisor.tuning import forget_studies
+
+    records = open_records(cache)
+    going = records.named(key)
+    away = records.unreachable
+    chosen: dict[str, list[tuple[Store, Name | Mark]]] = {}
+    for store, name in going:
+        chosen.setdefault(name.record_id, []).append((store, name))
+    readable = _readable(records, chosen)
+    if not as_json:
+        for id, versions in chosen.items():
+            what = readable[id].target.name if id in readable else "an unreadable record"
+            count = f"{len(versions)} version{'s' * (len(versions) > 1)}"
+            click.echo(f"forgetting {id} {what} ({count})")
+    for record in readable.values():
+        forget_studies(records, record)
+    records.remove(going)
+    stuck = [f"{line}; nothing was removed there" for line in away]
+    stuck += [f"{line}; it stays" for line in records.stuck]
     for line in stuck:
-        click.echo(f"advisor: {line}; nothing was removed there", err=True)
+        click.echo(f"advisor: {line}", err=True)
     if as_json:
-        ids = [record.id for record in chosen]
-        click.echo(json.dumps({"forgotten": ids, "damaged": damaged}))
-    else:
-        lines = [f"forgot {record.id} {record.target.name}" for record in chosen]
-        if damaged:
-            lines.append(f"removed {damaged} unreadable record{'s' if damaged > 1 else ''}")
-        click.echo("\n".join(lines) or "nothing to forget")
+        damaged = len(chosen) - len(readable)
+        click.echo(json.dumps({"forgotten": list(readable), "damaged": damaged}))
+    elif not going:
+        click.echo("nothing to forget")
     click.get_current_context().exit(FAILED if stuck else DONE)
 
 
+def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
+    """Those of some ids whose record can be read."""
+    found: list[Held] = []
+    with contextlib.suppress(StoreError):
+        found = records.held(Sought(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else ""))
+    return {one.name.record_id: one.record for one in found if one.name.record_id in ids}
+
+
 @click.command()
-@click.option(
-    "--device", metavar="cuda:N|cpu", help="Default: the first CUDA device, else the CPU."
-)
+@click.option("--device", metavar="cuda:N|cpu", help="default: the first CUDA device, else the CPU")
 @cache_option
 @json_option
 def env(device: str | None, cache: str | None, as_json: bool) -> None:
     """Show the environment as a key sees it, and the store."""
-    from advisor import report
     from advisor.cache.codec import to_plain
+    from advisor.report.tables import environment
     from advisor.tuners.environment import default_device, detect
 
-    records = opening.open_records(cache, fallback=True)
+    records = open_records(cache, fallback=True)
     stores = records.stores
     found = detect(device or default_device())
     if as_json:
         about = [{"url": store.url, "health": records.health(store)} for store in stores]
         click.echo(json.dumps({"environment": to_plain(found), "stores": about}))
         return
-    rows = list(report.environment(found))
+    rows = list(environment(found))
     for store in stores:
         rows += [("store", store.url), ("store health", records.health(store))]
         rows += [("", note) for note in [note_on(store)] if note]
     for name, value in rows:
         click.echo(f"{name:<16}{value}")
-
-
-@click.command()
-@json_option
-def version(as_json: bool) -> None:
-    """Show advisor's version."""
-    click.echo(json.dumps({"version": advisor.__version__}) if as_json else advisor.__version__)
 
 
 @click.command()

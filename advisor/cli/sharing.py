@@ -11,7 +11,7 @@ import click
 
 from advisor import sharing
 from advisor.cache.exchange import Carried
-from advisor.cache.name import Name
+from advisor.cache.name import Mark, Name
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
 
@@ -76,8 +76,9 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name)
-        what = f"{name.id if name else row.name[:60]}  {row.target or row.reason}"
+        name = Name.parse(row.name) or Mark.parse(row.name)
+        id = name.record_id if name else ascii(row.name[:60])
+        what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
     if as_json:
         click.echo(json.dumps({"records": listed}))
@@ -93,18 +94,29 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show what may go: superseded records, and stale ones with a fresh one beside them."""
-    rows = []
-    for store, one in sharing.gc(
-        [kinds] if kinds else sharing.GC_KINDS, remove=remove, cache=cache
-    ):
-        rows.append({"store": store.url, "name": one.name.text, "reason": one.reason})
-        if not as_json:
-            said = "removed" if remove else "would go"
-            click.echo(f"{said}  {one.name.id}  {one.reason}  ({store.url})")
+    """Show what may go of what you measured: superseded records, and outlived ones."""
+    records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
+    for line in records.unreachable:
+        click.echo(f"advisor: {line}", err=True)
+    said = "removing" if remove else "would go"
+    if not as_json:
+        for one in going:
+            click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
+    stuck = sharing.remove(records, going) if remove else []
+    for line in stuck:
+        click.echo(f"advisor: {line}; it stays", err=True)
     if as_json:
-        click.echo(json.dumps({"removed": remove, "records": rows}))
-    elif not rows:
+        rows = [
+            {
+                "store": one.store.url,
+                "name": one.waste.name.text if one.waste else one.what,
+                "reason": one.reason,
+            }
+            for one in going
+        ]
+        click.echo(json.dumps({"removed": remove, "records": rows, "stuck": stuck}))
+    elif not going:
         click.echo("nothing to remove")
     elif not remove:
         click.echo("nothing was removed; to remove, add --yes")
+    click.get_current_context().exit(FAILED if stuck else DONE)

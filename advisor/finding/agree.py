@@ -51,9 +51,13 @@ def _tell(group: Group, key: str, decide: Callable[[], Advice]) -> Advice:
         advice = decide()
         message = {
             "config": dict(advice.config),
+            "default": dict(advice.default),
+            "flags": dict(advice.flags or {}),
+            "gains": dict(advice.gains),
+            "use": advice.use,
             "batch_size": advice.batch_size,
             "status": advice.status,
-            "reason": advice.reason,
+            "reason": advice.served,
             "record": encode(advice.record) if advice.record else b"",
         }
         return advice
@@ -69,14 +73,15 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
 
     said = unpacked(told, max_bin_len=len(told))
     if not isinstance(said, dict) or "error" in said:
-        raise NoRecord(str(said["error"] if isinstance(said, dict) else said))
+        why = said["error"] if isinstance(said, dict) else said
+        raise NoRecord(f"{why}; decided by rank 0")
     try:
         record = decode(said["record"]) if said["record"] else None
     except RecordDamaged as exc:
         raise NoRecord(f"what rank 0 says cannot be read: {exc}") from exc
     config = Config(said["config"])
-    if batch is not None and "batch_size" in config:
-        config = config.replace(batch_size=batch)
+    if batch is not None and config.batch:
+        config = config.at(batch)
     return Advice(
         config,
         device=device,
@@ -84,4 +89,8 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
         status=said["status"],
         reason=f"{said['reason']}; decided by rank 0",
         record=record,
+        use=said["use"],
+        default=Config(said["default"]),
+        flags=Config(said["flags"]) or None,
+        gains=said["gains"],
     )

@@ -3,152 +3,295 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from advisor.cache.config import Config, Value
+from advisor.cache.config import Config
 from advisor.cache.match import Query
-from advisor.cache.record import Record
+from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
+from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
+from advisor.finding.request import Request
+from advisor.tuners import knobs
 from advisor.tuners.length import Length
+
+NOISE = 1.03
+"""Of two configs measured once each: a smaller difference may be noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A config, and what it is.
+
+    Attributes:
+        gains: its speed-up over torch's default by use; empty where it was not raced.
+        flags: the config for a script that follows flags alone.
+    """
+
+    config: Config
+    reason: str
+    gains: Mapping[str, float] = field(default_factory=dict)
+    flags: Config = dataclasses.field(default_factory=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a script asks of the config it is given."""
+    """What a script asks of the config it is given. `batch`: 0 for the record's own."""
 
-    batch: int | None
-    max_memory: int
-    precisions: tuple[str, ...] | None
+    batch: int
+    use: str
+    given: Mapping[str, Any]
 
-    def allow(self, config: Config, peak_bytes: int) -> bool:
-        if self.max_memory and peak_bytes > self.max_memory:
-            return False
-        # torch's own precision is what a script has without advice: always allowed.
-        precision = config.get("precision", "default")
-        return self.precisions is None or precision in ("default", *self.precisions)
+    @classmethod
+    def of(cls, request: Request, record: Record) -> Limits:
+        return cls(batch=request.batch or record.batch, use=request.use, given=request.given)
+
+    def allow(self, record: Record, config: Config, peak_bytes: int) -> bool:
+        """Whether a script of this use may be served it."""
+        most = self.given.get("max_memory", 0)
+        return (
+            not (most and peak_bytes > most)
+            and knobs.permits(self.given, config)
+            and knobs.follows(self.use, config, record.baseline.config)
+        )
 
     def __str__(self) -> str:
-        memory = f" within {self.max_memory / 2**30:.3g} GiB" if self.max_memory else ""
-        return f"batch {self.batch}{memory}"
+        most = self.given.get("max_memory", 0)
+        return f"batch {self.batch}{f' within {most / 2**30:.3g} GiB' if most else ''}"
 
 
-def answer(record: Record, limits: Limits, *, free: bool) -> tuple[Config, str]:
-    """A config of the record within the limits, and what it is.
+def answer(record: Record, request: Request) -> Answer:
+    """A config of the record as asked for.
 
     Raises:
-        NoRecord: no measured trial satisfies them.
+        NoRecord: no measured trial satisfies what is asked.
     """
-    choice = (record.free or record.at_batch) if free else record.at_batch
-    if free or limits.batch is None:
-        limits = dataclasses.replace(limits, batch=choice.batch if free else record.batch)
-    if limits.batch == choice.batch and limits.allow(choice.config, choice.peak_bytes):
-        return (
-            Config(choice.config | record.input),
-            f"{choice.speedup:.2f}x torch's default at batch {record.batch}{_chosen_for(record)}",
-        )
+    limits = Limits.of(request, record)
+    length = request.length(record.batch)
+    if length is not None:
+        return _over(record, limits, length, free=request.free)
+    return _steady(record, limits, free=request.free)
+
+
+def _steady(record: Record, limits: Limits, *, free: bool) -> Answer:
+    choice = record.winner(limits.use, free=free)
+    if free:
+        limits = dataclasses.replace(limits, batch=choice.batch)
+    if limits.batch == choice.batch and limits.allow(record, choice.config, choice.peak_bytes):
+        return _raced(record, choice, limits, free=free)
     return _from_trials(record, limits)
+
+
+def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Answer:
+    """The winner for a use, with what the other uses would give."""
+    winners = {use: record.winner(use, free=free) for use in RACED}
+    allowed = {
+        use: one
+        for use, one in winners.items()
+        if limits.allow(record, one.config, one.peak_bytes) or USES.index(use) > _at(limits.use)
+    }
+    flags = allowed.get(FLAGS, record.baseline)
+    default = choice.config == record.baseline.config
+    what = (
+        "torch's default: nothing measured is clearly faster"
+        if default
+        else f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
+    )
+    return Answer(
+        config=Config(choice.config | record.input),
+        reason=what + _chosen_for(record) + unverified(record, choice.config),
+        gains={use: one.speedup for use, one in allowed.items()},
+        flags=flags.config,
+    )
+
+
+def _at(use: str) -> int:
+    return USES.index(use)
 
 
 def _chosen_for(record: Record) -> str:
     made = record.provenance
     if made.steps:
         return f" in the steady state, chosen for a job of {made.steps} steps"
-    return f" in the steady state, chosen for a job of {made.duration_s:g} s" * bool(
-        made.duration_s
+    if made.duration_s:
+        return f" in the steady state, chosen for a job of {made.duration_s:g} s"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What a record knows of a config: its samples/s with their spread, from a race or from once.
+
+    `faster`: whether the race was sure of it; None where it was measured once.
+    """
+
+    config: Config
+    rate: float
+    low: float
+    high: float
+    peak_bytes: int
+    faster: bool | None = None
+
+
+def _from_trials(record: Record, limits: Limits) -> Answer:
+    known = _seen(record, limits.batch)
+    base = known.get(record.baseline.config.at(limits.batch))
+    fitting = [
+        one
+        for one in known.values()
+        if is_sound(record, one.config) and limits.allow(record, one.config, one.peak_bytes)
+    ]
+    if not fitting or base is None:
+        default = record.baseline.config.knobs
+        ran = {t.config for t in record.trials if t.measurement.ok and t.stage == "compute"}
+        sizes = sorted({record.batch} | {one.batch for one in ran if one.knobs == default})
+        raise NoRecord(
+            f"{record.target.name} was not measured at {limits} beside torch's default (batches "
+            f"at which that was: {', '.join(map(str, sizes))})"
+        )
+    # Of single measurements, not a race, only a difference beyond their own spread counts.
+    better = [
+        one
+        for one in fitting
+        if one is not base and (one.low > NOISE * base.high if one.faster is None else one.faster)
+    ]
+    if not better:
+        return Answer(
+            config=Config(base.config | record.input),
+            reason=f"torch's default: nothing measured beats it at {limits}",
+        )
+    best = max(better, key=lambda one: one.rate)
+    speedup = best.rate / base.rate
+    how = "each measured once" if best.faster is None else "raced"
+    return Answer(
+        config=Config(best.config | record.input),
+        reason=f"{speedup:.2f}x torch's default at batch {limits.batch}, {how}"
+        + unverified(record, best.config),
+        gains={limits.use: speedup},
+        flags=_restricted(record, best.config),
     )
 
 
-def _from_trials(record: Record, limits: Limits) -> tuple[Config, str]:
-    fitting = [
-        trial
+def _seen(record: Record, batch: int) -> dict[Config, _Seen]:
+    """Every config that ran at a batch, by what the race says of it where it was in one."""
+    found = {
+        trial.config: _Seen(
+            config=trial.config,
+            rate=trial.measurement.samples_per_s,
+            low=trial.measurement.low,
+            high=trial.measurement.high,
+            peak_bytes=trial.measurement.peak_bytes,
+        )
         for trial in record.trials
         if trial.stage == "compute"
         and trial.measurement.ok
         and trial.origin != "reference"
-        and trial.config["batch_size"] == limits.batch
-        and _is_sound(record, trial.config)
-        and limits.allow(trial.config, trial.measurement.peak_bytes)
-    ]
-    default = record.baseline.config.replace(batch_size=limits.batch)
-    reference = next((t.measurement for t in record.trials if t.config == default), None)
-    if not fitting or reference is None or not reference.ok:
-        measured = sorted({int(t.config["batch_size"] or 0) for t in record.trials})
-        raise NoRecord(
-            f"{record.target.name} was not measured at {limits} beside torch's default (batches "
-            f"measured: {', '.join(map(str, measured))}); run: advisor tune {record.target.name} "
-            f"--shape {'x'.join(map(str, (limits.batch, *record.key.sample.shape)))}"
-        )
-    trial = max(fitting, key=lambda t: t.measurement.samples_per_s)
-    # Single measurements, not a race: only a difference beyond their own spread counts.
-    if trial.measurement.low <= 1.03 * reference.high and any(t.config == default for t in fitting):
-        return (
-            Config(default | record.input),
-            f"torch's default: nothing measured beats it at {limits}",
-        )
-    speedup = trial.measurement.samples_per_s / reference.samples_per_s
-    return (
-        Config(trial.config | record.input),
-        f"{speedup:.2f}x torch's default at batch {limits.batch}, each measured once",
-    )
+        and trial.config.batch == batch
+    }
+    for one in (record.baseline, *record.raced, *(winner.choice for winner in record.winners)):
+        if one.batch == batch == record.batch:
+            found[one.config] = _Seen(
+                config=one.config,
+                rate=one.samples_per_s,
+                low=one.low,
+                high=one.high,
+                peak_bytes=one.peak_bytes,
+                faster=one.speedup_low > 1,
+            )
+    return found
 
 
-def over(record: Record, limits: Limits, length: Length, *, free: bool) -> tuple[Config, str]:
-    """The config that trains on most samples a second over a job, and what it is.
+def _restricted(record: Record, config: Config) -> Config:
+    """For a script that only calls apply(): nothing was raced for it here, so torch's default."""
+    return record.baseline.config.at(config.batch)
 
-    Raises:
-        NoRecord: nothing that was measured satisfies the limits.
-    """
-    limits = dataclasses.replace(limits, batch=length.batch)
-    sizes = {int(t.config["batch_size"] or 0) for t in record.trials if t.stage == "compute"}
+
+def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answer:
+    """The config that trains on most samples a second over a job, and what it is."""
+    sizes = {record.batch} | {t.config.batch for t in record.trials if t.stage == "compute"}
     known = {
-        size: horizon.candidates(record, size, lambda config: _is_sound(record, config))
-        for size in (sorted({record.batch} | sizes) if free else [length.batch])
+        size: [
+            one
+            for one in horizon.candidates(record, size, lambda c: _advised(record, c))
+            if limits.allow(record, one.config, one.peak_bytes)
+        ]
+        for size in (sorted(sizes) if free else [length.batch])
     }
     base = next(iter(known.get(length.batch, [])), None)
-    found = [c for some in known.values() for c in some if limits.allow(c.config, c.peak_bytes)]
+    found = [candidate for some in known.values() for candidate in some]
     if base is None or not found:
-        config, reason = answer(record, limits, free=free)
-        return (
-            config,
-            f"{reason}; its first steps are not known, so the job's length is not counted",
+        steady = _steady(record, limits, free=free)
+        return dataclasses.replace(
+            steady,
+            reason=f"{steady.reason}; its first steps are not known, so the job's length is not "
+            "counted",
         )
     best = max(found, key=lambda one: length.rate(one.pace))
-    if base in found and length.rate(best.pace) < 1.01 * length.rate(base.pace):
+    if length.rate(best.pace) < 1.01 * length.rate(base.pace):
         best = base
     config = Config(best.config | record.input)
     job = f"{length.steps} steps" if length.steps else f"{length.seconds:g} s"
     if best == base:
-        return config, f"torch's default: over {job} at batch {length.batch} nothing pays"
+        return Answer(
+            config=config,
+            reason=f"torch's default: over {job} at batch {length.batch} nothing pays",
+        )
     ran = length.rate(base.pace)
-    gain = f"{length.rate(best.pace) / ran:.2f}x" if ran else "more than"
+    gain = length.rate(best.pace) / ran if ran else float("inf")
     rates = "raced" if best.raced and base.raced else "each measured once"
     started = "in a fresh process" if best.fresh and base.fresh else "as the slowest one seen"
-    return config, (
-        f"{gain} torch's default over {job} at batch {best.pace.batch}, "
+    return Answer(
+        config=config,
+        reason=f"{gain:.2f}x torch's default over {job} at batch {best.pace.batch}, "
         f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates})"
+        + unverified(record, best.config),
+        gains={limits.use: gain},
+        flags=_restricted(record, best.config),
     )
 
 
-def break_even(record: Record) -> list[horizon.Row]:
-    """Which config is the best from how many steps on, at the user's batch."""
-    return horizon.table(record, lambda config: _is_sound(record, config))
+def break_even(record: Record, use: str = LOOP) -> list[horizon.Row]:
+    """Which config is the best from how many steps on, at the user's batch, for a use."""
+    default = record.baseline.config
+
+    def sound(config: Config) -> bool:
+        return _advised(record, config) and knobs.follows(use, config, default)
+
+    return horizon.table(record, sound)
 
 
-def _is_sound(record: Record, config: Config) -> bool:
-    """Whether a config may be served: compared with fp32, or with nothing in it that needs it."""
+def _checked(record: Record, config: Config) -> Trial | None:
+    """The comparison of these knobs with strict fp32, whatever its outcome."""
     checks = [trial for trial in record.trials if trial.stage == "numerics"]
-    if not checks:
-        return True
-    sound = [
-        trial.config.without("batch_size")
-        for trial in checks
-        if trial.measurement.outcome != "wrong"
-    ]
-    if config.without("batch_size") in sound:
-        return True
-    plain = config.get("precision", "default") in ("default", "tf32")
-    return plain and config.get("compile", "none") == "none"
+    return next((t for t in reversed(checks) if t.config.knobs == config.knobs), None)
+
+
+def is_sound(record: Record, config: Config) -> bool:
+    """Whether a config may be served unasked: compared with fp32, or with nothing that needs it."""
+    check = _checked(record, config)
+    if check is not None:
+        return check.measurement.ok
+    return not knobs.doubtful(config)
+
+
+def _advised(record: Record, config: Config) -> bool:
+    """Whether a config is sound, or a winner all the same, of which it is said that it is not."""
+    return is_sound(record, config) or config in {one.choice.config for one in record.winners}
+
+
+def unverified(record: Record, config: Config) -> str:
+    """'; not verified: ...' where a config changes numerics and was not held against fp32."""
+    check = _checked(record, config)
+    if not knobs.doubtful(config) or (check is not None and check.measurement.ok):
+        return ""
+    if check is not None:
+        return f"; not verified against fp32: {check.measurement.reason}"
+    why = "inference" if record.key.task.mode != "train" else "left out"
+    if record.key.task.mode == "train" and record.key.task.tolerance:
+        why = "there was no time"
+    return f"; not verified against fp32: {why}"
 
 
 def akin(query: Query, near: Record | None) -> bool:
@@ -156,40 +299,46 @@ def akin(query: Query, near: Record | None) -> bool:
     return near is not None and near.key.environment.device.kind == query.environment.device.kind
 
 
-def carried(record: Record, query: Query, batch: int | None) -> tuple[Config, str]:
+def carried(record: Record, request: Request, query: Query) -> Answer:
     """What of a record for something near is safe to follow unmeasured, and what that is.
 
     Knobs that `Knob.carries` and that this device and these permissions offer. The batch is the
     script's own; the record's only where the sample is the same and there is no less memory.
     """
-    from advisor.tuners.knobs import KNOBS, PERMITTED, Situation
+    from advisor.tuners.environment import cpu_has_bf16
 
     here, there = query.environment.device, record.key.environment.device
-    shape = query.shape or record.key.sample.shape
-    held = record.at_batch.config | record.input
-    situation = Situation(
+    sample = query.sample or record.key.task.sample
+    choice = record.winner(request.use)
+    held = choice.config | record.input
+    situation = knobs.Situation(
         device=here.kind,
         capability=here.compute_capability,
-        cpu_bf16=held.get("precision") == "bf16" and here == there,
-        dimensions=len(shape) + 1,
-        training=query.mode == "train",
-        deterministic=bool(query.deterministic),
-        precisions=query.precisions or PERMITTED,
+        cpu_bf16=here == there and cpu_has_bf16(),
+        dimensions=len(sample) + 1,
+        training=request.given["mode"] == "train",
+        deterministic=bool(request.given.get("deterministic")),
+        precisions=request.given.get("precisions", PERMITTED),
         full=True,
     )
-    found: dict[str, Value] = {}
-    for knob in KNOBS:
-        if knob.carries and knob.name in held and held[knob.name] in knob.values(situation):
-            found[knob.name] = held[knob.name]
-    if batch is None and shape == record.key.sample.shape and here.memory_gib >= there.memory_gib:
-        batch = record.batch
-    if batch is not None:
-        found["batch_size"] = batch
-    config = Config(found)
-    default = record.baseline.config
-    said = ", ".join(
-        f"{name}={value}"
-        for name, value in config.items()
-        if name != "batch_size" and value != default.get(name, False)
+    found = Config(
+        {
+            knob.name: held[knob.name]
+            for knob in knobs.KNOBS
+            if knob.carries
+            and knob.name in held
+            and held[knob.name] in knob.values(situation)
+            and knobs.permits(request.given, Config({knob.name: held[knob.name]}))
+        }
     )
-    return config, f"carried over, not measured: {said or 'nothing'}"
+    if not is_sound(record, choice.config):
+        # Nothing that was not held against fp32 there is followed here.
+        found = Config({n: v for n, v in found.items() if not knobs.doubtful(Config({n: v}))})
+    batch = request.batch
+    if batch is None and sample == record.key.task.sample and here.memory_gib >= there.memory_gib:
+        batch = record.batch
+    said = knobs.described(found) if found.changed(knobs.TORCH) else "nothing"
+    return Answer(
+        config=found if batch is None else found.at(batch),
+        reason=f"carried over, not measured: {said}",
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Record
+from advisor.cache.record import CAPTURE, Choice, Record
 from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 
 ONCE = 1.03
@@ -60,7 +60,7 @@ def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> l
             config=config, pace=pace, peak_bytes=peak_bytes, raced=raced, fresh=config in started
         )
 
-    default = default.replace(batch_size=batch)
+    default = default.at(batch)
     raced = {c.config: c for c in _raced(record) if c.batch == batch}
     once = {
         t.config: t.measurement
@@ -68,7 +68,7 @@ def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> l
         if t.stage == "compute"
         and t.measurement.ok
         and t.origin != "reference"
-        and t.config.get("batch_size") == batch
+        and t.config.batch == batch
         and t.config not in raced
         and sound(t.config)
     }
@@ -83,12 +83,12 @@ def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> l
     if found == [None]:
         return []
     # In the steady state the advice is the best: what seems faster was not sure to be.
-    best = record.at_batch
+    best = record.winner(CAPTURE)
     most = best.samples_per_s if best.batch == batch and not _for_a_job(record) else float("inf")
+    advised = {one.choice.config for one in record.winners}
     for config, choice in raced.items():
-        chosen = config in (record.at_batch.config, record.free and record.free.config)
-        sure = choice.batch != record.batch or choice.speedup_low > 1
-        if config != default and (chosen or (sure and sound(config))):
+        sure = choice.batch != record.batch or choice.speedup_low > 1 or config in advised
+        if config != default and sure and sound(config):
             rate = min(most, choice.samples_per_s)
             found.append(candidate(config, rate, choice.peak_bytes, True))
     for config, measured in once.items():
@@ -120,5 +120,4 @@ def _for_a_job(record: Record) -> bool:
 
 
 def _raced(record: Record) -> list[Choice]:
-    free = [] if record.free is None else [record.free]
-    return [record.baseline, record.at_batch, *free, *record.raced]
+    return [record.baseline, *(one.choice for one in record.winners), *record.raced]

@@ -8,22 +8,21 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from advisor.cache import settings
-from advisor.cache.arguments import Shapes, check, check_length, parse_bytes, parse_duration
+from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
 from advisor.cache.explanation import Explanation
+from advisor.cache.kinds import Shape
 from advisor.cache.match import Match, Query
-from advisor.cache.record import Record
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord
 from advisor.finding.agree import decided_by_first
-from advisor.finding.answer import Limits, akin, answer, carried, over
-from advisor.finding.find import Asked, Found, decided, find, known_batch, model_of, why_missed
+from advisor.finding.answer import Answer, akin, answer, carried
+from advisor.finding.find import find
+from advisor.finding.meant import script, the_one
+from advisor.finding.request import Request, processes
 from advisor.opening import Cache, open_records
-from advisor.printed import shapes_of, tune_line
-from advisor.tuners.length import Length
+from advisor.printed import tune_again, tune_first
 
 if TYPE_CHECKING:
     import torch
@@ -33,22 +32,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("advisor")
 
-ON_MISS = ("default", "nearest", "error")
-
 
 def apply(
     target: str | nn.Module | None = None,
     *,
-    shape: Shapes | None = None,
+    shape: Shape | Sequence[Shape] | None = None,
     batch: int | str | None = None,
+    capture: bool = False,
     dtype: str | torch.dtype | None = None,
-    mode: str = "train",
+    vocab: int | None = None,
+    mode: str | None = None,
     device: str | torch.device | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
     deterministic: bool | None = None,
-    precisions: Sequence[str] | None = None,
+    precisions: Sequence[str] | str | None = None,
     max_memory: int | str | None = None,
+    batches: Sequence[int] | None = None,
+    compile: bool | None = None,
+    step_graph: bool | None = None,
+    tolerance: float | None = None,
     steps: int | None = None,
     duration: float | str | None = None,
     cache: Cache = None,
@@ -67,23 +70,27 @@ def apply(
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
             (`advice.batch_size` says which).
-        dtype: of the input, e.g. 'int64'; default: whatever was tuned.
-        mode: 'train' or 'infer'.
+        capture: the script gives its step to `advice.capture`: one CUDA graph over the whole step
+            may be advised too. Without it, and under torchrun, what is best without is served.
+        dtype: of the input, e.g. 'int64'; `vocab` bounds integer inputs.
+        mode: 'train' (the default) or 'infer'.
         device: 'cuda:0', 'cpu', ...; default: this rank's CUDA device, else the CPU.
-        optimizer: 'sgd' or 'adamw'; default: whatever was tuned.
-        model_args: what `--model-arg` gave; default: whatever was tuned.
+        optimizer: 'sgd' or 'adamw'.
+        model_args: what `--model-arg` gave.
         deterministic: only deterministic configs; implied where the process already asks
             PyTorch for deterministic algorithms.
         precisions: only these precisions.
         max_memory: bytes, or '20GiB': only configs whose measured peak is at most this.
+        batches, compile, step_graph, tolerance: what was permitted when it was tuned, as
+            `advisor.tune` takes it. Of all that is left out, whatever was tuned will do.
         steps: how many steps this job has, at its batch: the best over that job, with what is
             paid before the first step counted in. `duration` is how long it runs instead:
             seconds, or '2h'. Default: what the record was tuned for.
         cache: store URL, or several, looked up in order; default: $ADVISOR_CACHE, else
             [tool.advisor] cache in pyproject.toml, else the user's cache folder.
-        on_miss: 'default' (torch's defaults), 'nearest' (what is safe to carry over from the
-            nearest record: same target, other shape or device) or 'error', which is strict=True.
-            Default: $ADVISOR_ON_MISS, else [tool.advisor] on-miss.
+        on_miss: 'default' (torch's defaults) or 'nearest' (what is safe to carry over from the
+            nearest record: same target, other shape or device). Default: $ADVISOR_ON_MISS, else
+            [tool.advisor] on-miss.
         strict: raise instead of warning.
 
     In an initialised torch.distributed process group, rank 0 looks up for all ranks; every rank
@@ -92,24 +99,8 @@ def apply(
     Raises:
         AdvisorError: with strict=True, why there is no advice.
     """
-    advice = lookup(
-        target,
-        shape=shape,
-        batch=batch,
-        dtype=dtype,
-        mode=mode,
-        device=device,
-        optimizer=optimizer,
-        model_args=model_args,
-        deterministic=deterministic,
-        precisions=precisions,
-        max_memory=max_memory,
-        steps=steps,
-        duration=duration,
-        cache=cache,
-        on_miss=on_miss,
-        strict=strict,
-    )
+    asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
+    advice = _looked_up(target, asked, strict=strict)
     advice.set_flags()
     return advice
 
@@ -117,261 +108,231 @@ def apply(
 def lookup(
     target: str | nn.Module | None = None,
     *,
-    shape: Shapes | None = None,
+    shape: Shape | Sequence[Shape] | None = None,
     batch: int | str | None = None,
+    capture: bool = False,
     dtype: str | torch.dtype | None = None,
-    mode: str = "train",
+    vocab: int | None = None,
+    mode: str | None = None,
     device: str | torch.device | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
     deterministic: bool | None = None,
-    precisions: Sequence[str] | None = None,
+    precisions: Sequence[str] | str | None = None,
     max_memory: int | str | None = None,
+    batches: Sequence[int] | None = None,
+    compile: bool | None = None,
+    step_graph: bool | None = None,
+    tolerance: float | None = None,
     steps: int | None = None,
     duration: float | str | None = None,
     cache: Cache = None,
     on_miss: str | None = None,
     strict: bool = False,
 ) -> Advice:
-    """As `apply`, without touching any flag of the process.
+    """As `apply`, without touching any flag of the process: `advice.set_flags()` does that.
 
     `lookup(...).explanation` says what was looked for, what was found, and in which fields every
     other record of the target differs.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
+    return _looked_up(target, asked, strict=strict)
+
+
+def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
     from advisor.tuners.act.advice import Advice
 
     set_up_logging()
-    known = known_batch(shape, batch)
+    device = _device(asked["device"])
+    batch = _batch(asked)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
             Config(),
-            device=_device(device),
-            batch_size=known,
+            device=device,
+            batch_size=batch,
             status="disabled",
             reason="ADVISOR_DISABLE is set",
         )
-
-    lookup_here = _Lookup(
-        target=target,
-        shape=shape,
-        batch=batch,
-        dtype=dtype,
-        mode=mode,
-        device=device,
-        optimizer=optimizer,
-        model_args=model_args,
-        deterministic=deterministic,
-        precisions=precisions,
-        max_memory=max_memory,
-        steps=steps,
-        duration=duration,
-        cache=cache,
-        on_miss=on_miss,
-        strict=strict,
-    )
-    # In a process group one rank decides for all: ranks that train differently wait for each other.
-    return decided_by_first(lookup_here.advice, device=_device(device), batch=known)
+    here = _Lookup(target, asked)
+    try:
+        # In a process group one rank decides for all: ranks that train differently hang.
+        return decided_by_first(here.advice, device=device, batch=batch)
+    except AdvisorError as exc:
+        if strict:
+            raise
+        return here.nothing(str(exc), device, batch)
+    except Exception as exc:  # the one catch-all: whatever goes wrong, training goes on
+        if strict:
+            raise
+        _log.error("the lookup failed; please report this", exc_info=exc)
+        return here.nothing(f"the lookup failed ({type(exc).__name__}: {exc})", device, batch)
 
 
-@dataclass(slots=True, kw_only=True)
 class _Lookup:
-    """One lookup: the arguments as given, then what they mean and what was found."""
+    """One lookup, as far as it came: for what is said of it where it fails."""
 
-    target: str | nn.Module | None
-    shape: Shapes | None
-    batch: int | str | None
-    dtype: str | torch.dtype | None
-    mode: str
-    device: str | torch.device | None
-    optimizer: str | None
-    model_args: Mapping[str, Value] | None
-    deterministic: bool | None
-    precisions: Sequence[str] | None
-    max_memory: int | str | None
-    steps: int | None
-    duration: float | str | None
-    cache: Cache
-    on_miss: str | None
-    strict: bool
-    query: Query | None = None
-    found: Found | None = None
+    def __init__(self, target: object, asked: Mapping[str, object]) -> None:
+        self._target = target
+        self._asked = asked
+        self._request: Request | None = None
+        self._query: Query | None = None
+        self._found: Said | None = None
 
     def advice(self) -> Advice:
-        try:
-            return self._served()
-        except AdvisorError as exc:
-            if self.strict or self.on_miss == "error":
-                raise
-            return self._nothing(str(exc))
-
-    def _served(self) -> Advice:
-        self.on_miss = self.on_miss or settings.on_miss() or "default"
-        check("on_miss", self.on_miss, ON_MISS)
-        asked = Asked.of(
-            self.target,
-            self.shape,
-            self.batch,
-            self.dtype,
-            self.mode,
-            self.device,
-            self.optimizer,
-            self.precisions,
-        )
-        known = known_batch(self.shape, self.batch)
-        limits = Limits(
-            batch=known, max_memory=parse_bytes(self.max_memory), precisions=asked.precisions
-        )
-        seconds = None if self.duration is None else parse_duration(self.duration)
-        check_length(self.steps, seconds)
-        query = self.query = asked.query(model_of(self.target), self.deterministic, known)
-        found = self.found = find(
-            open_records(self.cache, patient=False, fallback=True),
-            self.target,
-            query,
-            self.model_args,
-        )
-        match = decided(found, self.target, query, self.model_args)
-        record = match.record
-        if record is None:
-            if self.on_miss == "nearest" and akin(query, match.nearest):
-                return self._near(asked, query, match)
+        """Raises AdvisorError where there is none."""
+        request = self._request = Request.of(self._target, self._asked)
+        query = self._query = request.query()
+        records = open_records(request.cache, patient=False, fallback=True)
+        found = self._found = find(records, request, query)
+        match = the_one([one.record for one in found.held], request, query)
+        if match.record is None:
+            if request.on_miss == "nearest" and akin(query, match.nearest):
+                return self._near(request, query, match)
             if len(found.failed) == len(found.stores):
                 raise found.failed[0]
-            raise NoRecord(why_missed(self.target, asked.shapes, match, query))
-        if self.steps or seconds:
-            length = Length(
-                batch=known or record.batch, steps=self.steps or 0, seconds=seconds or 0.0
-            )
-            config, reason = over(record, limits, length, free=self.batch == "free")
-        else:
-            config, reason = answer(record, limits, free=self.batch == "free")
-        return self._of_record(asked, query, match, record, config, reason)
+            raise NoRecord(self._missed(request, query, match))
+        try:
+            answered = answer(match.record, request)
+        except NoRecord as exc:
+            raise NoRecord(f"{exc}; run: {tune_first(request, match.record)}") from None
+        return self._served(request, query, match, answered)
 
-    def _of_record(
-        self,
-        asked: Asked,
-        query: Query,
-        match: Match,
-        record: Record,
-        config: Config,
-        reason: str,
-    ) -> Advice:
-        said = []
-        # Every record is of one process: that a job has more is no reason to measure again.
-        changed = [d for d in match.differs if d.field != "world_size"]
-        if len(changed) < len(match.differs):
-            reason += f"; measured in one process, this job has {query.world_size}"
-        if changed:
-            listed = ", ".join(map(str, changed))
+    def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
+        record = match.record
+        assert record is not None
+        reason, said = answered.reason, []
+        ranks = processes()
+        if ranks > 1:
+            reason += f"; measured in one process, this job has {ranks}"
+            if self._asked.get("capture"):
+                reason += ": no step is captured in it"
+        name = record.target.name
+        if match.differs:
+            listed = ", ".join(map(str, match.differs))
             reason += f"; measured elsewhere: {listed}"
             said.append(
-                f"{record.target.name} was tuned under other conditions ({listed}); its advice is "
-                f"used and may be out of date. To measure again: {tune_line(record)}"
+                f"{name} was tuned under other conditions ({listed}); its advice is used and may "
+                f"be out of date. To measure again: {tune_again(record, request.cache)}"
             )
         if record.stale:
             reason += f"; marked stale by advisor verify: {record.stale}"
             said.append(
-                f"the advice for {record.target.name} no longer holds ({record.stale}); it is used "
-                f"all the same. To measure again: {tune_line(record)}"
+                f"the advice for {name} no longer holds ({record.stale}); it is used all the "
+                f"same. To measure again: {tune_again(record, request.cache)}"
             )
-        return self._made(
-            config,
-            device=asked.device,
-            status="stale" if changed or record.stale else "exact",
-            reason=reason,
-            record=record,
-            said=said,
+        answered = Answer(
+            config=answered.config, reason=reason, gains=answered.gains, flags=answered.flags
         )
+        status = "stale" if match.differs or record.stale else "exact"
+        return self._made(request, answered, match, status, said)
 
-    def _near(self, asked: Asked, query: Query, match: Match) -> Advice:
+    def _near(self, request: Request, query: Query, match: Match) -> Advice:
         near = match.nearest
         assert near is not None
-        config, carries = carried(near, query, known_batch(self.shape, self.batch))
+        answered = carried(near, request, query)
         differs = ", ".join(map(str, match.differs))
-        reason = f"the nearest record, {near.id}, differs in {differs}; {carries}"
-        name = self.target if isinstance(self.target, str) else near.target.name
-        sizes = ["x".join(map(str, shape)) for shape in asked.shapes] or shapes_of(near)
-        return self._made(
-            config,
-            device=asked.device,
-            status="nearest",
-            reason=reason,
-            record=near,
-            said=[
-                f"{name} was not tuned for this; {reason}. To measure: advisor tune {name} "
-                f"--shape {' --shape '.join(sizes)}"
-            ],
+        reason = f"the nearest record, {near.id}, differs in {differs}; {answered.reason}"
+        said = (
+            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure: "
+            f"{tune_first(request, near)}"
         )
+        served = Answer(config=answered.config, reason=reason)
+        return self._made(request, served, match, "nearest", [said])
 
     def _made(
-        self,
-        config: Config,
-        *,
-        device: str,
-        status: str,
-        reason: str,
-        record: Record,
-        said: Sequence[str],
+        self, request: Request, answered: Answer, match: Match, status: str, said: Sequence[str]
     ) -> Advice:
         """The advice, and one warning for all there is to say."""
         from advisor.tuners.act.advice import Advice
+        from advisor.tuners.knobs import TORCH
 
-        faults = self.found.failed if self.found else []
-        lines = [*said, *(f"{fault}; looked on without it" for fault in faults)]
+        record = match.record or match.nearest
+        assert record is not None and self._found is not None
+        lines = [*said, *(f"{fault}; looked on without it" for fault in self._found.failed)]
         if lines:
             _warn(". ".join(lines))
-        _log.info("record %s (%s): %s", record.id, status, reason)
-        size = config.get("batch_size")
+        _log.info("record %s (%s): %s", record.id, status, answered.reason)
+        config = answered.config
         return Advice(
             config,
-            device=device,
-            batch_size=size if isinstance(size, int) else None,
+            device=request.device,
+            batch_size=config.batch or request.batch,
             status=status,
-            reason=reason,
+            reason=answered.reason,
             record=record,
-            explanation=self._explained(status, reason, record.id),
+            explanation=self._explained(status, answered.reason, record.id),
+            use=request.use,
+            # What the task itself asks for, as determinism, is no default of torch's.
+            default=Config(record.baseline.config | TORCH),
+            flags=answered.flags or None,
+            gains=answered.gains,
         )
 
-    def _nothing(self, why: str) -> Advice:
+    def nothing(self, why: str, device: str, batch: int | None) -> Advice:
+        """Torch's defaults, and one warning."""
         from advisor.tuners.act.advice import Advice
+        from advisor.tuners.knobs import TORCH
 
-        if self.found is not None:
-            others = map(str, [*self.found.failed, *self.found.damaged])
-            why = "; ".join([why, *(other for other in others if other != why)])
+        if self._found is not None:
+            others = map(str, [*self._found.failed, *self._found.damaged])
+            why = "; ".join([why, *(other for other in others if other not in why)])
         _warn(f"{why}. Training goes on with torch's defaults")
         return Advice(
-            Config(),
-            device=_device(self.device),
-            batch_size=known_batch(self.shape, self.batch),
+            TORCH,
+            device=device,
+            batch_size=batch,
             status="miss",
             reason=why,
             explanation=self._explained("miss", why, ""),
+            default=TORCH,
         )
+
+    def _missed(self, request: Request, query: Query, match: Match) -> str:
+        if request.target is None:
+            what = f"nothing was tuned for {script().name} or a module beside it"
+        else:
+            this = "" if isinstance(request.target, str) else "this "
+            what = f"{this}{request.called} was not tuned for this"
+        what += f" on {query.environment.device.name}"
+        if match.differs:
+            what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
+        return f"{what}; run: {tune_first(request, match.nearest)}"
 
     def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
         """None where it did not come as far as looking."""
-        if self.query is None or self.found is None:
+        if self._request is None or self._query is None or self._found is None:
             return None
-        target = self.target if isinstance(self.target, str) else type(self.target).__name__
         return Explanation(
-            target="" if self.target is None else target,
-            query=self.query,
-            stores=tuple(self.found.stores),
+            target=self._request.called,
+            query=self._query,
+            stores=tuple(self._found.stores),
             served=served,
             status=status,
             reason=reason,
-            refused=tuple(self.found.damaged),
-            seen=tuple((one.store.url, one.record) for one in self.found.held),
+            refused=tuple(self._found.damaged),
+            seen=tuple((one.store.url, one.record) for one in self._found.held),
         )
 
 
-def _device(asked: str | torch.device | None) -> str:
+def _batch(asked: Mapping[str, object]) -> int | None:
+    """The batch that the script names, as far as it can be read."""
+    from advisor.cache.kinds import Shapes
+    from advisor.finding.request import known_batch
+
+    given = {}
+    with contextlib.suppress(AdvisorError):
+        if asked["shape"] is not None:
+            given["shapes"] = Shapes().checked("shape", asked["shape"])
+    return known_batch(given, asked["batch"])
+
+
+def _device(asked: object) -> str:
     """Where training goes on without advice: the device asked for, if PyTorch knows it."""
     import torch
 
     from advisor.tuners.environment import default_device
 
-    if asked is not None:
+    if isinstance(asked, str | torch.device):
         with contextlib.suppress(RuntimeError):
             return str(torch.device(asked))
     return default_device()
@@ -382,6 +343,8 @@ def _warn(message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         _log.debug(message)
         return
+    # What a setting or a store says may not steer the terminal.
+    message = "".join(char if char.isprintable() else "?" for char in message)
     level, frame = 1, sys._getframe()
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
         level, frame = level + 1, frame.f_back
@@ -389,6 +352,7 @@ def _warn(message: str) -> None:
 
 
 def set_up_logging() -> None:
+    """Log to stderr where $ADVISOR_LOG asks for it."""
     level = os.environ.get("ADVISOR_LOG", "")
     if level and not _log.handlers:
         handler = logging.StreamHandler()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from advisor import report
 from advisor.cache.record import Record
 from advisor.errors import UsageError
+from advisor.report.tables import part_name
 
 ENDINGS = (".png", ".svg")
 
@@ -41,7 +41,7 @@ def parts(record: Record, path: Path) -> None:
         axis.barh(row, part.ratio - 1, left=1, height=0.6, color=colour)
         reach = [[max(0.0, part.ratio - part.low)], [max(0.0, part.high - part.ratio)]]
         axis.errorbar(part.ratio, row, xerr=reach, color="black", capsize=3, linewidth=1)
-    axis.set_yticks(range(len(known)), [report.part_name(part) for part in known])
+    axis.set_yticks(range(len(known)), [part_name(part) for part in known])
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel("samples/s of the advice over those without it (95% interval)")
     device = record.key.environment.device.name

@@ -13,10 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from advisor import report
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Trial
+from advisor.report.text import duration, outcome, rate
+from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class Shown(Progress):
         self._began = time.monotonic()
         device = key.environment.device
         self._console.print(
-            f"{facts.name}: {facts.parameters:,} parameters, {key.inputs}, batch "
-            f"{space.batches[0]}, {key.mode}, on {device.name}",
+            f"{facts.name}: {facts.parameters:,} parameters, {key.task.inputs}, batch "
+            f"{key.task.batch}, {key.task.mode}, on {device.name}",
             highlight=False,
         )
         if resumed:
@@ -68,12 +69,12 @@ class Shown(Progress):
             self._baseline = measured
         self._trials.append(trial)
         if measured.ok:
-            at_batch = trial.config.get("batch_size") == self._default.get("batch_size")
+            at_batch = trial.config.batch == self._default.batch
             held = self._best.get(at_batch)
             if held is None or measured.samples_per_s > held.measurement.samples_per_s:
                 self._best[at_batch] = trial
         left = max(0.0, self._budget_s - spent_s)
-        self._status = f"{report.duration(left)} left of {report.duration(self._budget_s)}"
+        self._status = f"{duration(left)} left of {duration(self._budget_s)}"
         if self._live is not None:
             self._draw()
         else:
@@ -84,7 +85,7 @@ class Shown(Progress):
             )
 
     def phase(self, what: str) -> None:
-        so_far = report.duration(time.monotonic() - self._began)
+        so_far = duration(time.monotonic() - self._began)
         self._status = f"{what} (after {so_far})"
         if self._live is not None:
             self._draw()
@@ -106,9 +107,9 @@ class Shown(Progress):
             against = f"{measured.samples_per_s / self._baseline.samples_per_s:.2f}x"
         return (
             str(trial.number),
-            report.changes(trial.config, self._default),
-            f"batch {trial.config.get('batch_size', '')}",
-            f"{report.rate(measured.samples_per_s)}/s" if measured.ok else report.outcome(measured),
+            described(trial.config, self._default),
+            f"batch {trial.config.batch}",
+            f"{rate(measured.samples_per_s)}/s" if measured.ok else outcome(measured),
             against,
         )
 
@@ -118,13 +119,13 @@ class Shown(Progress):
         for heading in ("trial", "tried", "batch", "samples/s", "x default"):
             table.add_column(heading, justify="left" if heading == "tried" else "right")
         for trial in self._trials[-SHOWN:]:
-            number, tried, batch, rate, against = self._cells(trial)
+            number, tried, batch, speed, against = self._cells(trial)
             leads = trial in self._best.values()
             table.add_row(
                 number,
                 tried,
                 batch.removeprefix("batch "),
-                rate.removesuffix("/s"),
+                speed.removesuffix("/s"),
                 against,
                 style="green" if leads else "",
             )

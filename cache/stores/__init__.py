@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-from advisor.cache.settings import cache_urls
+from advisor.cache.settings import Cache, cache_urls
 from advisor.cache.stores.filesystem import network
+from advisor.cache.stores.filesystem import place as local
+from advisor.cache.stores.patience import go_on
 from advisor.cache.stores.url import without_password
-from advisor.errors import RecordDamaged, UsageError
+from advisor.errors import RecordDamaged, StoreError, UsageError
 
 
 class Store(Protocol):
@@ -86,11 +91,11 @@ SCHEMES: dict[str, tuple[str, str]] = {
 """Scheme → the class, called with what follows 'scheme:' if it is local, else with the whole URL,
 and what installs its needs. Any other scheme with '//' is fsspec's to know."""
 _LOCAL = ("disk", "dir", "pack")
+_LOOKED_AT = 1000
+"""Files of a folder, to see whether it is one of records."""
 
 
-def open_stores(
-    cache: str | Sequence[str] | None = None, *, fallback: bool = False
-) -> tuple[Store, ...]:
+def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[Store, ...]:
     """The stores to look into, in order; `cache` as `settings.cache_urls` takes it.
 
     Without any, the user's cache folder. With `fallback`, behind remote stores alone, that folder
@@ -100,8 +105,11 @@ def open_stores(
         UsageError: a scheme is unknown, or what it needs is not installed.
     """
     stores = tuple(open_store(url) for url in cache_urls(cache))
-    if not stores or (fallback and all(isinstance(store, Remote) for store in stores)):
-        stores = (*stores, open_store(_user_folder()))
+    if not stores:
+        return (open_store(_user_folder()),)
+    if fallback and all(isinstance(store, Remote) for store in stores):
+        with contextlib.suppress(UsageError):  # a user without a home has what they name
+            stores = (*stores, open_store(_user_folder()))
     return stores
 
 
@@ -116,6 +124,8 @@ def open_store(url: str | None = None) -> Store:
     """
     if url is None:
         return open_stores()[0]
+    if not isinstance(url, str):  # whatever the types say, a script may give anything
+        raise UsageError(f"cache {url!r}: expected a store's URL or a folder")
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
     scheme, place = (found[1].lower(), found[2]) if found else ("", url)
     known = ", ".join(f"{name}:" for name in SCHEMES)
@@ -132,7 +142,7 @@ def open_store(url: str | None = None) -> Store:
         raise UsageError(f"cache URL {shown!r}: expected {scheme}://...")
     if scheme in ("", *_LOCAL):
         place = re.sub(r"^//(?=/)", "", place)
-        where, hint = SCHEMES[scheme or _kind_of(Path(place).expanduser())]
+        where, hint = SCHEMES[scheme or _kind_of(local(place))]
     else:
         place = scheme + url[len(scheme) :]
     module, _, name = where.partition(":")
@@ -144,9 +154,20 @@ def open_store(url: str | None = None) -> Store:
 
 
 def _kind_of(path: Path) -> str:
-    if (path / "records").is_dir():
+    if os.path.isdir(path / "records"):  # noqa: PTH112 # Path's raises, e.g. for a long name
         return "disk"
-    return "dir" if network(path) or next(path.glob("record-*.msgpack"), None) else "disk"
+    if network(path):
+        return "dir"
+    try:
+        with os.scandir(path) as entries:
+            files = (entry.name for entry in itertools.islice(entries, _LOOKED_AT))
+            return (
+                "dir"
+                if any(re.fullmatch(r"record-.*\.msgpack", name) for name in files)
+                else "disk"
+            )
+    except OSError:
+        return "disk"
 
 
 def one_by_one(
@@ -155,6 +176,7 @@ def one_by_one(
     """`Store.get_many` for a store that has no exchange of its own for several."""
     found: dict[str, bytes | RecordDamaged] = {}
     for key in keys:
+        go_on()
         try:
             data = get(key)
         except RecordDamaged as exc:
@@ -175,12 +197,28 @@ def note_on(store: Store) -> str:
 
 
 def _user_folder() -> str:
-    import platformdirs
+    try:
+        import platformdirs
 
-    return platformdirs.user_cache_dir("advisor", appauthor=False)
+        folder = platformdirs.user_cache_dir("advisor", appauthor=False)
+    except (OSError, RuntimeError, KeyError, ValueError) as exc:
+        raise UsageError(f"no folder of yours for a cache ({exc}); {_SET}") from exc
+    if not os.path.isabs(folder):  # noqa: PTH117 # '~' of a user whom the system does not know
+        raise UsageError(f"no folder of yours for a cache: you have no home; {_SET}")
+    return folder
+
+
+_SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 
 
 def studies_of(stores: Sequence[Store]) -> Path:
-    """The folder for studies: that of the first store that has one, else in the user's."""
+    """The folder for studies: that of the first store that has one, else in the user's.
+
+    Raises:
+        UsageError: the user has none. StoreError: a link lies in its place.
+    """
     folders = (store.studies for store in stores)
-    return next(filter(None, folders), Path(_user_folder()) / "studies")
+    folder = next(filter(None, folders), None) or Path(_user_folder()) / "studies"
+    if folder.is_symlink():
+        raise StoreError(f"{folder}: is a link and is not followed; remove it")
+    return folder

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.cache.name import file_of, keys_of
 from advisor.cache.stores import one_by_one
-from advisor.cache.stores.filesystem import make_folder, open_regular
+from advisor.cache.stores.filesystem import existing, make_folder, place, read_regular
+from advisor.cache.stores.patience import go_on
 from advisor.errors import RecordDamaged, StoreError
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 _TEMPORARY = ".writing-"
 _ABANDONED_S = 3600.0
 """Age from which a temporary file's writer is dead: a write takes milliseconds."""
-_MOST_BYTES = 2**26
 _REMEDY = "point --cache or ADVISOR_CACHE to another folder"
 
 
@@ -32,7 +33,7 @@ class DirStore:
     """The files lie directly in the folder; studies/ is for the studies beside them."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = place(path)
 
     @property
     def url(self) -> str:
@@ -43,8 +44,13 @@ class DirStore:
         return self.path / "studies"
 
     def keys(self) -> list[str]:
+        names = []
         try:
-            names = os.listdir(self.path)  # noqa: PTH208 # names are all that is wanted
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    names.append(entry.name)
+                    if not len(names) % 1024:
+                        go_on()
         except FileNotFoundError:
             return []
         except OSError as exc:
@@ -53,17 +59,13 @@ class DirStore:
 
     def get(self, key: str) -> bytes | None:
         try:
-            with open_regular(self._file(key)) as file:
-                data = file.read(_MOST_BYTES + 1)
+            return read_regular(self._file(key), MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as exc:
             if exc.errno == errno.ESTALE:  # removed on another NFS client while it was read
                 return None
-            raise RecordDamaged(f"{key}: {exc.strerror}") from exc
-        if len(data) > _MOST_BYTES:
-            raise RecordDamaged(f"{key}: larger than {_MOST_BYTES} bytes; refused")
-        return data
+            raise RecordDamaged(f"{key}: {exc.strerror}; refused") from exc
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         return one_by_one(self.get, keys)
@@ -94,22 +96,19 @@ class DirStore:
             raise StoreError(f"cache {self.path}: {self._file(key).name}: {exc.strerror}") from exc
         return True
 
-    def tidy(self) -> int:
-        """Remove what writers that were killed left behind; how many files."""
+    def leavings(self) -> list[Path]:
+        """What writers that were killed left behind."""
         try:
-            old = [
+            return [
                 path
                 for path in self.path.glob(f"{_TEMPORARY}*")
-                if path.stat().st_mtime < time.time() - _ABANDONED_S
+                if path.lstat().st_mtime < time.time() - _ABANDONED_S
             ]
-            for path in old:
-                path.unlink(missing_ok=True)
         except OSError as exc:
             raise self._mapped(exc) from exc
-        return len(old)
 
     def check_writable(self) -> None:
-        there = next(p for p in (self.path, *self.path.parents) if p.exists())
+        there = existing(self.path)
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             why = "cannot be written" if there.is_dir() else "is not a folder"
             raise StoreError(f"cache {self.path}: {there} {why}; {_REMEDY}")

@@ -2,6 +2,10 @@
 
 diskcache writes; a read-only connection of our own reads, because opening a diskcache writes, is
 slow, fails in a read-only folder, and unpickles whatever a row says is a pickle (CVE-2025-69872).
+
+A database is a program: views, triggers and computed columns run when it is asked. Only the tables
+and triggers that diskcache makes are accepted, every statement has a time limit, and no value is
+fetched that is larger than a record can be.
 """
 
 from __future__ import annotations
@@ -9,15 +13,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.cache.stores import one_by_one
-from advisor.cache.stores.filesystem import make_folder
+from advisor.cache.stores.filesystem import existing, make_folder, place
+from advisor.cache.stores.patience import left
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
@@ -25,9 +33,15 @@ if TYPE_CHECKING:
 
 _DATABASE = "cache.db"  # diskcache's name
 _RAW = 1  # diskcache's number for a value that stands in the row as it is
-_BUSY_S = 20.0
+_BUSY_S = 10.0
 _WRITING_S = 60.0
 """What is put took minutes to measure: it waits longer for other writers than a reader does."""
+_FORKING_S = 2.0
+"""What a fork waits for another thread's statement."""
+_STEPS = 10_000
+"""Of SQLite's machine between two looks at the clock: well below a millisecond."""
+_LONGEST = 4 * MAX_BYTES
+"""Of any value or row that SQLite makes."""
 _REMEDY = "point --cache or ADVISOR_CACHE to another folder"
 
 _CORRUPT = {
@@ -43,9 +57,9 @@ class DiskStore:
     """A folder: records/ is the database, studies/ is for the studies beside it."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = place(path)
         self._records = self.path / "records"
-        self._local = threading.local()
+        self._reader: _Reader | None = None
 
     @property
     def url(self) -> str:
@@ -60,10 +74,17 @@ class DiskStore:
         return [key for (key,) in self._select(sql)]
 
     def get(self, key: str) -> bytes | None:
-        rows = self._select("SELECT mode, value FROM Cache WHERE key = ? AND raw = 1", key)
+        rows = self._select(
+            "SELECT mode, CASE WHEN length(value) <= ? THEN value END FROM Cache "
+            "WHERE key = ? AND raw = 1 LIMIT 1",
+            MAX_BYTES,
+            key,
+        )
         if not rows:
             return None
         ((mode, value),) = rows
+        if value is None:
+            raise RecordDamaged(f"{key}: nothing, or larger than {MAX_BYTES} bytes; refused")
         if mode != _RAW or type(value) is not bytes:
             raise RecordDamaged(
                 f"{key}: refused, because advisor stores only bytes and this is not"
@@ -92,7 +113,7 @@ class DiskStore:
                 with self._writing():
                     return
             # Nothing is made yet: a command that is refused later leaves nothing behind.
-            there = next(p for p in (self._records, *self._records.parents) if p.exists())
+            there = existing(self._records)
         except OSError as exc:
             raise self._mapped(exc) from exc
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -118,7 +139,8 @@ class DiskStore:
         return "ok" if writable else "ok, read-only"
 
     def set_aside(self) -> Path:
-        self._local = threading.local()
+        with _GATE:
+            self._reader = None
         stem = f"records.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         aside = self.path / stem
         number = 1
@@ -137,10 +159,11 @@ class DiskStore:
         rows = self._select("PRAGMA quick_check(1)")
         return str(rows[0][0]).splitlines()[-1] if rows and rows[0][0] != "ok" else ""
 
-    def _select(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
+    def _select(self, sql: str, *values: str | int) -> list[tuple[Any, ...]]:
         try:
-            reader = self._reader()
-            return reader.connection.execute(sql, values).fetchall() if reader else []
+            with _GATE:
+                reader = self._opened()
+                return reader.rows(sql, values) if reader else []
         except sqlite3.OperationalError as exc:
             if str(exc).startswith("no such table"):
                 return []  # another process is just creating it
@@ -148,30 +171,43 @@ class DiskStore:
         except (sqlite3.Error, OSError) as exc:
             raise self._mapped(exc) from exc
 
-    def _reader(self) -> _Reader | None:
-        """This thread's connection to the database that is there now; None where none is."""
+    def _opened(self) -> _Reader | None:
+        """The connection to the database that is there now; None where none is."""
         database = self._records / _DATABASE
         try:
             status = database.stat()
         except FileNotFoundError:
-            self._local.reader = None
+            self._reader = None
             return None
+        if not stat.S_ISREG(status.st_mode):
+            raise self._damaged("not a regular file")
         identity = (os.getpid(), status.st_dev, status.st_ino)
-        reader: _Reader | None = getattr(self._local, "reader", None)
-        if reader is None or reader.identity != identity or reader.frozen:
-            reader = self._local.reader = _Reader(database, identity)
-        return reader
+        if self._reader is None or self._reader.identity != identity or self._reader.frozen:
+            self._reader = None
+            reader = _Reader(database, identity)
+            if wrong := reader.planted():
+                raise self._damaged(wrong)
+            self._reader = reader
+        return self._reader
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Any]:
+        with _GATE, self._cache() as cache:
+            yield cache
+
+    @contextlib.contextmanager
+    def _cache(self) -> Iterator[Any]:
         import diskcache
 
         cache = None
         try:
             make_folder(self._records)
+            had = self._reader
+            self._opened()  # refuses what would run when something is written
+            self._reader = had  # a reader more would keep the log from being folded in
             cache = diskcache.Cache(
                 str(self._records),
-                timeout=_WRITING_S,
+                timeout=left(_WRITING_S),
                 disk=_bytes_disk(),
                 eviction_policy="none",
                 cull_limit=0,
@@ -199,13 +235,55 @@ class DiskStore:
     def _mapped(self, exc: sqlite3.Error | OSError) -> StoreError:
         if isinstance(exc, OSError):
             return StoreError(f"cache {self.path}: {exc.strerror or exc}; {_REMEDY}")
-        full: int | None = getattr(exc, "sqlite_errorcode", None)
-        code = full if full is None else full & 0xFF
+        code = _code(exc)
         if code in _CORRUPT:
             return self._damaged(str(exc))
+        if code == sqlite3.SQLITE_INTERRUPT:
+            return StoreError(f"cache {self.path}: takes too long to read; {_REMEDY}")
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreError(f"cache {self.path}: locked by another process; try again")
         return StoreError(f"cache {self.path}: {exc}; {_REMEDY}")
+
+
+def _code(exc: sqlite3.Error) -> int | None:
+    full: int | None = getattr(exc, "sqlite_errorcode", None)
+    return full if full is None else full & 0xFF
+
+
+class _Gate:
+    """One statement at a time in this process, and none while it forks.
+
+    A child of a fork has only the thread that forked: what another one holds then, SQLite's own
+    locks included, is held in the child for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._held = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._close, after_in_parent=self._open, after_in_child=self._renew
+            )
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=left(_BUSY_S)):
+            raise StoreError("cache: another thread is still reading; try again")
+
+    def __exit__(self, *_exc: object) -> None:
+        self._lock.release()
+
+    def _close(self) -> None:
+        self._held = self._lock.acquire(timeout=_FORKING_S)
+
+    def _open(self) -> None:
+        if self._held:
+            self._lock.release()
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+
+_GATE = _Gate()
 
 
 class _Reader:
@@ -214,10 +292,18 @@ class _Reader:
     def __init__(self, database: Path, identity: tuple[int, int, int]) -> None:
         self.identity = identity
         self.frozen = False
+        self._until = [0.0]  # in a list that the handler holds: it must not hold the reader
         self.connection = self._connect(database, "mode=ro")
         try:
-            self.connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
-        except sqlite3.OperationalError:
+            self.rows("SELECT 1 FROM sqlite_master LIMIT 1", ())
+        except sqlite3.OperationalError as exc:
+            if os.access(database.parent, os.W_OK) and _code(exc) == sqlite3.SQLITE_READONLY:
+                # Its first writer was killed: what that left is undone by opening it to write.
+                self.connection.close()
+                self.connection = self._connect(database, "mode=rw")
+                self.rows("SELECT 1 FROM sqlite_master LIMIT 1", ())
+                self.connection.execute("PRAGMA query_only = 1")
+                return
             # SQLite keeps its lock files beside the database, which a read-only folder forbids.
             log = database.with_name(f"{_DATABASE}-wal")
             if os.access(database.parent, os.W_OK):
@@ -231,15 +317,36 @@ class _Reader:
             self.connection = self._connect(database, "mode=ro&immutable=1")
             self.frozen = True
 
-    @staticmethod
-    def _connect(database: Path, how: str) -> sqlite3.Connection:
-        return sqlite3.connect(
+    def rows(self, sql: str, values: Sequence[str | int]) -> list[tuple[Any, ...]]:
+        """What a statement gives, within the time that is left to whoever asks."""
+        seconds = left(_BUSY_S)
+        self._until[0] = time.monotonic() + seconds
+        self.connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1e3)}")
+        return self.connection.execute(sql, values).fetchall()
+
+    def planted(self) -> str:
+        """What is in the database that diskcache does not put there and that would run, or ''."""
+        listed = self.rows(
+            "SELECT type, substr(name, 1, 40), substr(sql, 1, 1000) FROM sqlite_master", ()
+        )
+        for kind, name, sql in listed:
+            if sql is not None and not _OF_DISKCACHE.fullmatch(" ".join(sql.split())):
+                return f"a {kind} {name!r} that advisor did not make"
+        columns = self.rows("SELECT hidden FROM pragma_table_xinfo('Cache')", ())
+        return "a computed column" if any(hidden for (hidden,) in columns) else ""
+
+    def _connect(self, database: Path, how: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
             f"{database.as_uri()}?{how}",
             uri=True,
-            timeout=_BUSY_S,
+            timeout=0,  # said for each statement
             isolation_level=None,
-            check_same_thread=False,  # used by one thread, but closed by whichever drops it
+            check_same_thread=False,  # one at a time, through the gate
         )
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        until = self._until
+        connection.set_progress_handler(lambda: time.monotonic() > until[0], _STEPS)
+        return connection
 
     def __del__(self) -> None:
         connection = getattr(self, "connection", None)
@@ -253,6 +360,15 @@ class _Reader:
 
 _INHERITED: list[sqlite3.Connection] = []
 """Connections of a parent process: SQLite forbids to use or close them after a fork."""
+
+_OF_DISKCACHE = re.compile(
+    r"CREATE TABLE (Settings|Cache) ?\(.*"
+    r"|CREATE (UNIQUE )?INDEX Cache_\w+ ON Cache ?\([a-z_, ]+\)( WHERE [a-z_]+ IS NOT NULL)?"
+    r"|CREATE TRIGGER Settings_\w+ (AFTER|BEFORE) (INSERT|UPDATE|DELETE) ON Cache FOR EACH ROW"
+    r" BEGIN UPDATE Settings SET value = value( ?[+-] ?(1|NEW\.size|OLD\.size))+"
+    r' WHERE key = "(count|size)"; END'
+)
+"""What it makes in a database, blanks as one."""
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import posixpath
 import secrets
 import socket
@@ -62,7 +63,7 @@ class FileSystemStore:
                     f"cache URL {self.url!r}: neither advisor nor fsspec knows {self._protocol!r}; "
                     "set --cache or ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
                 )
-        self._opened: tuple[float, Any, str] | None = None
+        self._opened: tuple[tuple[int, float], Any, str] | None = None
 
     def reach(self) -> None:
         if not self._endpoint:
@@ -160,8 +161,10 @@ class FileSystemStore:
             raise StoreError(f"cache {self.url}: {reason}") from exc
 
     def _file_system(self) -> tuple[Any, str]:
-        if self._opened is None or self._opened[0] != self.patience_s:
-            options: dict[str, Any] = {"use_listings_cache": False}
+        # Its loop is a thread, which a forked child does not have; patience may have grown.
+        state = os.getpid(), self.patience_s
+        if self._opened is None or self._opened[0] != state:
+            options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
             if self._protocol in ("s3", "s3a"):
                 options["config_kwargs"] = {
                     "connect_timeout": self.patience_s,
@@ -173,7 +176,7 @@ class FileSystemStore:
             from fsspec.core import url_to_fs
 
             fs, root = url_to_fs(self._bare, **options)
-            self._opened = self.patience_s, fs, root
+            self._opened = state, fs, root
         return self._opened[1], self._opened[2]
 
 

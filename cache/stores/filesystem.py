@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from advisor.errors import StoreError, UsageError
+
 MOUNTS = Path("/proc/self/mounts")
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
 )
+_PLAIN = re.compile(r"[0-9a-f][0-9a-f@-]{0,120}(\.[a-z]{1,12}){0,2}")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -27,7 +31,10 @@ def network(path: Path, mounts: Path = MOUNTS) -> str:
         table = mounts.read_text(errors="surrogateescape")
     except OSError:
         return ""
-    place = path.resolve()
+    try:
+        place = path.resolve()
+    except (OSError, RuntimeError):  # no current folder; links in a circle
+        return ""
     best, kind = -1, ""
     for line in table.splitlines():
         fields = line.split(" ")
@@ -51,6 +58,11 @@ def make_folder(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """A file to read; not a pipe or a device, which a reader would wait for.
 
@@ -60,5 +72,47 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(22, "not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """What is in a file, of which nothing is read where it is larger than `most` bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= most:
+            data = file.read(most + 1)
+            if len(data) <= most:
+                return data
+    raise OSError(errno.EFBIG, f"larger than {most} bytes")
+
+
+def place(path: str | Path) -> Path:
+    """A path as a store keeps it: absolute, '~' being the user's home.
+
+    Raises:
+        UsageError: there is no such home, or no current folder that it could be relative to.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError, ValueError) as exc:
+        raise UsageError(f"cache {str(path)!r}: {exc}; give an absolute path") from exc
+
+
+def beside(folder: Path, name: str) -> Path:
+    """Where a file of this name lies in a folder of studies, which may not exist yet.
+
+    Raises:
+        UsageError: the name is no plain one. StoreError: the folder or the file is a link, which
+            somebody else may have laid to lead elsewhere.
+    """
+    if not _PLAIN.fullmatch(name):
+        raise UsageError(f"study {name[:80]!r}: no name of a study")
+    path = folder / name
+    for one in (folder, path):
+        if one.is_symlink():
+            raise StoreError(f"{one}: is a link and is not followed; remove it")
+    return path

@@ -1,37 +1,50 @@
 """Packs: many records in one file, to be carried elsewhere; as a store, read-only.
 
-A msgpack stream: a header, then a name and an encoded record, again and again, then a trailer with
-their number. Each record carries its own checksum, and its own signature where it was signed.
+A zip file with one member a record, under the record's name, and one that says what it is. Each
+record carries its own checksum, and its own signature where it was signed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgpack
+from typing import TYPE_CHECKING
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.stores import one_by_one
-from advisor.cache.stores.filesystem import open_regular
+from advisor.cache.stores.filesystem import open_regular, place
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
     from advisor.cache.stores import Store
 
-FORMAT = 1
-MAX_RECORDS = 100_000
-_LIMITS = {
-    "max_bin_len": MAX_BYTES,
-    "max_str_len": 200,
-    "max_array_len": 2,
-    "max_map_len": 8,
-    "max_ext_len": 0,
-    "max_buffer_size": 2 * MAX_BYTES,
-}
+FORMAT = 2
+HEADER = "advisor-pack.json"
+MAX_RECORDS = 2**16 - 2
+"""What a zip file holds without its extension for more, which is not accepted."""
+_MOST_LISTING = 400 * MAX_RECORDS
+"""Bytes of the list of members, which is read whole."""
+_END = struct.Struct("<4s4H2LH")
+_MORE = b"PK\x06\x07"
+_FAULTS = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+)
+"""What zipfile raises for a file that is none, or one that it cannot read."""
 
 
 class PackStore:
@@ -40,36 +53,44 @@ class PackStore:
     studies: Path | None = None
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = place(path)
         self._stamp: tuple[int, int] | None = None
-        self._places: dict[str, tuple[int, int]] = {}
+        self._names: list[str] = []
 
     @property
     def url(self) -> str:
         return f"pack:{self.path}"
 
     def keys(self) -> list[str]:
-        return sorted(self._index())
+        try:
+            status = self.path.stat()
+        except OSError as exc:
+            raise self._mapped(exc) from exc
+        stamp = status.st_mtime_ns, status.st_size
+        if stamp != self._stamp:
+            with self._opened() as pack:
+                self._names = sorted(set(pack.namelist()) - {HEADER})
+            self._stamp = stamp
+        return list(self._names)
 
     def get(self, key: str) -> bytes | None:
-        place = self._index().get(key)
-        if place is None:
-            return None
-        try:
-            with open_regular(self.path) as file:
-                file.seek(place[0])
-                return bytes(msgpack.unpackb(file.read(place[1]), max_bin_len=MAX_BYTES))
-        except OSError as exc:
-            raise StoreError(f"cache {self.url}: {exc.strerror or exc}") from exc
+        found = self.get_many([key]).get(key)
+        if isinstance(found, RecordDamaged):
+            raise found
+        return found
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        return one_by_one(self.get, keys)
+        there = {*keys} & {*self.keys()}
+        if not there:
+            return {}
+        with self._opened() as pack:
+            return one_by_one(lambda key: _member(pack, pack.getinfo(key)), sorted(there))
 
     def put(self, key: str, data: bytes) -> None:
         raise StoreError(f"cache {self.url}: a pack is read-only; `advisor export` writes one")
 
     def delete(self, key: str) -> bool:
-        if key not in self._index():
+        if key not in self.keys():
             return False
         raise StoreError(f"cache {self.url}: a pack is read-only; `advisor export` writes one")
 
@@ -78,7 +99,7 @@ class PackStore:
 
     def health(self) -> str:
         try:
-            return "ok, read-only" if self._index() else "empty"
+            return "ok, read-only" if self.keys() else "empty"
         except StoreDamaged as exc:
             return f"damaged: {exc}"
         except StoreError as exc:
@@ -87,56 +108,91 @@ class PackStore:
     def set_aside(self) -> Path:
         raise StoreError(f"cache {self.url}: a pack is read-only")
 
-    def _index(self) -> dict[str, tuple[int, int]]:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[_Pack]:
         try:
-            status = self.path.stat()
-            stamp = status.st_mtime_ns, status.st_size
-            if stamp != self._stamp:
-                self._places = {name: place for name, place, _data in read(self.path)}
-                self._stamp = stamp
+            with contextlib.closing(_open(self.path)) as pack:
+                yield pack
         except OSError as exc:
-            raise StoreError(f"cache {self.url}: {exc.strerror or exc}") from exc
-        return self._places
+            raise self._mapped(exc) from exc
+
+    def _mapped(self, exc: OSError) -> StoreError:
+        return StoreError(f"cache {self.url}: {exc.strerror or exc}")
 
 
-def read(path: Path) -> Iterator[tuple[str, tuple[int, int], bytes]]:
-    """Each record of a pack: its name, where in the file its bytes are, and these, not decoded.
+class _Pack(zipfile.ZipFile):
+    """One that closes the file that it was given."""
+
+    def close(self) -> None:
+        file = self.fp
+        super().close()
+        if file is not None:
+            file.close()
+
+
+def read(path: Path) -> Iterator[tuple[str, bytes | RecordDamaged]]:
+    """Each record of a pack, not decoded: its name, and its bytes or what is wrong with them.
 
     Raises:
-        StoreDamaged: it is no pack, or was cut; what came before stands. OSError.
+        StoreDamaged: it is no pack, or was cut. OSError.
     """
-    with open_regular(path) as file:
-        stream = msgpack.Unpacker(file, raw=False, strict_map_key=True, **_LIMITS)
-        header = _next(stream, path)
-        if not isinstance(header, dict) or type(header.get("advisor pack")) is not int:
-            raise StoreDamaged(f"{path}: no pack of advisor's", path)
-        if header["advisor pack"] > FORMAT:
-            raise StoreDamaged(f"{path}: a newer kind of pack; upgrade advisor", path)
-        count = 0
-        while True:
-            name = _next(stream, path)
-            if isinstance(name, dict):
-                if name.get("records") != count:
-                    raise StoreDamaged(f"{path}: records are missing from it", path)
-                return
-            began = stream.tell()
-            data = _next(stream, path)
-            if type(name) is not str or type(data) is not bytes or count >= MAX_RECORDS:
-                raise StoreDamaged(f"{path}: damaged after {count} records", path)
-            count += 1
-            yield name, (began, stream.tell() - began), data
+    with contextlib.closing(_open(path)) as pack:
+        for info in pack.infolist():
+            if info.filename == HEADER:
+                continue
+            try:
+                yield info.filename, _member(pack, info)
+            except RecordDamaged as exc:
+                yield info.filename, exc
 
 
-def _next(stream: Any, path: Path) -> Any:
+def _open(path: Path) -> _Pack:
+    file = open_regular(path)
     try:
-        return stream.unpack()
-    except msgpack.OutOfData as exc:
-        raise StoreDamaged(f"{path}: cut off; export it again", path) from exc
-    except OSError:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - 20 - _END.size))
+        tail = file.read()
+        if len(tail) < _END.size or tail[-_END.size :][:2] != b"PK":
+            raise StoreDamaged(f"{path}: no pack of advisor's, or cut off; export it again", path)
+        _kind, _disk, _first, here, count, listing, _start, comment = _END.unpack(
+            tail[-_END.size :]
+        )
+        if max(here, count) > MAX_RECORDS + 1 or listing > _MOST_LISTING or comment:
+            raise StoreDamaged(f"{path}: no pack of advisor's: too many members", path)
+        if tail[: -_END.size].startswith(_MORE):
+            raise StoreDamaged(f"{path}: no pack of advisor's: too many members", path)
+        pack = _Pack(file)
+        header = json.loads(_member(pack, pack.getinfo(HEADER)))
+        number = header.get("advisor pack") if isinstance(header, dict) else None
+        if type(number) is not int:
+            raise StoreDamaged(f"{path}: no pack of advisor's", path)
+        if number != FORMAT:
+            raise StoreDamaged(f"{path}: pack format {number}; this version reads {FORMAT}", path)
+        return pack
+    except (*_FAULTS, KeyError, RecordDamaged) as exc:
+        file.close()
+        reason = (str(exc).splitlines() or [""])[0][:80] or type(exc).__name__
+        raise StoreDamaged(f"{path}: no pack of advisor's, or damaged ({reason})", path) from exc
+    except BaseException:
+        file.close()
         raise
-    except Exception as exc:  # msgpack raises more kinds than it documents
-        reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
-        raise StoreDamaged(f"{path}: damaged ({reason})", path) from exc
+
+
+def _member(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """What is in a member, never more than a record may be."""
+    name = info.filename[:80]
+    if info.file_size > MAX_BYTES or info.compress_size > MAX_BYTES:
+        raise RecordDamaged(f"{name}: larger than {MAX_BYTES} bytes; refused")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise RecordDamaged(f"{name}: packed in a way that advisor does not; refused")
+    try:
+        with pack.open(info) as member:
+            data = member.read(MAX_BYTES + 1)
+    except (*_FAULTS, OSError) as exc:
+        raise RecordDamaged(f"{name}: damaged ({str(exc)[:80] or type(exc).__name__})") from exc
+    if len(data) > MAX_BYTES:
+        raise RecordDamaged(f"{name}: larger than {MAX_BYTES} bytes; refused")
+    return data
 
 
 def write(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
@@ -150,11 +206,11 @@ def write(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(msgpack.packb({"advisor pack": FORMAT}))
-                for name, data in records:
-                    file.write(msgpack.packb(name) + msgpack.packb(data))
-                    count += 1
-                file.write(msgpack.packb({"records": count}))
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, allowZip64=False) as pack:
+                    pack.writestr(HEADER, json.dumps({"advisor pack": FORMAT}))
+                    for name, data in records:
+                        pack.writestr(name, data)
+                        count += 1
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -162,6 +218,10 @@ def write(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
             temporary.unlink(missing_ok=True)
     except OSError as exc:
         raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
+    except zipfile.LargeZipFile as exc:
+        raise StoreError(
+            f"pack {path}: more than {MAX_RECORDS} records or 2 GiB; narrow it"
+        ) from exc
     return count
 
 

@@ -1,8 +1,9 @@
-"""Waiting for a remote store no longer than it is worth."""
+"""Waiting for a store no longer than it is worth."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -10,11 +11,25 @@ from advisor.errors import StoreError
 
 T = TypeVar("T")
 
+_asked = threading.local()
+
+
+def left(most: float) -> float:
+    """Seconds that this thread's act may still take, at most `most`; 0 once it is late."""
+    until: float | None = getattr(_asked, "until", None)
+    return most if until is None else max(0.0, min(most, until - time.monotonic()))
+
+
+def go_on() -> None:
+    """Raise StoreError where nobody waits for this thread's act any more."""
+    if left(1.0) <= 0:
+        raise StoreError("cache: asked for longer than it is worth; given up")
+
 
 class _Attempt(Generic[T]):
     """An act in a thread of its own. `given_up`: nobody waits for it any more."""
 
-    def __init__(self, act: Callable[[], T], late: Callable[[T], None]) -> None:
+    def __init__(self, act: Callable[[], T], late: Callable[[T], None] | None) -> None:
         self._act, self._late = act, late
         self._result: list[T] = []
         self._error: BaseException | None = None
@@ -22,7 +37,9 @@ class _Attempt(Generic[T]):
         self._given_up = False
         self._done = threading.Event()
 
-    def run(self) -> None:
+    def run(self, until: float) -> None:
+        if self._late is None:
+            _asked.until = until
         try:
             result = self._act()
         except BaseException as exc:
@@ -33,7 +50,7 @@ class _Attempt(Generic[T]):
             self._result.append(result)
             self._done.set()
             given_up = self._given_up
-        if given_up:
+        if given_up and self._late is not None:
             self._late(result)
 
     def wait(self, seconds: float) -> list[T]:
@@ -46,18 +63,24 @@ class _Attempt(Generic[T]):
             return self._result
 
 
-def within(seconds: float, act: Callable[[], T], what: str, late: Callable[[T], None]) -> T:
+def within(
+    seconds: float, act: Callable[[], T], what: str, late: Callable[[T], None] | None = None
+) -> T:
     """What act() returns, if it does so within some seconds.
 
     Timeouts of sockets do not bound it: looking up a host's name has none, and each byte of a slow
-    answer starts them anew. An act that is late goes on, and `late` gets its result, in a daemon
-    thread.
+    answer starts them anew; nor does anything bound a network file system that is away. An act that
+    is late goes on in a daemon thread, and `late` gets its result; without `late` it is told so by
+    `left` and `go_on`, and ends where it looks there.
 
     Raises:
         StoreError: it is late; or what act() raised.
     """
     attempt = _Attempt(act, late)
-    threading.Thread(target=attempt.run, name=f"advisor: {what}", daemon=True).start()
+    until = time.monotonic() + seconds
+    threading.Thread(
+        target=attempt.run, args=(until,), name=f"advisor: {what}", daemon=True
+    ).start()
     found = attempt.wait(seconds)
     if not found:
         raise StoreError(f"cache {what}: no answer within {seconds * 1e3:.0f} ms")

@@ -11,10 +11,9 @@ from advisor.errors import UsageError
 PATIENCE_S = 0.05
 """What a remote store may cost `apply`, unless its URL says ?timeout=."""
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_SECRET = re.compile(
-    r"([a-z_]*(?:password|passwd|secret|token|access_?key|account_?key)[a-z_]*)=[^&]*",
-    re.IGNORECASE,
-)
+_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db")
+"""Options whose values are shown; of any other the value may be a secret, whatever it is called."""
+_OPTION = re.compile(r"([?&;])([^=&;?#]*)=([^&;#]*)")
 _FORM = (
     "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...]; write / ? # @ in a "
     "password as %2F %3F %23 %40"
@@ -84,8 +83,20 @@ class RemoteUrl:
 
 def without_password(url: str) -> str:
     """A URL as it may be shown, even where it is malformed: who logs in is left out, and so are
-    options that hold a secret."""
-    url = _SECRET.sub(r"\1=***", url)
-    url = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*@", r"\1", url)
+    the values of all options but those that are known to hold no secret."""
+    place, mark, query = url.partition("?")
+    query = _OPTION.sub(_option, f"{mark}{query.partition('#')[0]}") if mark else ""
+    place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*@", r"\1", place)
+    if "@" in query:  # a password that was not written as one may hold '?'
+        place, query = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*", r"\1***", place), ""
     # What is behind a colon and no port may be a password that was not written as one.
-    return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!\d*(?:[/?]|$)).*", r"\1:***", url)
+    place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!\d*(?:/|$)).*", r"\1:***", place)
+    return place.partition("#")[0] + query
+
+
+def _option(found: re.Match[str]) -> str:
+    before, name, value = found.groups()
+    if name.lower() == "endpoint":
+        value = re.sub(r"//[^/@]*@", "//", value)
+    shown = value if name.lower() in _HARMLESS and "@" not in value else "***"
+    return f"{before}{name}={shown}"

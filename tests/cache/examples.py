@@ -5,42 +5,53 @@ from __future__ import annotations
 from dataclasses import replace
 
 from advisor.cache.config import Config
-from advisor.cache.key import Device, Environment, Key, Permits, Sample, Software
-from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial
+from advisor.cache.key import Device, Environment, Key, Software
+from advisor.cache.record import (
+    RACED,
+    Choice,
+    Measurement,
+    Provenance,
+    Record,
+    Target,
+    Trial,
+    Winner,
+)
+from advisor.cache.task import Task
 
 DEVICE = Device(
     kind="cuda", name="NVIDIA H200", capability="9.0", multiprocessors=132, memory_gib=139
 )
 SOFTWARE = Software(driver="580.1", cuda="13.0", cudnn="91900", torch="2.11.0", power_limit_w=700)
 ENVIRONMENT = Environment(device=DEVICE, software=SOFTWARE)
-KEY = Key(
-    environment=ENVIRONMENT,
-    model="ab" * 32,
-    sample=Sample(shape=(3, 256, 256), dtype="float32"),
-    mode="train",
-    optimizer="sgd",
-    world_size=1,
-    permits=Permits(deterministic=False, precisions=("default", "tf32", "bf16")),
+TASK = Task(
+    target="model.py:Net",
+    shapes=((64, 3, 256, 256),),
+    model_args=Config(num_classes=10),
+    precisions=("default", "tf32", "bf16"),
 )
+KEY = Key(environment=ENVIRONMENT, model="ab" * 32, task=TASK)
 DEFAULT = Config(batch_size=64, precision="default", channels_last=False, cudnn_benchmark=False)
 
 
 def changed(key: Key, name: str, value: object) -> Key:
-    """The key with the field of this dotted name set."""
-
-    def put(owner: object, path: list[str]) -> object:
-        here = value if len(path) == 1 else put(getattr(owner, path[0]), path[1:])
-        return replace(owner, **{path[0]: here})  # type: ignore[type-var]
-
-    found = put(key, name.split("."))
-    assert isinstance(found, Key)
-    return found
+    """The key with the field set that `cache.key.fields` has under this name."""
+    part, dot, field = name.partition(".")
+    if dot:
+        owner = replace(getattr(key.environment, part), **{field: value})
+        return replace(key, environment=replace(key.environment, **{part: owner}))
+    if name == "shapes":
+        assert isinstance(value, tuple)
+        shapes = value if value and isinstance(value[0], tuple) else ((key.task.batch, *value),)
+        return replace(key, task=replace(key.task, shapes=shapes))
+    if hasattr(key.task, name):
+        return replace(key, task=replace(key.task, **{name: value}))
+    return replace(key, **{name: value})  # type: ignore[arg-type]
 
 
 def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0) -> Choice:
     return Choice(
         config=config,
-        batch=int(config["batch_size"] or 1),
+        batch=config.batch,
         samples_per_s=rate,
         low=0.99 * rate,
         high=1.01 * rate,
@@ -73,16 +84,16 @@ def trial(number: int = 0, config: Config = DEFAULT, outcome: str = "ok") -> Tri
 def record(
     key: Key = KEY, name: str = "model.py:Net", created: float = 1.7e9, trials: int = 3
 ) -> Record:
-    fast = DEFAULT.replace(precision="bf16")
+    default = DEFAULT.at(key.task.batch)
+    fast = choice(default.replace(precision="bf16"), 3000.0, 1.5)
+    winners = {"flags": choice(default), "loop": fast, "capture": fast}
     return Record(
         key=key,
-        target=Target(name=name, origin="0123456789abcdef", arguments=Config(num_classes=10)),
-        batch=64,
-        baseline=choice(),
-        at_batch=choice(fast, 3000.0, 1.5),
-        free=None,
+        target=Target(name=name, origin="0123456789abcdef"),
+        baseline=choice(default),
+        winners=tuple(Winner(use=use, free=False, choice=winners[use]) for use in RACED),
         input=Config(pin_memory=True),
-        trials=tuple(trial(n, DEFAULT.replace(threads=n + 1)) for n in range(trials)),
+        trials=tuple(trial(n, default.replace(threads=n + 1)) for n in range(trials)),
         provenance=Provenance(
             created=created,
             seconds=180.0,
@@ -91,7 +102,7 @@ def record(
             device_uuid="GPU-1",
             host_cpu="Xeon",
             seed=0,
-            study="s",
+            study="0a1b2c",
             budget_s=180.0,
             modules=2,
             parameters=1728,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import msgpack
 
-CORPUS = Path(__file__).with_name("corpus")
+from advisor.cache.codec import FORMAT, encode, enveloped, plain
+from advisor.cache.seal import Seal
+from tests.cache.examples import DEFAULT, choice, record
+
 HEADERS = (
     b"\xdd\xff\xff\xff\xff",  # a list, map, text, bytes of four thousand million
     b"\xdf\xff\xff\xff\xff",
@@ -25,7 +28,19 @@ HEADERS = (
 
 
 def corpus() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(CORPUS.iterdir())]
+    """Records of all sorts: bare, full, signed, of a later version, with values nobody measured."""
+    one = record()
+    later = plain(one)
+    later["later"] = {"deep": [1, 2]}
+    later["provenance"]["cluster"] = "eu"
+    return [
+        encode(one),
+        encode(record(trials=12)),
+        encode(one, Seal(b"a secret of a team")),
+        enveloped(msgpack.packb(later)),
+        encode(replace(one, baseline=choice(DEFAULT.replace(compile="../../x")))),
+        encode(replace(one, stale="slower now", revised=1.74e9, family="0123456789ab")),
+    ]
 
 
 def mutated(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
@@ -45,14 +60,12 @@ def mutated(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
                     2000
                 )
             yield msgpack.packb(
-                {"format": 2, "record": payload, "sha256": hashlib.sha256(payload).digest()}
+                {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
             )
 
 
 def _payload(seed: bytes) -> bytes:
-    envelope = msgpack.unpackb(seed)
-    inner = envelope["record"]
-    return inner if isinstance(inner, bytes) else msgpack.packb(inner)
+    return bytes(msgpack.unpackb(seed)["record"])
 
 
 def _changed(data: bytes, others: list[bytes], dice: random.Random) -> bytes:

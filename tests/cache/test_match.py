@@ -4,17 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from advisor.cache.key import PLACE, VARIANT, fields
-from advisor.cache.match import Query, best, compare
+from advisor.cache.config import Config
+from advisor.cache.key import PLACE, VARIANT
+from advisor.cache.match import Difference, Query, best, compare, kin
+from advisor.cache.task import PERMITTED
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.test_key import another
 
-OPEN = Query(environment=ENVIRONMENT, mode="train", world_size=1)
+OPEN = Query(environment=ENVIRONMENT)
+
+
+def asking(**given: object) -> Query:
+    return replace(OPEN, given=given)
 
 
 @pytest.mark.parametrize("name", [*PLACE, *VARIANT])
 def test_each_field(name: str) -> None:
-    kind, differs = compare(KEY, changed(KEY, name, another(fields(KEY)[name])))
+    kind, differs = compare(KEY, changed(KEY, name, another(name)))
     assert kind == ("miss" if name in PLACE else "compatible")
     assert [difference.field for difference in differs] == [name]
 
@@ -27,17 +33,27 @@ def test_the_same() -> None:
 @pytest.mark.parametrize(
     ("query", "kind", "says"),
     [
-        (replace(OPEN, model=KEY.model, shape=(3, 256, 256), dtype="float32"), "exact", []),
-        (replace(OPEN, precisions=("bf16", "tf32", "default")), "exact", []),
-        (replace(OPEN, shape=(3, 8, 8)), "miss", ["shape 3x256x256 -> 3x8x8"]),
-        (replace(OPEN, deterministic=True), "miss", ["deterministic False -> True"]),
         (
-            replace(OPEN, precisions=("default",), optimizer="adamw"),
+            replace(asking(shapes=((8, 3, 256, 256),), dtype="float32"), model=KEY.model),
+            "exact",
+            [],
+        ),
+        (asking(precisions=("default", "tf32", "bf16")), "exact", []),
+        (asking(shapes=((64, 3, 8, 8),)), "miss", ["shapes 3x256x256 -> 3x8x8"]),
+        (
+            asking(shapes=((64, 3, 8, 8), (8, 3, 4, 4))),
             "miss",
-            ["optimizer sgd -> adamw", "precisions bf16+default+tf32 -> default"],
+            ["shapes 3x256x256 -> 64x3x8x8+8x3x4x4"],
+        ),
+        (asking(deterministic=True), "miss", ["deterministic False -> True"]),
+        (
+            asking(precisions=("default",), optimizer="adamw"),
+            "miss",
+            ["optimizer sgd -> adamw", "precisions default+tf32+bf16 -> default"],
         ),
         (replace(OPEN, model="cd" * 32), "miss", ["model abababababab -> cdcdcdcdcdcd"]),
-        (replace(OPEN, world_size=8), "compatible", ["world_size 1 -> 8"]),
+        (replace(OPEN, threads=8), "compatible", ["threads 0 -> 8"]),
+        (asking(device="cuda:3", model_args=Config(a=1)), "exact", []),
     ],
 )
 def test_queries(query: Query, kind: str, says: list[str]) -> None:
@@ -47,18 +63,18 @@ def test_queries(query: Query, kind: str, says: list[str]) -> None:
 
 
 def test_of_another_device_only_the_name_is_said() -> None:
-    other = changed(KEY, "environment.device.memory_gib", 80)
-    other = changed(other, "environment.device.name", "NVIDIA A100")
-    other = changed(other, "environment.device.capability", "8.0")
+    other = changed(KEY, "device.memory_gib", 80)
+    other = changed(other, "device.name", "NVIDIA A100")
+    other = changed(other, "device.capability", "8.0")
     _, differs = compare(KEY, other)
     assert list(map(str, differs)) == ["device name NVIDIA A100 -> NVIDIA H200"]
-    _, differs = compare(KEY, changed(other, "environment.device.kind", "cpu"))
+    _, differs = compare(KEY, changed(other, "device.kind", "cpu"))
     assert list(map(str, differs)) == ["device name NVIDIA A100 -> NVIDIA H200"]
 
 
 def test_best() -> None:
-    driver = changed(KEY, "environment.software.driver", "590.2")
-    nothing = changed(changed(KEY, "mode", "infer"), "optimizer", "")
+    driver = changed(KEY, "software.driver", "590.2")
+    nothing = changed(changed(KEY, "mode", "infer"), "optimizer", "adamw")
     exact, older = record(created=2.0), record(created=1.0)
     stale = record(key=driver, created=9.0)
     far = record(key=nothing, created=10.0)
@@ -77,3 +93,83 @@ def test_best() -> None:
 
     match = best(KEY, [])
     assert (match.kind, match.record, match.differs) == ("miss", None, ())
+
+
+def test_what_is_left_open_prefers_the_defaults() -> None:
+    """A narrower permission does not hide the record of the usual one, however new it is."""
+    usual = record(changed(KEY, "precisions", PERMITTED), created=1.0)
+    narrow = [
+        record(changed(changed(KEY, "precisions", PERMITTED), name, value), created=2.0)
+        for name, value in (
+            ("precisions", ("default", "tf32")),
+            ("compile", False),
+            ("step_graph", False),
+            ("batches", ()),
+            ("max_memory", 2**30),
+            ("tolerance", 0.0),
+            ("deterministic", True),
+            ("vocab", 9),
+        )
+    ]
+    assert best(OPEN, [*narrow, usual]).record is usual
+    for one in narrow:
+        assert best(OPEN, [one]).record is one
+
+
+def test_a_library_of_another_version_makes_a_record_stale() -> None:
+    import importlib.metadata
+
+    here = importlib.metadata.version("pytest")
+    assert compare(OPEN, replace(KEY, libraries=(f"pytest=={here}",)))[0] == "exact"
+    kind, differs = compare(OPEN, replace(KEY, libraries=("pytest==0.1", "no-such-thing==2")))
+    assert kind == "compatible"
+    assert str(differs[0]) == (
+        f"libraries pytest==0.1+no-such-thing==2 -> pytest=={here}+no-such-thing==none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "wanted", "says"),
+    [
+        ("hooks", "ab" * 32, "", "hooks abababababab -> none"),
+        ("libraries", (), ("timm==1.0", "x==2"), "libraries none -> timm==1.0+x==2"),
+        ("device.mig", "", "1g.10gb", "device mig none -> 1g.10gb"),
+        ("device.memory_gib", 0, 80, "device memory_gib 0 -> 80"),
+        ("max_memory", 0, 5, "max memory 0 -> 5"),
+        ("batches", None, (8, 16), "batches none -> 8+16"),
+    ],
+)
+def test_a_difference_as_text(name: str, found: object, wanted: object, says: str) -> None:
+    assert str(Difference(field=name, wanted=wanted, found=found)) == says  # type: ignore[arg-type]
+
+
+def test_the_nearest_kin_comes_first() -> None:
+    """Of the model: itself, software, sample, permissions; then of the family by sample."""
+    other = changed(KEY, "model", "cd" * 32)
+    known = [
+        record(key=KEY),
+        record(key=changed(KEY, "software.torch", "2.6.0")),
+        record(key=changed(KEY, "shapes", (3, 224, 224))),
+        record(key=changed(KEY, "shapes", (3, 8, 8))),
+        record(key=changed(KEY, "optimizer", "adamw")),
+        record(key=changed(KEY, "device.name", "NVIDIA H100")),
+        replace(record(key=other), family="f0"),
+        replace(record(key=changed(other, "shapes", (3, 8, 8))), family="f0"),
+    ]
+    strangers = [
+        replace(record(key=other), family="f1"),
+        record(key=changed(KEY, "device.capability", "8.0")),
+    ]
+    found = kin(KEY, "f0", [*strangers, *reversed(known)])
+    assert [one.record for one in found] == known
+    assert [one.what for one in found] == [
+        "the same, measured before",
+        "the same model, torch 2.6.0 -> 2.11.0",
+        "the same model, shapes 3x224x224 -> 3x256x256",
+        "the same model, shapes 3x8x8 -> 3x256x256",
+        "the same model, optimizer adamw -> sgd",
+        "the same model, device name NVIDIA H100 -> NVIDIA H200",
+        "a model of the same family",
+        "a model of the same family, shapes 3x8x8 -> 3x256x256",
+    ]
+    assert kin(KEY, "", strangers) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls, on_miss
 from advisor.cache.stores import note_on, open_store, open_stores
 from advisor.cache.stores.filesystem import network
@@ -241,3 +242,88 @@ def test_a_server_that_says_nothing_is_not_waited_for() -> None:
         store = open_store(f"redis://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StoreError, match=r"[Tt]imeout"):
             store.keys()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (
+            "redis://h/0?prefix=team&ttl=90d&timeout=2s",
+            "redis://h/0?prefix=team&ttl=90d&timeout=2s",
+        ),
+        ("s3://b/x?sig=s3cr3t&timeout=1s", "s3://b/x?sig=***&timeout=1s"),
+        ("s3://b/x?X-Amz-Credential=s3cr3t", "s3://b/x?X-Amz-Credential=***"),
+        ("az://b?sv=s3cr3t;sas=s3cr3t", "az://b?sv=***;sas=***"),
+        ("s3://b?endpoint=https://me:s3cr3t@h:9000", "s3://b?endpoint=https://h:9000"),
+        ("redis://h/0?prefix=me:s3cr3t@h", ""),
+        ("s3://b?pw=s3cr3t#s3cr3t", "s3://b?pw=***"),
+    ],
+)
+def test_secrets_are_hidden_whatever_they_are_called(url: str, shown: str) -> None:
+    assert "s3cr3t" not in without_password(url)
+    assert not shown or without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tool = 1", "[tool]\nadvisor = []", "[tool.advisor]\non-miss = 5", "a = " + "[" * 100_000],
+)
+def test_an_odd_project_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"# [tool.advisor]\n{text}\n")
+    for ask in (cache_urls, on_miss):
+        try:
+            ask()
+        except UsageError as exc:
+            assert "\n" not in str(exc) and "pyproject.toml" in str(exc)
+
+
+def test_a_project_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pyproject.toml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        cache_urls()
+
+
+def test_folders_may_be_paths(tmp_path: Path) -> None:
+    assert cache_urls(tmp_path / "a, b") == (f"{tmp_path}/a, b",)
+    assert cache_urls([tmp_path, "redis://h"]) == (str(tmp_path), "redis://h")
+    for wrong in (5, b"x", [5], object()):
+        with pytest.raises(UsageError, match="expected a folder"):
+            cache_urls(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", ".x", "0a.journal.lock.x", "0a\n"])
+def test_a_study_lies_beside_its_records(tmp_path: Path, name: str) -> None:
+    records = Records(open_store(f"dir:{tmp_path}/s"))
+    assert records.study("0a1b@64-2.journal") == tmp_path / "s" / "studies" / "0a1b@64-2.journal"
+    with pytest.raises(UsageError, match="no name of a study"):
+        records.study(name)
+
+
+def test_a_planted_link_among_studies_is_not_followed(tmp_path: Path) -> None:
+    records = Records(open_store(f"dir:{tmp_path}/s"))
+    (tmp_path / "s" / "studies").mkdir(parents=True)
+    (tmp_path / "s" / "studies" / "0a.journal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is a link and is not followed"):
+        records.study("0a.journal")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "studies").symlink_to(tmp_path)
+    planted = Records(open_store(f"dir:{tmp_path}/t"))
+    for act in (lambda: planted.studies, lambda: planted.study("0b.journal")):
+        with pytest.raises(StoreError, match="is a link and is not followed"):
+            act()
+
+
+def test_a_planted_lock_leads_nowhere(tmp_path: Path) -> None:
+    from advisor.tuning import locked
+
+    folder = tmp_path / "studies"
+    folder.mkdir()
+    outside = tmp_path / "outside"
+    (folder / "0a@64.lock").symlink_to(outside)
+    with pytest.raises(StoreError, match="is a link"), locked(folder, "0a@64"):
+        pass
+    with pytest.raises(UsageError, match="no name of a study"), locked(folder, "../outside"):
+        pass
+    assert not outside.exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.name import Name
-from advisor.cache.records import Records
+from advisor.cache.records import Records, Sought
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores.disk import DiskStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
@@ -112,32 +112,34 @@ class TestContract:
 
     def test_records(self, store: Store) -> None:
         records = Records(store)
-        driver = changed(KEY, "environment.software.driver", "590.2")
+        driver = changed(KEY, "software.driver", "590.2")
         one, two = record(), record(key=driver)
-        named = record(name="other.py:Net", created=1.8e9)
+        named = record(name="other.py:Net", created=1.72e9)
         for each in (one, two, named):
             records.put(each)
-        assert len(records.all()) == 3
-        assert records.find(target="other.py:Net") == [named]
-        assert len(records.find(model=KEY.model)) == 3
-        assert records.find(model="cd" * 32) == []
+        assert len(records.all()) == 2
+        assert [h.record for h in records.held(Sought(target="other.py:Net"))] == [named]
+        assert len(records.held(Sought(model=KEY.model))) == 3  # one of them has two names
+        assert records.held(Sought(model="cd" * 32)) == []
         assert records.get(two.id[:6]) == two
         assert records.get(one.id) == named  # the same key: the newest
-        with pytest.raises(UsageError, match="no such record"):
+        with pytest.raises(UsageError, match="expected one as"):
             records.get("zzz")
+        with pytest.raises(UsageError, match="no such record"):
+            records.get("000000000000")
         assert records.delete(two)
         assert not records.delete(two)
-        assert len(records.all()) == 2
+        assert len(records.all()) == 1
 
     def test_a_prefix_of_several_is_refused(self, store: Store) -> None:
         records = Records(store)
-        keys = [changed(KEY, "world_size", n) for n in range(1, 40)]
+        keys = [changed(KEY, "threads", n) for n in range(1, 40)]
         for first in keys:
             for second in keys:
                 if first.id != second.id and first.id[0] == second.id[0]:
                     records.put(record(key=first))
                     records.put(record(key=second))
-                    with pytest.raises(UsageError, match=f"{first.id}|{second.id}"):
+                    with pytest.raises(UsageError, match=f"{first.id}@64|{second.id}@64"):
                         records.get(first.id[0])
                     return
         raise AssertionError("40 ids with different first digits")
@@ -152,7 +154,7 @@ class TestContract:
         assert line.startswith(f"{bad.id}: record: not msgpack")
         with pytest.raises(RecordDamaged, match=bad.id):
             records.get(bad.id)
-        assert records.delete_damaged() == 1
+        assert records.remove(records.named(bad.id)) == 1
         assert records.all() == [good]
         assert records.damaged == []
 
@@ -385,7 +387,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_32_processes_at_once(disk: DiskStore) -> None:
+def test_many_processes_at_once(disk: DiskStore) -> None:
     code = """
 import sys
 from advisor.cache.stores.disk import DiskStore
@@ -398,11 +400,11 @@ for turn in range(3):
         data = store.get(key)
         assert data is not None and len(set(data[i:i+2] for i in range(0, len(data), 2))) == 1, key
 """
-    running = [start(code, str(disk.path), f"{n:02}") for n in range(32)]
-    assert [process.wait(200) for process in running] == [0] * 32
+    running = [start(code, str(disk.path), f"{n:02}") for n in range(8)]
+    assert [process.wait(200) for process in running] == [0] * 8
     for process in running:
         process.communicate()
-    assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(32)), "record/shared"])
+    assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(8)), "record/shared"])
     assert disk.health() == "ok"
 
 
@@ -411,22 +413,24 @@ def test_kill_leaves_whole_or_absent(disk: DiskStore) -> None:
 import sys
 from advisor.cache.stores.disk import DiskStore
 store = DiskStore(sys.argv[1])
-print("go", flush=True)
 for n in range(10_000):
     store.put(f"record/{n % 50}", bytes([n % 256]) * 100_000)
+    print(n, flush=True)
 """
     for attempt in range(5):
         process = start(code, str(disk.path))
         assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.05 + 0.04 * attempt)
+        for _ in range(1 + 3 * attempt):  # it is writing: the next one is on its way
+            process.stdout.readline()
+        time.sleep(0.003 * attempt)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         keys = disk.keys()
+        assert len(keys) >= 1 + 3 * attempt
         for key, data in [(key, disk.get(key)) for key in keys]:
             assert data is not None, key
             assert len(data) == 100_000
             assert len(set(data)) == 1
-        assert disk.health() in ("ok", "empty")
+        assert disk.health() == "ok"
     disk.put("record/after", b"1")
     assert disk.get("record/after") == b"1"

@@ -1,11 +1,22 @@
-"""Running `advisor` as a user does: through its real entry point, in a process of its own."""
+"""Running `advisor` as a user does: its own main() in this process, or a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from advisor.cli import main
 
 MODEL = """
 import torch
@@ -20,24 +31,116 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(self.conv(x).mean((2, 3)))
 """
+LAYERED = MODEL.replace(
+    "    def forward(self, x):\n",
+    "    def forward(self, x):\n"
+    "        import time\n"
+    "        laid_out = x.is_contiguous(memory_format=torch.channels_last)\n"
+    "        time.sleep(0.01 if laid_out else 0.02)\n",
+)
+"""For which channels_last is twice as fast, and nothing else matters, on any host."""
 SHAPE = "4x3x8x8"
 QUICK = ("--budget", "6s", "--batches", "8", "--trials", "5")
+ONE_TRIAL = ("--budget", "3s", "--trials", "1", "--fixed-batch", "--no-compile", "--no-verify")
+COMMAND = Path(sys.executable).with_name("advisor")
+
+Done = subprocess.CompletedProcess[str]
 
 
-def advisor(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `advisor` in a folder; never raises for its exit code."""
-    return subprocess.run(
-        [str(Path(sys.executable).with_name("advisor")), *arguments],
-        cwd=folder,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
-    )
+def own(folder: Path) -> dict[str, str]:
+    """The environment of a store, and of a key that signs, which belong to a folder."""
+    return {"ADVISOR_CACHE": str(folder / "store"), "XDG_DATA_HOME": str(folder / "data")}
 
 
-def script(folder: Path, source: str, **env: str) -> subprocess.CompletedProcess[str]:
+def take_over(folder: Path) -> None:
+    """Copy what a folder `own`s to where this test has its own, so that it may spoil it."""
+    for name, variable in (("store", "ADVISOR_CACHE"), ("data", "XDG_DATA_HOME")):
+        shutil.copytree(folder / name, os.environ[variable])
+
+
+def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) -> Done:
+    """Run `advisor` in a folder; never raises for its exit code.
+
+    In this process, which saves seconds of importing torch: what it prints is caught where a
+    process would write it, and the folder, the environment and the warnings are put back.
+    `process`: in one of its own, where that is the point.
+    """
+    if process:
+        return subprocess.run(
+            [str(COMMAND), *arguments],
+            cwd=folder,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            stdin=subprocess.DEVNULL,
+        )
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.chdir(folder)
+        for name, value in env.items():
+            patch.setenv(name, value)
+        # A command's own file lies in no project.
+        patch.setattr(sys.modules["__main__"], "__file__", str(COMMAND), raising=False)
+        with _written_to(out, err), _as_at_the_start():
+            try:
+                code = main(list(arguments))
+            except SystemExit as exc:  # how click ends a completion
+                code = int(exc.code or 0)
+        return Done(arguments, code, _text(out), _text(err))
+
+
+@contextlib.contextmanager
+def _written_to(out: TextIO, err: TextIO) -> Iterator[None]:
+    """Python's output and that of whatever is started, which has the descriptors alone."""
+    kept = os.dup(1), os.dup(2)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        try:
+            yield
+        finally:
+            for stream, number, copy in zip((out, err), (1, 2), kept, strict=True):
+                stream.flush()
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+@contextlib.contextmanager
+def _as_at_the_start() -> Iterator[None]:
+    """Warnings are printed, once, and no handler of an earlier command is left."""
+    log = logging.getLogger("advisor")
+    handlers, level = list(log.handlers), log.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = _printed
+        try:
+            yield
+        finally:
+            log.handlers[:] = handlers
+            log.setLevel(level)
+
+
+def _printed(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _text(stream: TextIO) -> str:
+    stream.seek(0)
+    return stream.read()
+
+
+def script(folder: Path, source: str, **env: str) -> Done:
     """Run a Python script that lies in a folder."""
     path = folder / "train.py"
     path.write_text(source)

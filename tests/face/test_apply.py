@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,17 +19,19 @@ from torch import nn
 
 import advisor
 from advisor.cache.config import Config
-from advisor.cache.key import Key, Permits, Sample
-from advisor.cache.record import Measurement, Record, Target, Trial
+from advisor.cache.key import Key
+from advisor.cache.record import Measurement, Record, Target, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
+from advisor.cache.task import Task
 from advisor.tuners import fingerprint, target
-from advisor.tuners.environment import detect
+from advisor.tuners.environment import detect, own_threads
+from advisor.tuners.knobs import TORCH
 from tests.cache import examples
 from tests.face.commands import MODEL, script
 
-THREADS = torch.get_num_threads()
-NOTHING = Config()
+THREADS = own_threads()
+OTHER = THREADS + 1
 DEFAULT = Config(
     precision="default",
     channels_last=False,
@@ -36,8 +39,10 @@ DEFAULT = Config(
     batch_size=4,
     threads=THREADS,
 )
-FAST = DEFAULT.replace(precision="bf16", channels_last=True, threads=1)
-WIDE = FAST.replace(batch_size=16)
+FAST = DEFAULT.replace(precision="bf16", channels_last=True, threads=OTHER)
+ALONE = DEFAULT.replace(threads=OTHER)
+"""What a script that calls nothing but apply() can follow."""
+WIDE = FAST.at(16)
 
 
 @pytest.fixture
@@ -51,8 +56,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.backends.cudnn.deterministic = False
 
 
+def net_of(name: str) -> nn.Module:
+    return target.build(target.load(target.parse(name), Config()))
+
+
 def net() -> nn.Module:
-    return target.build(target.load(target.parse("model.py:Net"), Config()))
+    return net_of("model.py:Net")
 
 
 def measured(config: Config, rate: float, peak_gib: float = 1.0) -> Trial:
@@ -73,36 +82,54 @@ def measured(config: Config, rate: float, peak_gib: float = 1.0) -> Trial:
     )
 
 
+def compared(config: Config, outcome: str = "ok", reason: str = "within rounding") -> Trial:
+    """A config held against strict fp32."""
+    return Trial(
+        number=9,
+        config=config,
+        measurement=Measurement(outcome=outcome, reason=reason),
+        stage="numerics",
+        origin="fp32",
+        seconds=1.0,
+    )
+
+
 def remember(**changes: Any) -> Record:
     """Keep a record of model.py:Net at 4x3x8x8 on this CPU, with some of its key changed."""
-    made = target.parse(changes.pop("name", "model.py:Net"))
+    name = changes.pop("name", "model.py:Net")
+    made = target.parse(name)
+    task = Task.of(name, {"shape": (4, 3, 8, 8)})
     key = Key(
         environment=detect("cpu"),
         model=fingerprint.of_model(net()),
-        sample=Sample(shape=(3, 8, 8), dtype="float32"),
-        mode="train",
-        optimizer="sgd",
-        world_size=1,
-        permits=Permits(deterministic=False, precisions=("bf16", "default", "fp16", "tf32")),
+        task=task,
+        threads=THREADS,
     )
-    for name, value in changes.items():
-        key = examples.changed(key, name.replace("__", "."), value)
+    for field, value in changes.items():
+        key = examples.changed(key, field.replace("__", "."), value)
+    fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * 2**30)
+    winners = {
+        ("flags", False): examples.choice(ALONE, 110.0, 1.1),
+        ("loop", False): fast,
+        ("capture", False): fast,
+        ("loop", True): examples.choice(WIDE, 400.0, 4.0),
+        ("capture", True): examples.choice(WIDE, 400.0, 4.0),
+    }
     record = replace(
         examples.record(key),
-        target=Target(name=made.name, origin=made.origin, arguments=Config()),
-        batch=4,
+        target=Target(name=made.name, origin=made.origin),
         baseline=examples.choice(DEFAULT, 100.0),
-        at_batch=replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * 2**30),
-        free=examples.choice(WIDE, 400.0, 4.0),
+        winners=tuple(Winner(use=u, free=f, choice=c) for (u, f), c in winners.items()),
         input=Config(),
         trials=(
             measured(DEFAULT, 100.0),
             measured(FAST, 150.0, 2.0),
             measured(DEFAULT.replace(channels_last=True), 120.0),
             measured(WIDE, 400.0, 8.0),
-            measured(DEFAULT.replace(batch_size=8), 150.0),
-            measured(FAST.replace(batch_size=8), 300.0, 4.0),
-            measured(DEFAULT.replace(batch_size=16), 151.0),
+            measured(DEFAULT.at(8), 150.0),
+            measured(FAST.at(8), 300.0, 4.0),
+            measured(DEFAULT.at(16), 151.0),
+            compared(FAST),
         ),
     )
     Records(open_store(None)).put(record)
@@ -112,6 +139,12 @@ def remember(**changes: Any) -> Record:
 @pytest.fixture
 def record(here: Path) -> Record:
     return remember()
+
+
+def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
+    """As if this process ran that script."""
+    file.touch()
+    patch.setattr(sys.modules["__main__"], "__file__", str(file), raising=False)
 
 
 def told(**arguments: Any) -> tuple[advisor.Advice, str]:
@@ -134,12 +167,12 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
         {},
     ],
 )
-def test_found(record: Record, monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(Path("train.py").absolute()))
+def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
+    runs_as(monkeypatch, here / "train.py")
     advice = advisor.lookup(device="cpu", **arguments)
     assert (advice.status, advice.config) == ("exact", FAST)
     assert advice.record is not None and advice.record.id == record.id
-    assert "1.50x" in advice.reason
+    assert "1.50x" in advice.served and "not in force yet" in advice.reason
 
 
 def test_found_by_the_model_itself(record: Record) -> None:
@@ -152,22 +185,27 @@ def test_found_by_the_model_itself(record: Record) -> None:
 def test_found_beside_the_script_from_another_folder(
     record: Record, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(here / "train.py"))
+    runs_as(monkeypatch, here / "train.py")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     assert advisor.lookup("model.py:Net", device="cpu").status == "exact"
 
 
-def test_found_where_the_file_has_moved(record: Record, here: Path) -> None:
+def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, here: Path) -> None:
     (here / "copy").mkdir()
     (here / "model.py").rename(here / "copy" / "model.py")
-    assert advisor.lookup("copy/model.py:Net", device="cpu").status == "exact"
+    advice, said = told(target="copy/model.py:Net")
+    assert advice.status == "miss"
+    assert "file another of this name -> this one" in said
+    assert "run: advisor tune copy/model.py:Net --shape 4x3x8x8" in said
+    # The model itself is what it was.
+    assert advisor.lookup(net_of("copy/model.py:Net"), device="cpu").status == "exact"
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"shape": (4, 3, 9, 9)}, "shape 3x8x8 -> 3x9x9"),
+        ({"shape": (4, 3, 9, 9)}, "shapes 3x8x8 -> 3x9x9"),
         ({"dtype": "float64"}, "dtype float32 -> float64"),
         ({"mode": "infer"}, "mode train -> infer"),
         ({"optimizer": "adamw"}, "optimizer sgd -> adamw"),
@@ -187,7 +225,7 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
     assert "run: advisor tune model.py:Net --shape" in str(seen[0].message)
     assert (advice.status, advice.config, advice.loader.get("pin_memory")) == (
         "miss",
-        NOTHING,
+        TORCH,
         None,
     )
     assert flags == (torch.get_num_threads(), torch.get_float32_matmul_precision())
@@ -207,8 +245,8 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
         ({"mode": "trian"}, "mode 'trian': expected one of train, infer"),
         ({"dtype": "f32"}, "dtype 'f32': expected one of float32"),
         ({"optimizer": "lion"}, "optimizer 'lion': expected one of sgd"),
-        ({"precisions": ["bf17"]}, "precision 'bf17': expected one of default"),
-        ({"max_memory": "lots"}, "memory size 'lots': expected a positive size"),
+        ({"precisions": ["bf17"]}, "precisions 'bf17': expected one of default"),
+        ({"max_memory": "lots"}, "max memory 'lots': expected a positive size"),
         ({"device": "tpu"}, "device 'tpu': expected cpu, cuda or cuda:N"),
         ({"target": 12}, "target 12: expected a target's name"),
         ({"target": ""}, "target '': expected model.py"),
@@ -244,8 +282,8 @@ def test_nothing_tuned_at_all(here: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("environment__software__torch", "2.6.0"),
-        ("environment__software__driver", "470.1"),
+        ("software__torch", "2.6.0"),
+        ("software__driver", "470.1"),
     ],
 )
 def test_stale(here: Path, field: str, value: str) -> None:
@@ -264,15 +302,16 @@ def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8), device="cpu")
-    assert (advice.status, advice.config, advice.batch_size) == ("disabled", NOTHING, 4)
+    assert (advice.status, advice.config, advice.batch_size) == ("disabled", Config(), 4)
     assert torch.get_num_threads() == THREADS
 
 
-def test_apply_sets_what_lookup_leaves(record: Record) -> None:
+def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     advisor.lookup("model.py:Net", device="cpu")
     assert torch.get_num_threads() == THREADS
     advisor.apply("model.py:Net", device="cpu")
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == OTHER
 
 
 @pytest.mark.parametrize(
@@ -280,8 +319,8 @@ def test_apply_sets_what_lookup_leaves(record: Record) -> None:
     [
         ({"batch": "free"}, WIDE),
         ({"batch": 16}, WIDE),
-        ({"batch": 8}, FAST.replace(batch_size=8)),
-        ({"shape": (8, 3, 8, 8)}, FAST.replace(batch_size=8)),
+        ({"batch": 8}, FAST.at(8)),
+        ({"shape": (8, 3, 8, 8)}, FAST.at(8)),
         ({"max_memory": "1GiB"}, DEFAULT.replace(channels_last=True)),
         ({"max_memory": 3 * 2**30}, FAST),
         ({"precisions": ["default"]}, DEFAULT.replace(channels_last=True)),
@@ -296,7 +335,7 @@ def test_answered_from_the_record(record: Record, arguments: Any, config: Config
 
 
 def test_several_that_fit_are_listed(record: Record) -> None:
-    remember(sample__shape=(3, 16, 16))
+    remember(shapes=(3, 16, 16))
     _, said = told(target="model.py:Net")
     assert "several records fit" in said
     assert "3x8x8" in said and "3x16x16" in said
@@ -309,7 +348,7 @@ def test_determinism_is_never_undone(record: Record) -> None:
         advice = advisor.apply("model.py:Net", device="cpu")
     assert advice.status == "miss"
     assert torch.are_deterministic_algorithms_enabled()
-    kept = remember(permits__deterministic=True)
+    kept = remember(deterministic=True)
     found = advisor.lookup("model.py:Net", device="cpu")
     assert found.record is not None and found.record.id == kept.id
     torch.use_deterministic_algorithms(False)
@@ -322,7 +361,7 @@ def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     advice = advisor.lookup("model.py:Net", device="cpu")
     assert (advice.status, advice.config) == ("exact", FAST)
-    assert "this job has 4" in advice.reason
+    assert "this job has 4" in advice.served
     monkeypatch.setenv("RANK", "3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -356,7 +395,9 @@ def test_log(record: Record, here: Path) -> None:
     source = "import advisor\nadvisor.apply('model.py:Net', device='cpu')\n"
     ran = script(here, source, ADVISOR_LOG="info")
     assert f"advisor INFO record {record.id} (exact)" in ran.stderr
-    assert script(here, source).stderr == ""
+    # What was advised and never took effect is said, once, and nothing else.
+    (line,) = script(here, source).stderr.splitlines()
+    assert line.startswith("advice at the end: ") and "1.50x once" in line
 
 
 def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None:
@@ -364,7 +405,7 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
         (here / f"{name}.py").write_text(f"MINE = '{name}'\n")
     source = (
         "import cache, tuners, config, record, target, advisor\n"
-        "advice = advisor.apply(device='cpu')\n"
+        "advice = advisor.lookup(device='cpu')\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )
     ran = script(here, source)
@@ -406,7 +447,7 @@ def test_a_damaged_store_costs_a_warning(
     spoil(own_surroundings)
     before = contents(own_surroundings)
     advice, _said = told(target="model.py:Net")
-    assert (advice.status, advice.config) == ("miss", NOTHING)
+    assert (advice.status, advice.config) == ("miss", TORCH)
     assert contents(own_surroundings) == before
     with pytest.raises(advisor.AdvisorError):
         advisor.lookup("model.py:Net", device="cpu", strict=True)
@@ -454,9 +495,9 @@ def test_tune_moves_a_damaged_store_aside(record: Record, own_surroundings: Path
         "model.py:Net",
         (4, 3, 8, 8),
         device="cpu",
-        budget_s=10,
+        budget=10,
         trials=2,
-        fixed_batch=True,
+        batches=[],
         progress=heard,
     )
     (aside,) = own_surroundings.glob("records.damaged-*")
@@ -488,23 +529,18 @@ def test_logging_is_left_alone(record: Record) -> None:
 
 def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
     record = remember()
-    check = Trial(
-        number=9,
-        config=FAST,
-        measurement=Measurement(outcome="ok", reason="loss within 0.10% of fp32"),
-        stage="numerics",
-        origin="fp32",
-        seconds=1.0,
-    )
+    trials = tuple(one for one in record.trials if one.stage != "numerics")
     risky = measured(FAST.replace(batch_size=8, threads=THREADS), 900.0)
-    Records(open_store(None)).put(
-        replace(record, trials=(*record.trials, risky, check), revised=1.0)
-    )
-    advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
-    assert advice.config == FAST.replace(batch_size=8)  # of the knobs that were compared
-    wrong = replace(check, measurement=Measurement(outcome="wrong", reason="the loss is nan"))
-    Records(open_store(None)).put(
-        replace(record, trials=(*record.trials, risky, wrong), revised=2.0)
-    )
-    advice = advisor.lookup("model.py:Net", batch=8, device="cpu")
-    assert advice.config == DEFAULT.replace(batch_size=8)
+
+    def served(*checks: Trial) -> advisor.Advice:
+        changed = replace(record, trials=(*trials, risky, *checks), revised=time.time())
+        Records(open_store(None)).put(changed)
+        return advisor.lookup("model.py:Net", batch=8, device="cpu")
+
+    assert served(compared(FAST)).config == FAST.at(8)  # of the knobs that were compared
+    assert served().config == DEFAULT.at(8)
+    assert served(compared(FAST, "wrong", "the loss is nan")).config == DEFAULT.at(8)
+    # A winner that was never compared is served as what it is.
+    unsure = advisor.lookup("model.py:Net", device="cpu")
+    assert unsure.config in (FAST, DEFAULT)
+    assert unsure.config == DEFAULT or "not verified against fp32" in unsure.served

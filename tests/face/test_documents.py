@@ -1,39 +1,124 @@
-"""The README names every option, command and variable, and its loop runs."""
+"""The pages name every command, option, variable and exported name, and what they show works."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+import advisor
+from advisor.cache.task import rows
 from advisor.cli import cli
+from advisor.errors import AdvisorWarning
+from advisor.tuners.search.plan import Plan
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")
+WHOLE = "\n".join(page.read_text() for page in (README, *sorted((ROOT / "docs").glob("*.md"))))
+SOURCES = "".join(
+    file.read_text()
+    for folder in ("advisor", "tuners", "cache")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+)
+MOST_LINES = 220
+
+
+def named(word: str) -> bool:
+    """Whether a page has it as a word of its own, in code."""
+    return bool(re.search(rf"[`| ]{re.escape(word)}(?![\w-])", WHOLE))
 
 
 @pytest.mark.parametrize("command", sorted(cli.commands))
 def test_commands_and_options_are_documented(command: str) -> None:
-    assert f"advisor {command}" in README
+    assert named(f"advisor {command}")
     for parameter in cli.commands[command].params:
         if isinstance(parameter, click.Option):
-            assert any(re.search(rf"{name}\b", README) for name in parameter.opts), parameter.opts
+            for option in parameter.opts:
+                assert re.search(rf"[`| ,]{option}(?![\w-])", WHOLE), option
 
 
-def test_the_script_in_the_readme_runs(tmp_path: Path) -> None:
+def test_variables_are_documented() -> None:
+    read = set(re.findall(r"(?<![\w])ADVISOR_[A-Z_]*[A-Z]", SOURCES)) - {"ADVISOR_COMPLETE"}
+    assert "ADVISOR_CACHE" in read
+    assert {name for name in read if f"`{name}" not in WHOLE} == set()
+
+
+def test_what_is_not_read_is_not_documented() -> None:
+    said = set(re.findall(r"ADVISOR_[A-Z_]*[A-Z]", WHOLE))
+    assert {name for name in said if name not in SOURCES} == set()
+    options = set(re.findall(r"(?<=`)--[a-z][a-z-]+", WHOLE))
+    known = {
+        option
+        for command in (cli, *cli.commands.values())
+        for parameter in command.get_params(click.Context(command))
+        for option in parameter.opts
+    }
+    assert options - known == set()
+
+
+def test_exported_names_and_arguments_are_documented() -> None:
+    names = {name for name in advisor.__all__ if not name.startswith("__")}
+    # `apply(model)`, `tune()` and `Advice` are names in code.
+    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
+    keywords = {row.keyword for row in rows(Plan).values()}
+    assert {word for word in keywords if f"`{word}`" not in WHOLE} == set()
+
+
+def test_pieces_of_advice_are_documented() -> None:
+    public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
+    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as they are made of its headings on the web."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in found}
+
+
+def links() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\s+", " ", page.read_text())):
+            if "://" not in link:
+                yield page.name, link
+
+
+@pytest.mark.parametrize(("page", "link"), sorted(set(links())))
+def test_links_between_pages_resolve(page: str, link: str) -> None:
+    source = next(one for one in PAGES if one.name == page)
+    path, _, anchor = link.partition("#")
+    target = (source.parent / path).resolve() if path else source
+    assert target.is_file()
+    assert not anchor or anchor in headings(target)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/uses.md"])
+def test_the_code_in_the_pages_runs(page: str) -> None:
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    code = README.split("```python\n")[1].split("```")[0].replace("(64, 3, 256, 256)", "(4, 8)")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) > 1
+    code = "\n".join(blocks).replace("(64, 3, 256, 256)", "(4, 8)")
     names = {
+        "advisor": advisor,
         "torch": torch,
         "DataLoader": torch.utils.data.DataLoader,
         "Net": lambda: nn.Linear(8, 3),
         "criterion": nn.functional.cross_entropy,
         "dataset": TensorDataset(torch.randn(12, 8), torch.randint(0, 3, (12,))),
+        "parts": 3,
     }
-    with pytest.warns(UserWarning, match="advisor tune|no file"):
+    with pytest.warns(AdvisorWarning, match="advisor tune|no file"):
+        names["advice"] = advisor.apply("model.py:Net", shape=(4, 8))
         exec(code, names)
     assert torch.isfinite(names["loss"])  # type: ignore[arg-type]

@@ -7,23 +7,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 import advisor
-from advisor.cache.codec import decode, encode, from_plain, plain
+from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Record, Trial
+from advisor.cache.record import RACED, Choice, Measurement, Record, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.finding.answer import break_even
-from advisor.printed import tune_line
-from advisor.tuners.search.effort import suffices
-from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.space import Space
-from advisor.tuners.search.study import Search
-from advisor.tuning import DEAR_LEAST_S, Tuned, _dear_limit
+from advisor.printed import tune_again
+from advisor.tuners.search.plan import Progress, suffices
+from advisor.tuning import Tuned
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE
 from tests.face.commands import advisor as command
@@ -59,6 +55,14 @@ def trial(config: Config, rate: float, first_step_s: float) -> Trial:
     )
 
 
+def winners(loop: Choice, flags: Choice, free: Choice | None = None) -> tuple[Winner, ...]:
+    """Of a record whose captured step is no better than its loop."""
+    named = {("flags", False): flags, ("loop", False): loop, ("capture", False): loop}
+    if free is not None:
+        named |= {(use, True): free for use in RACED[1:]}
+    return tuple(Winner(use=use, free=one, choice=c) for (use, one), c in named.items())
+
+
 def keep(record: Record) -> None:
     """In place of what is there of the same measurement."""
     Records(open_store(None)).put(replace(record, revised=time.time()))
@@ -72,8 +76,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     made = replace(
         remember(),
         baseline=choice(BASE, 100.0, 1.0),
-        at_batch=choice(COMPILED, 400.0, 31.0),
-        free=None,
+        winners=winners(choice(COMPILED, 400.0, 31.0), choice(BASE, 100.0, 1.0)),
         raced=(
             choice(BASE, 100.0, 1.0),
             choice(CHEAP, 200.0, 1.0),
@@ -103,14 +106,14 @@ def test_the_length_of_the_job_decides(record: Record) -> None:
     assert served(duration=55).config == CHEAP
     assert served(duration="2h").config == COMPILED
     advice = served(steps=500)
-    assert advice.reason.startswith("1.91x torch's default over 500 steps at batch 4")
-    assert "raced" in advice.reason and "in a fresh process" in advice.reason
+    assert advice.served.startswith("1.91x torch's default over 500 steps at batch 4")
+    assert "raced" in advice.served and "in a fresh process" in advice.served
 
 
 def test_a_single_step_is_no_job_to_tune(record: Record) -> None:
     advice = served(steps=1)
     assert advice.config == BASE
-    assert "over 1 steps at batch 4 nothing pays" in advice.reason
+    assert "over 1 steps at batch 4 nothing pays" in advice.served
 
 
 def test_limits_hold_for_a_job_too(record: Record) -> None:
@@ -122,17 +125,20 @@ def test_limits_hold_for_a_job_too(record: Record) -> None:
 
 def test_what_was_measured_once_is_said_so(record: Record) -> None:
     alone = replace(
-        record, raced=record.raced[:1], at_batch=record.baseline, trials=record.trials[::3]
+        record,
+        raced=record.raced[:1],
+        winners=winners(record.baseline, record.baseline),
+        trials=record.trials[::3],
     )
     keep(alone)
     # A race has said that nothing is faster in the steady state: no single measurement undoes it.
     assert served(steps=10**6).config == BASE
     short = replace(alone.provenance, steps=1)
     keep(replace(alone, provenance=short))
-    assert "chosen for a job of 1 steps" in served().reason
+    assert "chosen for a job of 1 steps" in served().served
     advice = served(steps=10**6)
     assert advice.config == ONCE
-    assert "measured once" in advice.reason and "slowest one seen" in advice.reason
+    assert "measured once" in advice.served and "slowest one seen" in advice.served
 
 
 def test_what_was_struck_out_is_never_served(record: Record) -> None:
@@ -149,28 +155,31 @@ def test_what_was_struck_out_is_never_served(record: Record) -> None:
     assert served(steps=10**6).config == COMPILED
 
 
-def test_an_old_record_says_that_it_cannot_tell(record: Record) -> None:
-    content = plain(record)
-    del content["raced"]
-    for name in ("baseline", "at_batch"):
-        del content[name]["first_step_s"]
-    for name in ("effort", "steps", "duration_s"):
-        del content["provenance"][name]
-    for old in content["trials"]:
-        old["measurement"]["first_step_s"] = 0.0
-    older = from_plain(Record, content)
-    assert (older.provenance.effort, older.raced) == ("normal", ())
-    keep(older)
+def test_a_record_without_first_steps_says_that_it_cannot_tell(record: Record) -> None:
+    unknown = replace(
+        record,
+        baseline=replace(record.baseline, first_step_s=0.0),
+        winners=tuple(
+            replace(w, choice=replace(w.choice, first_step_s=0.0)) for w in record.winners
+        ),
+        raced=(),
+        trials=tuple(
+            replace(one, measurement=replace(one.measurement, first_step_s=0.0))
+            for one in record.trials
+        ),
+    )
+    keep(unknown)
     advice = served(steps=5)
     assert advice.config == COMPILED
-    assert "first steps are not known" in advice.reason
-    assert break_even(older) == []
+    assert "first steps are not known" in advice.served
+    assert break_even(unknown) == []
 
 
 def test_free_batch_trains_on_as_many_samples(record: Record) -> None:
     wide = CHEAP.replace(batch_size=16)
     trials = (*record.trials, trial(BASE.replace(batch_size=16), 300.0, 0.5))
-    keep(replace(record, free=choice(wide, 800.0, 1.0), trials=(*trials, trial(wide, 800.0, 0.1))))
+    free = winners(record.winner("loop"), record.winner("flags"), choice(wide, 800.0, 1.0))
+    keep(replace(record, winners=free, trials=(*trials, trial(wide, 800.0, 0.1))))
     advice = served(steps=500, batch="free")
     assert (advice.config, advice.batch_size) == (wide, 16)
     assert served(steps=500).config == CHEAP
@@ -194,9 +203,9 @@ def test_the_table(record: Record) -> None:
     [
         ({"steps": 0}, "steps 0: expected a number from 1"),
         ({"steps": 1.5}, "steps 1.5: expected a number"),
-        ({"duration": "soon"}, "'soon': expected a time such as 90s"),
+        ({"duration": "soon"}, "'soon': expected a time above zero, as 90s"),
         ({"duration": -3}, "'-3'|-3: expected a time"),
-        ({"steps": 5, "duration": 5}, "exclude each other"),
+        ({"steps": 5, "duration": 5}, "a job has one length"),
     ],
 )
 def test_wrong_lengths(record: Record, asked: dict[str, object], says: str) -> None:
@@ -220,39 +229,28 @@ def test_more_effort_goes_on_and_less_does_not(
         def notice(self, text: str) -> None:
             said.append(text)
 
-    def tune(effort: str, budget_s: float, steps: int | None) -> Tuned:
+    def tune(effort: str, budget: float, steps: int | None) -> Tuned:
         return advisor.tune(
             "model.py",
             SHAPE,
             device="cpu",
             effort=effort,
-            budget_s=budget_s,
+            budget=budget,
             steps=steps,
             trials=2,
-            fixed_batch=True,
+            batches=[],
             compile=False,
-            verify=False,
+            tolerance=0,
             progress=Heard(),
         )
 
-    first = tune("normal", 8.0, 300).record
+    first = tune("normal", 6.0, 300).record
     assert (first.provenance.effort, first.provenance.steps) == ("normal", 300)
-    assert "--steps 300" in tune_line(first)
-    less = tune("quick", 8.0, 300)
+    assert "--steps 300" in tune_again(first)
+    said.clear()
+    less = tune("quick", 6.0, 300)
     assert less.known and less.record == first and said == []
     more = tune("exhaustive", 3.0, None).record
-    assert said == ["tuned with --effort normal; goes on with exhaustive"]
+    assert said[0] == "tuned with --effort normal; goes on with exhaustive"
     assert (more.provenance.effort, more.provenance.steps) == ("exhaustive", 0)
-    assert "--effort exhaustive" in tune_line(more)
-
-
-def test_a_dear_knob_has_a_deadline_of_its_own() -> None:
-    class Left:
-        left_s = 300.0
-
-    space = Space({"precision": ("default", "bf16"), "compile": ("none", "x")}, dear=("compile",))
-    search, dear = cast(Search, Left()), space.default.replace(compile="x")
-    assert _dear_limit(space, space.default.replace(precision="bf16"), search) is None
-    assert _dear_limit(space, dear, search) == pytest.approx(200.0)
-    Left.left_s = 10.0
-    assert _dear_limit(space, dear, search) == DEAR_LEAST_S
+    assert "--effort exhaustive" in tune_again(more)

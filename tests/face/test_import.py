@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import advisor
+from advisor import errors
 
 
 def test_the_public_names_are_these() -> None:
@@ -13,17 +14,39 @@ def test_the_public_names_are_these() -> None:
         "Advice",
         "AdvisorError",
         "AdvisorWarning",
+        "Busy",
         "NoRecord",
+        "RanksDiffer",
+        "RecordDamaged",
+        "RecordNewer",
+        "StoreDamaged",
         "StoreError",
         "TargetError",
+        "TargetFailed",
         "UsageError",
         "WorkerError",
         "__version__",
         "apply",
+        "explain",
+        "export",
+        "gc",
+        "import_",
         "lookup",
+        "sync",
         "tune",
+        "verify",
     ]
     assert all(getattr(advisor, name) for name in advisor.__all__)
+
+
+def test_every_error_is_public() -> None:
+    """Whoever calls a public function can name what it raises."""
+    waiting, every = [errors.AdvisorError], set()
+    while waiting:
+        found = waiting.pop()
+        every.add(found.__name__)
+        waiting += found.__subclasses__()
+    assert every <= set(advisor.__all__)
 
 
 def test_import_is_light() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,20 @@ import pytest
 
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
-from tests.face.commands import MODEL, SHAPE, advisor, script
+from tests.face.commands import COMMAND, MODEL, SHAPE, advisor, script
 
-TUNE = ("tune", "model.py", "--shape", SHAPE, "--batches", "8,16", "--budget", "10s")
+TUNE = (
+    "tune",
+    "model.py",
+    "--shape",
+    SHAPE,
+    "--batches",
+    "8,16",
+    "--budget",
+    "14s",
+    "--effort",
+    "quick",
+)
 SLOW = MODEL.replace(
     "        return self.head", "        import time; time.sleep(0.02)\n        return self.head"
 )
@@ -36,14 +46,16 @@ def tuning(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("advisor")), *TUNE],
+            [str(COMMAND), *TUNE],
             cwd=folder,
             stdout=out,
             stderr=out,
             start_new_session=True,
+            # A runner started in the background ignores it, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        until(lambda: "trial 2:" in log.read_text() or process.poll() is not None)
+        until(lambda: "trial 1:" in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         yield process
     finally:
@@ -113,7 +125,8 @@ def test_ctrl_c_and_go_on(folder: Path) -> None:
 
 
 def test_two_at_once(folder: Path) -> None:
-    with tuning(folder):
+    with tuning(folder) as process:
+        os.killpg(process.pid, signal.SIGSTOP)  # however long the second one takes
         second = advisor(folder, *TUNE)
     assert second.returncode == 1
     assert second.stderr.splitlines()[-1].startswith(

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import advisor as package
-from advisor.cache.arguments import parse_shapes
-from advisor.cache.record import Record
+from advisor.cache.kinds import Shapes
+from advisor.cache.record import LOOP, Record
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.errors import UsageError
-from tests.face.commands import MODEL, advisor, script
+from tests.face.commands import LAYERED, MODEL, advisor, own, script, take_over
 
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
 GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
-QUICK = ("--budget", "6s", "--trials", "4", "--no-compile")
+QUICK = ("--budget", "15s", "--trials", "3", "--effort", "quick")
 TEXT = """
 from torch import nn
 
@@ -44,74 +44,81 @@ def make_batch(batch_size, device{more}):
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mix")
-    (folder / "model.py").write_text(MODEL)
-    done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **at(folder))
+    (folder / "model.py").write_text(LAYERED)
+    done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **own(folder))
     assert done.returncode == 0, done.stderr
     assert "4x3x8x8 + 6x3x6x6 + 2x3x10x10" in done.stderr
     return folder
 
 
-def at(folder: Path) -> dict[str, str]:
-    return {"ADVISOR_CACHE": str(folder / "cache")}
+@pytest.fixture
+def tuned(project: Path, own_surroundings: Path) -> Path:
+    take_over(project)
+    return project
 
 
-def held(folder: Path) -> Record:
-    (record,) = Records(open_store(str(folder / "cache"))).all()
+def held() -> Record:
+    (record,) = Records(open_store()).all()
     return record
 
 
 def test_one_record_holds_all_shapes(tuned: Path) -> None:
-    record = held(tuned)
-    assert record.key.mix == ("4x3x8x8", "6x3x6x6", "2x3x10x10")
-    assert record.free is None and record.batch == 4
-    assert {trial.config["batch_size"] for trial in record.trials} == {4}
+    record = held()
+    assert record.key.task.mix == ((4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10))
+    assert not any(one.free for one in record.winners) and record.batch == 4
+    assert record.winner(LOOP, free=True) == record.winner(LOOP)
+    assert {trial.config.batch for trial in record.trials} == {4}
     # A step is a pass: 12 samples.
     (default,) = [t.measurement for t in record.trials if t.origin == "default"]
     assert default.samples_per_s * default.step_s == pytest.approx(12)
-    assert "4x3x8x8 + 6x3x6x6" in advisor(tuned, "show", record.id, **at(tuned)).stdout
+    assert "4x3x8x8 + 6x3x6x6" in advisor(tuned, "show", record.id).stdout
 
 
 def test_it_is_found_in_any_order_and_by_all_its_shapes_only(tuned: Path) -> None:
-    cache = str(tuned / "cache")
     target = str(tuned / "model.py")
     for shapes in (SHAPES, SHAPES[::-1], ["6x3x6x6", "2x3x10x10", "4x3x8x8"]):
-        advice = package.lookup(target, shape=shapes, cache=cache, strict=True)
+        advice = package.lookup(target, shape=shapes, strict=True)
         assert advice.status == "exact" and advice.batch_size == 4
     for shapes in (SHAPES[:2], (4, 3, 8, 8), "4x3x8x8"):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            assert package.lookup(target, shape=shapes, cache=cache).status == "miss"
-        assert "mix" in str(seen[0].message)
+            assert package.lookup(target, shape=shapes).status == "miss"
+        (one,) = seen
+        assert "shapes 4x3x8x8+6x3x6x6+2x3x10x10 -> " in str(one.message)
 
 
 def test_the_lines_it_prints_name_all_shapes(tuned: Path) -> None:
-    done = advisor(tuned, "tune", "model.py", *GIVEN, **at(tuned))
-    assert "Already tuned" in done.stdout
+    done = advisor(tuned, "tune", "model.py", *GIVEN, "--effort", "quick")
+    assert done.stdout.startswith("Already tuned, ")
     line = next(x.strip() for x in done.stdout.splitlines() if "advisor.apply(" in x)
     assert "shape=[(4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10)]" in line
-    ran = script(tuned, f"import advisor\n{line}\nprint(advice.status)\n", **at(tuned))
+    ran = script(tuned, f"import advisor\n{line}\nprint(advice.status)\n")
     assert ran.stdout.strip() == "exact", ran.stderr
-    done = advisor(tuned, "verify", held(tuned).id, "--budget", "2s", **at(tuned))
-    assert "tuned" in done.stdout and done.returncode in (0, 1), done.stderr
+
+
+def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
+    done = advisor(tuned, "verify", held().id, "--budget", "5s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("the record holds\n")
 
 
 def test_text_of_two_lengths(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT)
     given = ("--shape", "4x16", "--shape", "4x32", "--dtype", "int64", "--vocab", "50")
-    done = advisor(tmp_path, "tune", "text.py", *given, *QUICK, **at(tmp_path))
+    done = advisor(tmp_path, "tune", "text.py", *given, *QUICK, "--budget", "5s")
     assert done.returncode == 0, done.stderr
-    assert held(tmp_path).key.mix == ("4x32", "4x16")
+    assert held().key.task.mix == ((4, 32), (4, 16))
 
 
 def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(HOOK.format(more=""))
     (tmp_path / "three.py").write_text(HOOK.format(more=", shape"))
-    given = ("--shape", "4x3", "--shape", "8x3", *QUICK)
-    done = advisor(tmp_path, "tune", "two.py", *given, **at(tmp_path))
+    given = ("--shape", "4x3", "--shape", "8x3", *QUICK, "--budget", "5s")
+    done = advisor(tmp_path, "tune", "two.py", *given)
     assert done.returncode == 1 and "make_batch(batch_size, device, shape)" in done.stderr
-    done = advisor(tmp_path, "tune", "three.py", *given, **at(tmp_path))
+    done = advisor(tmp_path, "tune", "three.py", *given)
     assert done.returncode == 0, done.stderr
 
 
@@ -127,11 +134,15 @@ def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
 )
 def test_shapes_that_do_not_go_together(shapes: list[tuple[int, ...]], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        parse_shapes(shapes)
-    assert parse_shapes([(4, 3)]) == parse_shapes("4x3") == parse_shapes((4, 3)) == ((4, 3),)
+        Shapes().checked("shape", shapes)
+
+
+@pytest.mark.parametrize("shape", [[(4, 3)], "4x3", (4, 3), ["4x3"]])
+def test_one_shape_is_no_mix(shape: object) -> None:
+    assert Shapes().checked("shape", shape) == ((4, 3),)
 
 
 def test_a_mix_is_tuned_at_its_batches(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    done = advisor(tmp_path, "tune", "model.py", *GIVEN, "--batches", "8", **at(tmp_path))
+    done = advisor(tmp_path, "tune", "model.py", *GIVEN, "--batches", "8")
     assert done.returncode == 2 and "leave them out" in done.stderr

@@ -13,13 +13,15 @@ import pytest
 
 import advisor as package
 from advisor.cache.config import Config
-from advisor.cache.key import Sample
-from advisor.cache.record import Record
+from advisor.cache.record import FLAGS, LOOP, Measurement, Record, Target, Trial
+from advisor.cache.records import Records
 from advisor.cache.stores import open_store
+from advisor.cache.task import Task
 from advisor.errors import NoRecord
 from advisor.opening import open_records
-from advisor.tuners.environment import detect
-from tests.cache.examples import KEY, choice, record
+from advisor.tuners import target
+from advisor.tuners.environment import detect, own_threads
+from tests.cache.examples import KEY, changed, choice, record
 from tests.face.commands import MODEL, advisor
 
 BASE = Config(batch_size=4, precision="default", channels_last=False, cudnn_deterministic=False)
@@ -33,23 +35,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(**changes: object) -> Record:
-    """A record of model.py:Net on this machine's CPU, with fields of its key changed."""
-    one = record(name="model.py:Net")
+def made(loop: Config = FAST, **changes: object) -> Record:
+    """A record of model.py:Net here on this machine's CPU, with fields of its key changed."""
+    spec = target.parse("model.py:Net")
     key = replace(
         KEY,
         environment=detect("cpu"),
-        sample=Sample(shape=(3, 8, 8), dtype="float32"),
-        **changes,  # type: ignore[arg-type]
+        task=Task.of(spec.name, {"shape": (4, 3, 8, 8)}),
+        threads=own_threads(),
     )
+    for name, value in changes.items():
+        key = changed(key, name.replace("__", "."), value)
+    one = record(key)
+    best = choice(loop, 3000.0, 1.5)
     return replace(
         one,
-        key=key,
-        batch=4,
+        target=Target(name=spec.name, origin=spec.origin),
         baseline=choice(BASE),
-        at_batch=choice(FAST, 3000.0, 1.5),
+        winners=tuple(
+            replace(w, choice=choice(BASE) if w.use == FLAGS else best) for w in one.winners
+        ),
         input=Config(),
-        target=replace(one.target, arguments=Config()),
         trials=(),
     )
 
@@ -68,12 +74,6 @@ def look_up(**given: object) -> tuple[package.Advice, str]:
     return advice, "".join(str(one.message) for one in seen)
 
 
-def changed(one: Record, part: str, **changes: object) -> Record:
-    environment = one.key.environment
-    inner = replace(getattr(environment, part), **changes)
-    return replace(one, key=replace(one.key, environment=replace(environment, **{part: inner})))
-
-
 def test_exact_is_silent(here: Path) -> None:
     keep(made())
     advice, said = look_up()
@@ -82,20 +82,22 @@ def test_exact_is_silent(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "changes", "status", "says"),
+    ("field", "value", "status", "says"),
     [
-        ("software", {"driver": "1.2"}, "stale", "driver 1.2 -> none"),
-        ("software", {"torch": "2.0.1"}, "stale", "torch 2.0.1 -> "),
-        ("software", {"power_limit_w": 300}, "stale", "power_limit_w 300 -> 0"),
-        ("software", {"clock_cap_mhz": 900}, "stale", "clock_cap_mhz 900 -> 0"),
-        ("device", {"name": "Another CPU"}, "miss", "device name Another CPU -> "),
-        ("device", {"memory_gib": 1}, "miss", "device memory_gib 1 -> "),
+        ("software__driver", "1.2", "stale", "driver 1.2 -> none"),
+        ("software__torch", "2.0.1", "stale", "torch 2.0.1 -> "),
+        ("software__power_limit_w", 300, "stale", "power limit w 300 -> 0"),
+        ("software__clock_cap_mhz", 900, "stale", "clock cap mhz 900 -> 0"),
+        ("threads", own_threads() + 1, "stale", f"threads {own_threads() + 1} -> {own_threads()}"),
+        ("libraries", ("torchvision==0.0.1",), "stale", "libraries torchvision==0.0.1 -> "),
+        ("device__name", "Another CPU", "miss", "device name Another CPU -> "),
+        ("device__memory_gib", 1, "miss", "device memory_gib 1 -> "),
     ],
 )
 def test_what_has_changed_is_said(
-    here: Path, part: str, changes: dict[str, object], status: str, says: str
+    here: Path, field: str, value: object, status: str, says: str
 ) -> None:
-    keep(changed(made(), part, **changes))
+    keep(made(**{field: value}))
     advice, said = look_up()
     assert advice.status == status
     assert says in said and "advisor tune" in said
@@ -106,64 +108,86 @@ def test_what_has_changed_is_said(
 def test_every_near_miss_is_explained(here: Path) -> None:
     keep(made(optimizer="adamw"))
     keep(made(mode="infer"))
-    keep(changed(made(), "device", name="Another CPU"))
+    keep(made(device__name="Another CPU"))
     advice, _said = look_up(optimizer="sgd")
     assert advice.status == "miss" and advice.explanation is not None
     fields = {tuple(d.field for d in near.differs) for near in advice.explanation.near_misses}
-    assert fields == {("optimizer",), ("mode",), ("environment.device.name",)}
+    assert fields == {("optimizer",), ("mode",), ("device.name",)}
     text = str(advice.explanation)
-    assert "looked for  model.py:Net" in text and "shape         3x8x8" in text
+    assert "looked for  model.py:Net" in text and "shape         4x3x8x8" in text
     assert text.count("not served") == 3
+
+
+def sound(one: Record) -> Record:
+    """The same, its advice held against strict fp32."""
+    held = Trial(
+        number=9,
+        config=one.winner(LOOP).config,
+        measurement=Measurement(outcome="ok", reason="loss within 0.10% of fp32"),
+        stage="numerics",
+        origin="fp32",
+        seconds=1.0,
+    )
+    return replace(one, trials=(*one.trials, held))
 
 
 class TestNearest:
     def test_safe_knobs_are_carried(self, here: Path) -> None:
-        one = made()
-        compiled = choice(FAST.replace(compile="default", threads=2), 3000.0, 1.5)
-        keep(replace(one, at_batch=compiled))
+        keep(sound(made(FAST.replace(compile="default", threads=2))))
         advice, said = look_up(shape=(2, 3, 16, 16), on_miss="nearest")
         assert advice.status == "nearest"
         assert advice.config == Config(
             batch_size=2, precision="default", channels_last=True, cudnn_deterministic=False
         )
-        assert "3x8x8 -> 3x16x16" in said and "channels_last=True" in said
+        assert "3x8x8 -> 3x16x16" in said and "carried over, not measured: channels_last." in said
         assert "advisor tune model.py:Net --shape 2x3x16x16" in said
 
     def test_never_a_batch_to_less_memory(self, here: Path) -> None:
         memory = detect("cpu").device.memory_gib
         for there, batch in ((memory * 2, None), (max(1, memory // 2), 4)):
-            keep(changed(made(), "device", memory_gib=there))
+            keep(made(device__memory_gib=there))
             advice, _said = look_up(shape=None, on_miss="nearest")
             assert (advice.status, advice.batch_size) == ("nearest", batch)
             open_records(None).delete(open_records(None).all()[0])
 
-    def test_what_the_script_permits_holds(self, here: Path) -> None:
-        keep(replace(made(), at_batch=choice(FAST.replace(precision="bf16"), 3000.0, 1.5)))
-        advice, _said = look_up(
-            shape=(4, 3, 9, 9), on_miss="nearest", precisions=["default"], deterministic=True
-        )
-        assert "precision" not in advice.config or advice.config["precision"] == "default"
-        assert advice.config.get("cudnn_deterministic") in (None, True)
+    def test_what_the_script_permits_holds(
+        self, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("advisor.tuners.environment.cpu_has_bf16", lambda: True)
+        keep(sound(made(FAST.replace(precision="bf16"))))
+        near = {"shape": (4, 3, 9, 9), "on_miss": "nearest"}
+        advice, _said = look_up(**near)
+        assert (advice.config["precision"], advice.config["channels_last"]) == ("bf16", True)
+        assert advice.autocast_dtype is not None
+        advice, _said = look_up(**near, precisions=["default"], deterministic=True)
+        # What is permitted is still carried over, what is not is torch's own.
+        assert advice.config == Config(batch_size=4, channels_last=True)
+        assert advice.autocast_dtype is None
+
+    def test_what_was_not_compared_is_not_carried(self, here: Path) -> None:
+        keep(made(FAST.replace(precision="bf16")))
+        advice, _said = look_up(shape=(4, 3, 9, 9), on_miss="nearest")
+        assert advice.config.get("precision", "default") == "default"
+        assert advice.config["channels_last"] is True
 
     def test_the_project_may_ask_for_it(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         keep(made())
         (here / "pyproject.toml").write_text('[tool.advisor]\non-miss = "nearest"\n')
         assert look_up(shape=(4, 3, 9, 9))[0].status == "nearest"
-        monkeypatch.setenv("ADVISOR_ON_MISS", "error")
+        monkeypatch.setenv("ADVISOR_ON_MISS", "default")
+        assert look_up(shape=(4, 3, 9, 9))[0].status == "miss"
         with pytest.raises(NoRecord):
-            look_up(shape=(4, 3, 9, 9))
-        monkeypatch.setenv("ADVISOR_ON_MISS", "whatever")
+            look_up(shape=(4, 3, 9, 9), strict=True)
+        monkeypatch.setenv("ADVISOR_ON_MISS", "error")
         advice, said = look_up(shape=(4, 3, 9, 9))
-        assert advice.status == "miss" and "expected one of default, nearest, error" in said
+        assert advice.status == "miss" and "'error': expected one of default, nearest" in said
 
     def test_nothing_is_near_to_nothing(self, here: Path) -> None:
         assert look_up(on_miss="nearest")[0].status == "miss"
 
 
 def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
-    huge = FAST.replace(compile="../../x")
-    keep_unchecked = open_records(None)
-    keep_unchecked.put(replace(made(), at_batch=choice(huge, 3000.0, 1.5)))
+    keep(made(FAST.replace(compile="../../x")))
     advice, said = look_up()
     assert advice.status == "miss"
     assert "compile '../../x': expected none, cudagraphs" in said
@@ -171,7 +195,7 @@ def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
 
 
 def test_only_signed_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(made())
+    Records(open_store()).put(made())
     monkeypatch.setenv("ADVISOR_SECRET", "what openssl printed")
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
     advice, said = look_up()
@@ -192,7 +216,7 @@ class TestSeveralStores:
 
     def test_stale_here_and_exact_behind(self, here: Path) -> None:
         urls = [f"disk:{here}/mine", f"dir:{here}/team"]
-        keep(changed(made(), "software", torch="2.0.1"), urls[0])
+        keep(made(software__torch="2.0.1"), urls[0])
         keep(made(), urls[1])
         assert look_up(cache=urls)[0].status == "exact"
 
@@ -271,12 +295,12 @@ def test_records_are_carried_by_commands(here: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"1 added to dir:{here}/team")
     done = advisor(here, "sync", os.environ["ADVISOR_CACHE"], "dir:team", "--json")
     assert [row["outcome"] for row in json.loads(done.stdout)["records"]] == ["known"]
-    keep(replace(made(), provenance=replace(made().provenance, created=1.8e9)), "dir:team")
+    keep(replace(made(), provenance=replace(made().provenance, created=time.time())), "dir:team")
     done = advisor(here, "gc", "--cache", "dir:team")
     assert "would go" in done.stdout and "superseded" in done.stdout and "--yes" in done.stdout
     assert len(open_store("dir:team").keys()) == 2
     done = advisor(here, "gc", "--cache", "dir:team", "--yes")
-    assert "removed" in done.stdout
+    assert "removing" in done.stdout
     assert len(open_store("dir:team").keys()) == 1
     assert advisor(here, "gc", "--cache", "dir:team").stdout == "nothing to remove\n"
     told = advisor(here, "why", "model.py", "--cache", "pack:all.pack")
@@ -293,7 +317,8 @@ def test_records_are_carried_by_commands(here: Path) -> None:
         (("sync", "dir:a", "dir:b"), 2, "there is nothing in dir:"),
         (("sync", "pack:missing", "dir:b"), 1, "No such file"),
         (("why", "nope.py"), 2, "there is no file"),
-        (("why", "model.py", "--on-miss", "error"), 1, ""),
+        (("why", "model.py", "--strict"), 1, ""),
+        (("why", "model.py", "--on-miss", "error"), 2, "'error' is not one of"),
         (("gc", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("import", "model.py", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("forget", "--all", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
@@ -310,17 +335,16 @@ def test_wrong_input_is_one_line(
     assert done.stderr.count("\n") <= 1
 
 
-def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path) -> None:
+def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path, unmeasured: list[Task]) -> None:
     remote, local = "redis://127.0.0.1:1", f"dir:{here}/mine"
-    command = ["tune", "model.py", "--shape", "4x3x8x8", "--device", "cpu", "--trials", "2"]
-    done = advisor(here, *command, "--budget", "8s", "--no-compile", "--cache", f"{remote},{local}")
+    tune = ("tune", "model.py", "--device", "cpu", "--shape")
+    done = advisor(here, *tune, "4x3x8x8", "--cache", f"{remote},{local}")
     assert done.returncode == 0, done.stderr
     assert f"advisor sync {local} {remote}" in done.stderr
     assert len(open_store(local).keys()) == 1
     # What was best at another shape is tried first at the next.
-    done = advisor(here, *command[:3], "4x3x9x9", *command[4:], "--budget", "8s", "--cache", local)
     advice = look_up(cache=local)[0]
-    assert advice.record is not None
-    changed_anything = advice.record.at_batch != advice.record.baseline
-    said = f"tried first: the advice of record {advice.record.id} (the same model, shape 3x8x8"
-    assert (said in done.stderr) == changed_anything, done.stderr
+    assert advice.record is not None and advice.config != advice.record.baseline.config
+    done = advisor(here, *tune, "4x3x9x9", "--cache", local)
+    said = f"tried first: the advice of record {advice.record.id} (the same model, shapes 3x8x8"
+    assert said in done.stderr and len(unmeasured) == 2

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
+from advisor.errors import AdvisorWarning
+from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.in_force import PIECES, InForce
+from advisor.tuners.act.replays import Replays
 from advisor.tuners.knobs import KNOBS, Situation
 from advisor.tuners.search.space import Space
 
@@ -182,3 +190,339 @@ def test_compiling_keeps_the_names_of_the_weights() -> None:
     assert model._compiled_call_impl is not None
     plain = Advice(Config(compile="none"), device="cpu").prepare(nn.Linear(3, 4))
     assert plain._compiled_call_impl is None
+
+
+def stepper(*models: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def adversaries() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(1)
+    return nn.Linear(2, 3), nn.Linear(3, 1)
+
+
+@pytest.mark.parametrize("precision", ["default", "fp16"])
+def test_a_generator_leaves_nothing_in_the_discriminator(precision: str) -> None:
+    """Its backward pass fills the discriminator's gradients, which are not the next step's."""
+    ends = []
+    for advised in (True, False):
+        generator, discriminator = adversaries()
+        ours, theirs = stepper(generator, discriminator)
+        advice = Advice(Config(precision=precision), device="cpu")
+        draw = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            noise, real = torch.randn(4, 2, generator=draw), torch.randn(4, 3, generator=draw)
+            for optimizer, loss in (
+                (ours, lambda: -discriminator(generator(noise)).mean()),  # noqa: B023
+                (theirs, lambda: discriminator(real).square().mean()),  # noqa: B023
+            ):
+                if advised:
+                    advice.step(loss(), optimizer)
+                else:
+                    optimizer.zero_grad()
+                    loss().backward()
+                    optimizer.step()
+        ends.append([*generator.parameters(), *discriminator.parameters()])
+    for ours_, theirs_ in zip(*ends, strict=True):
+        torch.testing.assert_close(ours_, theirs_)
+
+
+def test_a_step_ends_as_the_plain_loop_does() -> None:
+    """Gradients of before do not count; those of the step can be read after it."""
+    model = nn.Linear(2, 1)
+    (optimizer,) = stepper(model)
+    advice = Advice(Config(), device="cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    advice.step(model(torch.ones(1, 2)).sum(), optimizer)
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("precision", ["default", "fp16"])
+def test_two_optimizers_on_one_loss(precision: str) -> None:
+    generator, discriminator = adversaries()
+    before = generator.weight.detach().clone(), discriminator.weight.detach().clone()
+    advice = Advice(Config(precision=precision), device="cpu")
+    advice.step(
+        discriminator(generator(torch.ones(1, 2))).sum(), *stepper(generator, discriminator)
+    )
+    assert not torch.equal(generator.weight, before[0])
+    assert not torch.equal(discriminator.weight, before[1])
+
+
+def one_step(advice: Advice, how: str) -> None:
+    model = advice.prepare(nn.Linear(2, 1))
+    (optimizer,) = stepper(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = advice.scaler if how == "scaler" else torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        with advice.autocast():
+            loss = model(torch.ones(1, 2)).float().sum()
+        if how == "step":
+            advice.step(loss / 65536, optimizer)
+        elif how == "plain":
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss / 65536).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+
+
+def test_fp16_without_a_scaler_is_named_once() -> None:
+    advice = Advice(Config(precision="fp16"), device="cpu")
+    with pytest.warns(AdvisorWarning, match="without a scaler") as said:
+        one_step(advice, "plain")
+    assert len(said) == 1
+    assert any(
+        "step" in line and line.startswith("not in effect") for line in advice.report().splitlines()
+    )
+
+
+@pytest.mark.parametrize("how", ["step", "scaler", "own"])
+def test_fp16_with_any_scaler_is_in_effect(how: str) -> None:
+    advice = Advice(Config(precision="fp16"), device="cpu", reason="fast")
+    advice.set_flags()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(advice, how)
+    assert advice.reason == "fast"
+
+
+TORCHS = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
+
+
+def served(config: Config, **more: object) -> Advice:
+    return Advice(
+        config,
+        device="cpu",
+        reason="1.84x torch's default at batch 128",
+        default=TORCHS,
+        gains={"flags": 1.1, "loop": 1.84, "capture": 6.4},
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads by default, which nobody has set."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(acting, "_put_by_us", {})
+    monkeypatch.setattr(acting, "tell_at_exit", lambda one: None)
+    torch.set_num_threads(2)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_reason_claims_what_is_in_force_only() -> None:
+    advice = served(TORCHS.replace(precision="bf16", channels_last=True, threads=1))
+    assert "not in force yet; 1.84x" in advice.reason
+    advice.set_flags()
+    assert advice.reason == (
+        "1.10x in force (flags); 1.84x once the loop also calls prepare, batches, autocast"
+    )
+    assert "next: capture would give 6.40x instead of 1.84x" in advice.report()
+    train(advice)
+    assert advice.reason == "1.84x torch's default at batch 128"
+    assert [line for line in advice.report().splitlines() if line.startswith("not")] == []
+    assert "in effect: threads=1" in advice.report()
+
+
+@pytest.mark.usefixtures("threads")
+def test_advice_that_is_the_default_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_any: object) -> None:
+        raise AssertionError("changed")
+
+    torch.backends.cudnn.benchmark = True  # the user's own, which torch's default is not
+    advice = served(TORCHS)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", never)
+        patch.setattr(torch, "set_float32_matmul_precision", never)
+        patch.setattr(torch, "use_deterministic_algorithms", never)
+        advice.set_flags()
+        advice.prepare(nn.Conv2d(1, 1, 1))
+    assert torch.backends.cudnn.benchmark
+    assert advice.reason == "1.84x torch's default at batch 128"
+
+
+@pytest.mark.usefixtures("threads")
+def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> None:
+    advice = served(
+        TORCHS.replace(precision="bf16"),
+        flags=TORCHS.replace(precision="tf32", cudnn_benchmark=True, threads=1),
+    )
+    advice.set_flags()
+    assert torch.backends.cudnn.benchmark and torch.get_num_threads() == 1
+    advice.prepare(nn.Linear(1, 1))
+    assert not torch.backends.cudnn.benchmark and torch.get_num_threads() == 2
+    assert torch.backends.cuda.matmul.allow_tf32  # bf16 runs over it
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_lookup_that_set_no_flags_sets_none_when_it_prepares() -> None:
+    advice = served(
+        TORCHS.replace(threads=1), flags=TORCHS.replace(threads=1, cudnn_benchmark=True)
+    )
+    advice.prepare(nn.Linear(1, 1))
+    assert torch.get_num_threads() == 2 and not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("how", ["OMP_NUM_THREADS", "set_num_threads"])
+def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "set_num_threads":
+        torch.set_num_threads(3)
+    else:
+        monkeypatch.setenv(how, "2")
+    before = torch.get_num_threads()
+    advice = served(TORCHS.replace(threads=1))
+    advice.set_flags()
+    assert torch.get_num_threads() == before
+    kept = f"kept: threads={before}, as it was set; advised is 1"
+    assert kept in advice.report() and f"threads={before} stays" in advice.reason
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_that_the_user_set_stay_when_other_flags_are_put_back() -> None:
+    torch.set_num_threads(3)
+    advice = served(TORCHS.replace(precision="bf16"), flags=TORCHS.replace(threads=1))
+    advice.set_flags()
+    advice.prepare(nn.Linear(1, 1))
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("threads")
+def test_threads_that_an_advice_set_are_not_the_user_s() -> None:
+    for threads in (1, 2, 1):
+        served(TORCHS.replace(threads=threads, precision="tf32")).set_flags()
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("threads")
+def test_measuring_sets_every_row() -> None:
+    torch.set_num_threads(3)
+    Advice(TORCHS, device="cpu").set_flags()
+    assert torch.get_num_threads() == 2
+
+
+def test_every_row_says_which_piece_it_needs() -> None:
+    wide = Situation(
+        device="cuda", capability=(9, 0), batches=(1, 2), full=True, compiles=True, threads=1
+    )
+    for knob in KNOBS:
+        for value in knob.values(wide)[1:]:
+            one = InForce(advised=((knob, value),), served="", use="loop", gains={})
+            assert one.waiting(), knob.name
+            one.used.update(PIECES)
+            assert not one.waiting()
+
+
+SCRIPT = """
+import logging, os, sys
+from advisor.cache.config import Config
+from advisor.tuners.act.advice import Advice
+from torch import nn
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+default = Config(channels_last=False)
+advice = Advice(Config(channels_last=True), device="cpu", reason="2.00x", default=default)
+if sys.argv[1] != "none":
+    advice.prepare(nn.Conv2d(1, 1, 1))
+if sys.argv[1] == "all":
+    list(advice.batches([]))
+if sys.argv[1] == "none":
+    Advice(default, device="cpu", default=default).set_flags()
+    Advice(Config(channels_last=True), device="cpu").set_flags()
+if sys.argv[1] == "fork" and os.fork() == 0:
+    sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("all", "INFO advisor advice at the end: 2.00x\n"),
+        (
+            "half",
+            "WARNING advisor advice at the end: 2.00x; once the loop also calls batches; "
+            "without effect: channels_last\n",
+        ),
+        ("none", ""),
+    ],
+)
+def test_the_end_of_a_script_is_told_in_one_line(how: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, env=os.environ.copy()
+    )
+    assert done.stderr == said
+
+
+def test_a_forked_child_tells_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "fork"], capture_output=True, text=True)
+    assert done.stderr.count("WARNING") == 1
+
+
+class Replaying(nn.Linear):
+    """As compiled to a CUDA graph: each call writes its output to the same place."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.place = torch.zeros(4, 2)
+        self._compiled_call_impl = self.replay
+
+    def replay(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            self.place.copy_(nn.functional.linear(x, self.weight, self.bias))
+        return {"logits": self.place}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_outputs_of_replays_that_are_kept_stay(grad: bool) -> None:
+    model = Replaying()
+    Replays().attach(model)
+    with torch.set_grad_enabled(grad):
+        first, second = (model(torch.full((4, 2), float(n)))["logits"] for n in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
+    model, replays = Replaying(), Replays()
+    replays.attach(model)
+    buffer = torch.ones(2, 2)
+    model.weight.grad = buffer
+    model(torch.ones(4, 2))
+    moved = model.weight.grad
+    assert moved is not buffer and torch.equal(moved, torch.ones(2, 2))
+    model(torch.ones(4, 2))
+    assert model.weight.grad is moved  # its own by now
+    # Those of a step that is over need no copy.
+    replays.stepped(stepper(model))
+    model(torch.ones(4, 2))
+    assert model.weight.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["reduce-overhead", "cudagraphs"])
+def test_compiled_graphs_accumulate_and_evaluate_as_eager_does(mode: str) -> None:
+    found = []
+    for compile in (mode, "none"):
+        torch.manual_seed(0)
+        advice = Advice(Config(compile=compile), device="cuda")
+        model = advice.prepare(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(12)]
+        for number, x in enumerate(advice.batches(data)):
+            loss = model(x).square().mean()
+            losses.append(loss.detach())
+            advice.scaler.scale(loss).backward()
+            if number % 3 == 2:
+                advice.scaler.step(optimizer)
+                advice.scaler.update()
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+        for x in advice.batches(data):
+            advice.step(model(x).square().mean(), optimizer)
+        with torch.no_grad():
+            losses += [model(x.cuda()) for x in data]
+        found.append(torch.cat([loss.flatten() for loss in losses]))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)

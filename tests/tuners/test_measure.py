@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.tuners.measure.timing import median_interval, time_steps, warm_up
+from advisor.tuners.measure.timing import first_steps, median_interval, time_steps, warm_up
 
 
 class FakeClock:
@@ -64,6 +65,60 @@ def test_the_host_waits_for_the_device_at_block_ends_only() -> None:
 
     timing = time_steps(step, clock, seconds=60.0, first_s=0.0, expected_s=0.001)
     assert clock.synchronized == len(timing.blocks) + 1
+
+
+class QueueClock:
+    """A device beside the host: a step is queued in a moment, and runs when its turn comes."""
+
+    def __init__(self) -> None:
+        self.time = self.device = 0.0
+
+    def run(self, seconds: float) -> None:
+        self.time += 0.001
+        self.device = max(self.device, self.time) + seconds
+
+    def synchronize(self) -> None:
+        self.time = max(self.time, self.device)
+
+    def now(self) -> float:
+        return self.time
+
+    def mark(self) -> object:
+        return max(self.time, self.device)
+
+    def between(self, start: object, end: object) -> float:
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+
+
+def test_what_the_device_still_does_is_waited_for_and_nothing_of_before_counts() -> None:
+    clock = QueueClock()
+    clock.run(50.0)
+    assert warm_up(lambda: clock.run(0.2), clock) == pytest.approx((0.201, 0.201))
+    clock.run(50.0)
+    assert first_steps(lambda: clock.run(0.2), clock) == pytest.approx((0.201, 0.201))
+    clock.run(50.0)
+    timing = time_steps(lambda: clock.run(0.02), clock, seconds=60.0, first_s=0.0, expected_s=0.02)
+    assert list(timing.blocks) == pytest.approx([0.0202] * 6)
+    assert timing.gpu_s == pytest.approx(0.0202, rel=0.02)
+
+
+def test_first_steps_are_all_that_is_paid_once() -> None:
+    clock = FakeClock()
+
+    def paying(*costs: float) -> Callable[[], None]:
+        left = list(costs)
+
+        def step() -> None:
+            clock.time += left.pop(0) if left else 0.1
+
+        return step
+
+    # A compilation, and two recordings after it.
+    assert first_steps(paying(20.0, 3.1, 1.1), clock) == pytest.approx((24.0, 0.1))
+    # A captured step: its warm-up, its capture and what is checked are `start`.
+    assert first_steps(paying(), clock, paying(7.0)) == pytest.approx((7.0, 0.1))
+    assert warm_up(paying(), clock, paying(7.0)) == pytest.approx((7.0, 0.1))
 
 
 def test_slow_steps_still_have_a_spread() -> None:

@@ -31,7 +31,7 @@ elif how != "before":
 try:
     if how == "strict":
         advisor.apply("nothing.py:Net", shape=(4, 8), device="cpu", strict=True)
-    advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu", on_miss=None)
+    advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu")
     if how == "before":
         dist.init_process_group("gloo")
     if how == "differ":

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
+from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning
+from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.step_graph import CHECKED, WARM_STEPS, StepGraph
+from advisor.tuners.act.recorder import RECORDERS
+from advisor.tuners.act.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.measure.workload import Workload
+from tests.tuners.aten_recorder import AtenRecorder
 
 EARLY = WARM_STEPS + CHECKED
+everywhere = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> AtenRecorder:
+    """What captures on a CPU here; a CUDA graph does on CUDA."""
+    made = AtenRecorder()
+    monkeypatch.setitem(RECORDERS, "cpu", lambda: made)
+    return made
 
 
 class Net(nn.Module):
@@ -42,6 +60,7 @@ class Training:
 
     def __init__(
         self,
+        where: str = "cpu",
         *,
         graph: bool = True,
         model: nn.Module | None = None,
@@ -51,13 +70,11 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         random.seed(0)
-        self.advice = Advice(Config(precision="default", step_graph=graph), device="cuda")
+        self.advice = Advice(Config(precision="default", step_graph=graph), device=where)
         self.model = self.advice.prepare(Net() if model is None else model)
-        settings: dict[str, Any] = {
-            "lr": 0.05,
-            **how,
-            **({"fused": True} if "fused" not in how else {}),
-        }
+        settings: dict[str, Any] = {"lr": 0.05, "fused": True, **how}
+        if settings["fused"] is None:
+            del settings["fused"]
         self.optimizer = make(self.model.parameters(), **settings)
         self.hinder = hinder
         self.step = self.advice.capture(self.train_step, next(batches(1)))
@@ -113,22 +130,33 @@ def test_a_step_that_is_not_captured_as_advised_is_named_once() -> None:
         advice.step((weight * 2).sum(), optimizer)
 
 
-@pytest.mark.gpu
+@everywhere
 @pytest.mark.parametrize(
     ("make", "how"),
     [
         (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+        (torch.optim.SGD, {"weight_decay": 0.1, "fused": None}),
         (torch.optim.AdamW, {"lr": 1e-3}),
+    ],
+)
+def test_replays_train_as_the_step_does(where: str, make: Any, how: dict[str, Any]) -> None:
+    trains_alike(where, make, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
         (torch.optim.AdamW, {"lr": 1e-3, "fused": False}),
         (torch.optim.RMSprop, {"lr": 1e-3, "fused": None}),
     ],
 )
-def test_replays_train_as_the_step_does(make: Any, how: dict[str, Any]) -> None:
-    if how.get("fused", True) is None:
-        how = {"lr": how["lr"]}
-        runs = [_without_fused(make, graph, how) for graph in (True, False)]
-    else:
-        runs = [Training(graph=graph, make=make, **how) for graph in (True, False)]
+def test_optimizers_made_capturable(make: Any, how: dict[str, Any]) -> None:
+    trains_alike("cuda", make, how)
+
+
+def trains_alike(where: str, make: Any, how: dict[str, Any]) -> None:
+    runs = [Training(where, graph=graph, make=make, **how) for graph in (True, False)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = [run.run(40) for run in runs]
@@ -141,15 +169,11 @@ def test_replays_train_as_the_step_does(make: Any, how: dict[str, Any]) -> None:
     assert [type(g["lr"]) for g in runs[0].optimizer.param_groups] == [float]
 
 
-def _without_fused(make: Any, graph: bool, how: dict[str, Any]) -> Training:
-    return Training(graph=graph, make=lambda weights, **_fused: make(weights, **how))
-
-
-@pytest.mark.gpu
-def test_a_short_last_batch_runs_between_replays() -> None:
+@everywhere
+def test_a_short_last_batch_runs_between_replays(where: str) -> None:
     losses = []
     for graph in (True, False):
-        training = Training(graph=graph)
+        training = Training(where, graph=graph)
         losses.append(training.run(10))
         (short,) = training.advice.batches(batches(1, 50, size=5))
         losses[-1].append(float(training.step(short).detach()))
@@ -157,12 +181,12 @@ def test_a_short_last_batch_runs_between_replays() -> None:
     assert same(*losses)
 
 
-@pytest.mark.gpu
-def test_a_schedule_of_the_learning_rate_is_followed() -> None:
+@everywhere
+def test_a_schedule_of_the_learning_rate_is_followed(where: str) -> None:
     for make, how in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"lr": 1e-2})):
         losses = []
         for graph in (True, False):
-            training = Training(graph=graph, make=make, **how)
+            training = Training(where, graph=graph, make=make, **how)
             schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, gamma=0.8)
             losses.append([])
             for number in range(20):
@@ -171,26 +195,26 @@ def test_a_schedule_of_the_learning_rate_is_followed() -> None:
         assert same(*losses)
 
 
-@pytest.mark.gpu
-def test_momentum_by_hand_captures_anew_and_at_every_step_gives_up() -> None:
+@everywhere
+def test_momentum_by_hand_captures_anew_and_at_every_step_gives_up(where: str) -> None:
     losses = []
     for graph in (True, False):
-        training = Training(graph=graph, momentum=0.9)
+        training = Training(where, graph=graph, momentum=0.9)
         losses.append(training.run(EARLY + 2))
         training.optimizer.param_groups[0]["momentum"] = 0.2
         losses[-1] += training.run(6, first=100)
     assert same(*losses)
-    training = Training(momentum=0.9)
+    training = Training(where, momentum=0.9)
     training.run(EARLY)
-    with pytest.warns(AdvisorWarning, match="change at every step"):
+    with pytest.warns(AdvisorWarning, match="changed at every step"):
         for number in range(12):
             training.optimizer.param_groups[0]["momentum"] = 0.9 - number / 100
             training.run(1, first=number)
 
 
-@pytest.mark.gpu
-def test_weights_frozen_on_the_way_stay_frozen() -> None:
-    training = Training()
+@everywhere
+def test_weights_frozen_on_the_way_stay_frozen(where: str) -> None:
+    training = Training(where)
     training.run(EARLY + 2)
     convolve = training.model.get_parameter("convolve.weight")
     convolve.requires_grad_(False)
@@ -199,11 +223,11 @@ def test_weights_frozen_on_the_way_stay_frozen() -> None:
     assert training.failure == "" and torch.equal(convolve, held)
 
 
-@pytest.mark.gpu
-def test_a_checkpoint_loaded_on_the_way_is_trained_on() -> None:
+@everywhere
+def test_a_checkpoint_loaded_on_the_way_is_trained_on(where: str) -> None:
     losses = []
     for graph in (True, False):
-        training = Training(graph=graph, make=torch.optim.AdamW, lr=1e-2)
+        training = Training(where, graph=graph, make=torch.optim.AdamW, lr=1e-2)
         training.run(12)
         model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
         model = {name: tensor.clone() for name, tensor in model.items()}
@@ -235,45 +259,429 @@ class Branching(Net):
         return super().forward(x) * (1.0 if random.random() < 0.5 else 3.0)
 
 
-@pytest.mark.gpu
+@everywhere
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"hinder": lambda loss: loss.item()}, r"waits for the device \(test_step_graph"),
+        ({"hinder": lambda loss: loss.item()}, "waits for the device"),
         ({"hinder": lambda loss: print(end="") if loss > 0 else 1 / 0}, "waits for the device"),
-        ({"hinder": lambda loss: loss.cpu()}, "waits for the device"),
-        ({"hinder": lambda loss: torch.cuda.synchronize()}, "cannot hold"),
         ({"model": Buffered()}, "'mean' is replaced"),
-        ({"model": Branching()}, "differ"),
+        ({"model": Branching()}, "draws random numbers"),
     ],
 )
 def test_what_cannot_be_captured_trains_without_and_is_named_once(
-    how: dict[str, Any], reason: str
+    where: str, how: dict[str, Any], reason: str
 ) -> None:
-    training = Training(**how)
+    trains_without(where, copy.deepcopy(how), reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("hinder", "reason"),
+    [
+        (lambda loss: loss.item(), r"waits for the device \(test_step_graph"),
+        (lambda loss: loss.cpu(), "waits for the device"),
+        (lambda loss: torch.cuda.synchronize(), "cannot hold"),
+    ],
+)
+def test_what_waits_is_found_by_its_line(hinder: Any, reason: str) -> None:
+    trains_without("cuda", {"hinder": hinder}, reason)
+
+
+def trains_without(where: str, how: dict[str, Any], reason: str) -> None:
+    training = Training(where, **how)
     with pytest.warns(AdvisorWarning, match=reason) as seen:
         losses = training.run(20)
     assert len([w for w in seen if issubclass(w.category, AdvisorWarning)]) == 1
     assert training.failure and all(loss == loss for loss in losses)
     assert losses[-1] < losses[0] or "model" in how
     # Nothing is left of the capture: the generator draws, graphs can be made.
-    assert torch.rand(1, device="cuda") >= 0
-    again = Training()
+    assert torch.rand(1, device=where) >= 0
+    again = Training(where)
     again.run(12)
     assert again.failure == ""
 
 
-@pytest.mark.gpu
-def test_a_batch_with_more_than_tensors_is_refused_at_once() -> None:
-    advice = Advice(Config(step_graph=True), device="cuda")
-    with pytest.warns(AdvisorWarning, match="more than tensors"):
-        step = advice.capture(lambda batch: batch, (torch.ones(2), "name"))
-    assert step((torch.ones(1), "other"))[1] == "other"
+def stepping(
+    model: nn.Module, change: Callable[[Tensor], Any] = lambda loss: None, **how: Any
+) -> tuple[Callable[[Any], Any], torch.optim.Optimizer]:
+    """A step as a script writes it, captured; `change` is what else happens in it."""
+    advice = Advice(Config(step_graph=True), device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.05, "fused": True, **how})
+
+    def step(batch: tuple[Any, ...]) -> Tensor:
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+        advice.step(loss, optimizer)
+        change(loss)
+        return loss
+
+    return advice.capture(step, pair(0)), optimizer
 
 
-@pytest.mark.gpu
-def test_losses_that_are_kept_stay_what_they_were() -> None:
-    training = Training()
+def pair(number: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(size, 3, generator=draw), torch.randn(size, 2, generator=draw)
+
+
+def made() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(3, 2)
+
+
+SETTINGS = {"weight": 1.0}
+
+
+class Owner:
+    """A trainer of one's own: its step is a method, and reads what stands beside it."""
+
+    scale = 1.0
+
+    def __init__(self, graph: bool) -> None:
+        self.model = made()
+        self.average = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, fused=True)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8)
+        self.decay = 0.5
+        self.seen = 0
+        self.said: list[Tensor] = []
+        self.lately: deque[int] = deque(maxlen=50)
+        self.total = torch.zeros(())
+        self.advice = Advice(Config(step_graph=graph), device="cpu")
+        self.inside: Callable[[Owner], Any] = lambda owner: None
+        self.step = self.advice.capture(self.train, pair(0))
+
+    def train(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = functional.mse_loss(self.model(batch[0]), batch[1])
+        loss = loss * self.scale * SETTINGS["weight"]
+        self.advice.step(loss, self.optimizer)
+        with torch.no_grad():
+            for ours, theirs in zip(
+                self.average.parameters(), self.model.parameters(), strict=True
+            ):
+                ours.lerp_(theirs, 1 - self.decay)
+        self.inside(self)
+        return loss
+
+    def run(self, steps: int = 14, between: Callable[[Owner], Any] = lambda owner: None) -> Any:
+        losses = []
+        for number in range(steps):
+            losses.append(float(self.step(pair(number)).detach()))
+            between(self)
+        weights = [w.detach().clone() for m in (self.model, self.average) for w in m.parameters()]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return losses, weights, self.decay, self.seen, rates, self.total, len(self.said)
+
+
+def count(owner: Owner) -> None:
+    owner.seen += 1
+
+
+def anneal(owner: Owner) -> None:
+    owner.decay = 0.9 * owner.decay + 0.01
+
+
+def toggle(owner: Owner) -> None:
+    owner.model.train(not owner.model.training)
+
+
+def weigh(owner: Owner) -> None:
+    SETTINGS["weight"] *= 0.9
+
+
+def shrink(owner: Owner) -> None:
+    Owner.scale *= 0.9
+
+
+def keep(owner: Owner) -> None:
+    owner.said.append(torch.zeros(()))
+
+
+def add_up(owner: Owner) -> None:
+    owner.total = owner.total + owner.model.weight.detach().sum()
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def as_they_were() -> None:
+        monkeypatch.setitem(SETTINGS, "weight", 1.0)
+        monkeypatch.setattr(Owner, "scale", 1.0)
+
+    as_they_were()
+    return as_they_were
+
+
+@pytest.mark.parametrize(
+    ("inside", "reason"),
+    [
+        (lambda owner: owner.schedule.step(), "changes .*(lr|last_epoch|_step_count)"),
+        (count, r"changes self\.seen in Python"),
+        (anneal, r"changes self\.decay in Python"),
+        (toggle, "changes .*training"),
+        (weigh, r"changes SETTINGS\.weight"),
+        (shrink, r"changes self\.scale"),
+        (keep, r"changes self\.said"),
+        (lambda owner: owner.lately.append(1), r"changes self\.lately"),
+        (lambda owner: random.random(), "draws random numbers"),
+        (add_up, "what a replay returns differs"),
+    ],
+)
+def test_what_a_step_changes_in_python_is_never_frozen(
+    inside: Callable[[Owner], Any], reason: str, settings: Callable[[], None]
+) -> None:
+    ends = []
+    for graph in (True, False):
+        settings()
+        owner = Owner(graph)
+        owner.inside = inside
+        if graph:
+            with pytest.warns(AdvisorWarning, match=reason) as said:
+                ends.append(owner.run())
+            assert len(said) == 1
+        else:
+            ends.append(owner.run())
+    assert repr(ends[0]) == repr(ends[1])
+
+
+@pytest.mark.parametrize("between", [anneal, toggle, weigh, shrink])
+@pytest.mark.parametrize("often", [1, 5])
+def test_what_a_script_changes_between_steps_is_followed_or_named(
+    between: Callable[[Owner], Any], often: int, settings: Callable[[], None]
+) -> None:
+    ends = []
+    for graph in (True, False):
+        settings()
+        owner, numbers = Owner(graph), iter(range(1, 100))
+
+        def now_and_then(owner: Owner, numbers: Iterator[int] = numbers) -> None:
+            if next(numbers) % often == 0:
+                between(owner)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if often == 1 else "error")
+            ends.append(owner.run(24, now_and_then))
+        if graph:
+            assert isinstance(owner.step, StepGraph)
+            assert ("changed at every step" in owner.step.failure) is (often == 1)
+    assert repr(ends[0]) == repr(ends[1])
+
+
+def test_a_schedule_and_a_counter_outside_cost_no_capture(recorder: AtenRecorder) -> None:
+    def outside(owner: Owner) -> None:
+        owner.schedule.step()
+        owner.seen += 1
+
+    ends = [Owner(graph).run(16, outside) for graph in (True, False)]
+    assert repr(ends[0]) == repr(ends[1])
+    assert recorder.recordings == 1 and recorder.replays > 10
+
+
+class Part:
+    """What an owner reads of another object bears the name of what it keeps for itself."""
+
+    loss = staticmethod(functional.mse_loss)
+    rate = 1.0
+
+
+class Keeper:
+    def __init__(self, advice: Advice) -> None:
+        self.part, self.model, self.loss, self.rate = Part(), made(), None, 0.0
+        self.advice, self.at = advice, iter(range(0))
+        (self.optimizer,) = [torch.optim.SGD(self.model.parameters(), lr=0.05, fused=True)]
+
+    def train(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = self.part.loss(self.model(batch[0]), batch[1]) * self.part.rate
+        self.advice.step(loss, self.optimizer)
+        return loss
+
+    def step(self, number: int) -> None:
+        """Named as `advice.step` is, and no part of the step."""
+        self.at = iter(range(number))
+        self.rate += next(self.at, 0)
+
+
+def test_what_only_bears_the_name_of_what_a_step_reads_costs_no_capture(
+    recorder: AtenRecorder,
+) -> None:
+    advice = Advice(Config(step_graph=True), device="cpu")
+    keeper = Keeper(advice)
+    step = advice.capture(keeper.train, pair(0))
+    for number in range(20):
+        keeper.loss = step(pair(number))
+        keeper.step(number)
+    assert recorder.recordings == 1 and recorder.replays > 14
+    keeper.part.rate = 0.5
+    step(pair(0))
+    assert recorder.recordings == 2
+
+
+class Ramp(nn.Linear):
+    """Reads its settings by their names."""
+
+    first = second = 1.0
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(3, 2)
+        self.names = names
+        self.third = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = x * getattr(self, name)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["first", "third"])
+def test_what_is_read_by_getattr_is_followed(name: str, recorder: AtenRecorder) -> None:
+    model = Ramp("first", "second", "third")
+    step, _ = stepping(model)
+    for number in range(10):
+        step(pair(number))
+    setattr(model, name, 0.0)
+    loss = step(pair(0))
+    assert recorder.recordings == 2
+    expected = functional.mse_loss(model.bias.expand(4, 2), pair(0)[1])
+    assert loss.shape == expected.shape
+
+
+def test_a_measured_workload_is_captured_once(tmp_path: Path, recorder: AtenRecorder) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))\n"
+    )
+    name = f"{tmp_path / 'net.py'}:Net"
+    workload = Workload(
+        target.load(target.parse(name), Config()),
+        Advice(Config(step_graph=True), device="cpu"),
+        task=Task(target=name, shapes=((4, 3),)),
+        batch=4,
+        from_loader=False,
+        seed=0,
+        batches=3,
+        watch=True,
+    )
+    workload.start()
+    for _ in range(20):
+        workload.step()
+        workload.rewind(1)
+    assert recorder.recordings == 1 and recorder.replays > 20
+
+
+@pytest.mark.parametrize("left_out", ["aten::lerp_", "aten::mul_"])
+def test_a_recorder_that_leaves_something_out_is_caught(
+    left_out: str, recorder: AtenRecorder
+) -> None:
+    """An average that stands still; a weight decay of 5e-6 at each step."""
+
+    def decay(owner: Owner) -> None:
+        with torch.no_grad():
+            for weight in owner.model.parameters():
+                weight.mul_(1 - 5e-6)
+
+    recorder.fault = left_out.__eq__
+    owner = Owner(graph=True)
+    owner.inside = decay
+    with pytest.warns(AdvisorWarning, match="what a replay does to"):
+        owner.run()
+
+
+def test_what_differs_from_run_to_run_is_no_disagreement(recorder: AtenRecorder) -> None:
+    """As atomics: sums in another order, whatever the state of the random numbers."""
+    draw = torch.Generator().manual_seed(5)
+    owner = Owner(graph=True)
+
+    def jitter(owner: Owner) -> None:
+        with torch.no_grad():
+            for weight in owner.model.parameters():
+                weight.add_(torch.randn(weight.shape, generator=draw), alpha=1e-3)
+
+    owner.inside = jitter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        owner.run()
+    assert recorder.replays > 10
+
+
+def test_values_beside_the_tensors(recorder: AtenRecorder) -> None:
+    advice = Advice(Config(step_graph=True), device="cpu")
+    ends = []
+    for graph in (True, False):
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+        def train(batch: Any, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            x, y, nothing, name, factor = batch
+            assert nothing is None and name == "en"
+            loss = functional.mse_loss(model(x), y) * factor
+            advice.step(loss, optimizer)
+            return loss
+
+        step = advice.capture(train, (*pair(0), None, "en", 1)) if graph else train
+        found = [
+            float(step((*pair(number), None, "en", 3 if number == 9 else 1)).detach())
+            for number in range(14)
+        ]
+        ends.append((found, model.weight.detach().clone()))
+    assert repr(ends[0]) == repr(ends[1])
+    assert recorder.recordings == 1 and recorder.replays == 14 - WARM_STEPS - 1
+
+
+def test_batches_that_are_never_like_the_example_are_named(recorder: AtenRecorder) -> None:
+    step, _ = stepping(made())
+    with pytest.warns(AdvisorWarning, match="nothing is replayed") as said:
+        for number in range(OTHERS + 3):
+            step(pair(number, size=5))
+    assert len(said) == 1 and recorder.recordings == 0
+
+
+def test_an_empty_parameter_group(recorder: AtenRecorder) -> None:
+    model = made()
+    step, optimizer = stepping(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, of the empty group
+        optimizer.add_param_group({"params": []})
+    for number in range(10):
+        step(pair(number))
+    assert isinstance(step, StepGraph) and step.failure == "" and recorder.replays > 5
+
+
+@pytest.mark.parametrize(
+    ("call", "forward", "size", "reason"),
+    [
+        (WARM_STEPS, 1, 4, "to capture it"),
+        (WARM_STEPS, 2, 4, "to compare"),
+        (WARM_STEPS, 3, 4, "for the step itself"),
+        (EARLY + 2, 1, 5, "another shape"),
+        (EARLY + 2, 0, 4, "to replay"),
+    ],
+)
+def test_no_memory_neither_raises_nor_trains_a_batch_twice(
+    call: int, forward: int, size: int, reason: str, recorder: AtenRecorder
+) -> None:
+    ends: list[Any] = []
+    for graph in (True, False):
+        owner, left = Owner(graph), [0]
+
+        def run_out(*_any: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("out of memory")
+
+        owner.model.register_forward_pre_hook(run_out)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for number in range(EARLY + 6):
+                if graph and number == call:
+                    left[0], recorder.exhausted = forward, forward == 0
+                owner.step(pair(number, size=size if number == call else 4))
+                left[0], recorder.exhausted = 0, False
+        assert [reason in str(one.message) for one in said] == [True] * graph
+        ends.append([w.detach().clone() for w in owner.model.parameters()])
+    assert repr(ends[0]) == repr(ends[1])
+
+
+@everywhere
+def test_losses_that_are_kept_stay_what_they_were(where: str) -> None:
+    training = Training(where)
     kept = [training.step(batch) for batch in training.advice.batches(batches(20))]
     assert len({float(loss) for loss in kept}) == 20
 
@@ -281,7 +689,7 @@ def test_losses_that_are_kept_stay_what_they_were() -> None:
 @pytest.mark.gpu
 def test_a_capture_beside_pinning_workers() -> None:
     made = TensorDataset(*map(torch.cat, zip(*batches(64), strict=True)))
-    training = Training()
+    training = Training("cuda")
     training.advice = Advice(
         Config(precision="default", step_graph=True, pin_memory=True), device="cuda"
     )
@@ -295,8 +703,44 @@ def test_a_capture_beside_pinning_workers() -> None:
 def test_compiled_parts_inside_a_captured_step() -> None:
     losses = []
     for graph in (True, False):
-        training = Training(graph=graph)
+        training = Training("cuda", graph=graph)
         training.model.compile()
         losses.append(training.run(16))
         assert not graph or training.failure == ""
     assert same(*losses)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["default", "tf32", "bf16"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_networks_as_they_are_agree_with_their_replays(precision: str, make: Any) -> None:
+    """Convolutions, attention, recurrence and a table of embeddings: no false alarm."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    kinds: list[tuple[nn.Module, Callable[[], Tensor]]] = [
+        (torchvision.models.mobilenet_v3_small(), lambda: torch.randn(8, 3, 64, 64)),
+        (torchvision.models.resnet18(), lambda: torch.randn(8, 3, 64, 64)),
+        (
+            nn.Sequential(nn.Embedding(100, 64), nn.TransformerEncoder(layer, 2)),
+            lambda: torch.randint(0, 100, (8, 32)),
+        ),
+        (nn.LSTM(16, 32, 2, batch_first=True, dropout=0.1), lambda: torch.randn(8, 12, 16)),
+    ]
+    for model, draw in kinds:
+        advice = Advice(Config(precision=precision, step_graph=True), device="cuda")
+        advice.set_flags()
+        prepared = advice.prepare(model)
+        optimizer = make(prepared.parameters(), lr=1e-3, weight_decay=1e-4, **advice.optimizer)
+
+        def train(x: Tensor, prepared: Any = prepared, optimizer: Any = optimizer) -> Tensor:
+            with advice.autocast():  # noqa: B023
+                output = prepared(x)
+                loss = (output[0] if isinstance(output, tuple) else output).square().mean()
+            advice.step(loss, optimizer)  # noqa: B023
+            return loss
+
+        step = advice.capture(train, draw())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AdvisorWarning)
+            for _ in range(EARLY + 2):
+                step(advice.place(draw()))
+        assert isinstance(step, StepGraph) and step.failure == ""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
+from advisor.cache.task import PRECISIONS
 from advisor.errors import WorkerError
+from advisor.tuners import knobs
+from advisor.tuners.search.journal import open_study
+from advisor.tuners.search.memory import needed
+from advisor.tuners.search.plan import SEARCH, Clock, Progress
 from advisor.tuners.search.space import Space, ladder
-from advisor.tuners.search.study import Search, open_study
+from advisor.tuners.search.study import Scope, Search
 
 SPACE = Space(
     {
@@ -52,9 +59,37 @@ class Simulated:
         pass
 
 
-def search(runner: Simulated, folder: Path, name: str = "s", **how: object) -> Search:
-    given = {"space": SPACE, "share_s": 0.1, "budget_s": 1e6, "now": runner.now} | how
-    return Search(runner, study=open_study(folder, name), **given)  # type: ignore[arg-type]
+class Seen(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.notices: list[str] = []
+
+    def tried(self, trial: Trial, spent_s: float) -> None:
+        self.trials.append(trial)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+def search(
+    runner: Simulated,
+    folder: Path,
+    name: str = "s",
+    *,
+    space: Space = SPACE,
+    search_s: float = 1e6,
+    seen: Seen | None = None,
+    **scope: Any,
+) -> Search:
+    """`search_s`: of a budget of which the search has its share."""
+    study, notice = open_study(folder, name)
+    seen = seen or Seen()
+    if notice:
+        seen.notice(notice)
+    clock = Clock(search_s / SEARCH, now=runner.now)
+    return Search(runner, space, study, Scope(clock=clock, **scope), seen)
 
 
 def test_finds_the_best_and_measures_nothing_twice(tmp_path: Path) -> None:
@@ -69,14 +104,14 @@ def test_finds_the_best_and_measures_nothing_twice(tmp_path: Path) -> None:
 
 def test_the_default_comes_first(tmp_path: Path) -> None:
     runner = Simulated()
-    search(runner, tmp_path, limit=3).run()
+    search(runner, tmp_path, trials=3).run()
     assert runner.measured[0] == SPACE.default
     assert len(runner.measured) == 3
 
 
 def test_the_budget_ends_the_search(tmp_path: Path) -> None:
     runner = Simulated()
-    search(runner, tmp_path, budget_s=5.0).run()
+    search(runner, tmp_path, search_s=5.0).run()
     assert len(runner.measured) <= 6
 
 
@@ -111,7 +146,7 @@ def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:
 
 def test_it_is_an_ordinary_optuna_study(tmp_path: Path) -> None:
     runner = Simulated()
-    search(runner, tmp_path, name="abc", limit=8).run()
+    search(runner, tmp_path, name="abc", trials=8).run()
     storage = optuna.storages.JournalStorage(
         optuna.storages.journal.JournalFileBackend(str(tmp_path / "abc.journal"))
     )
@@ -135,15 +170,43 @@ def test_a_default_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_trials_are_reported_one_by_one(tmp_path: Path) -> None:
-    seen: list[Trial] = []
-    found = search(Simulated(), tmp_path, limit=4, on_trial=seen.append)
-    assert found.run() == seen
+    seen = Seen()
+    found = search(Simulated(), tmp_path, trials=4, seen=seen)
+    assert found.run() == seen.trials
 
 
 def test_ladder() -> None:
     assert ladder(64, fits=300) == (64, 128, 256)
     assert ladder(64, fits=10) == (64,)
     assert ladder(1, fits=10**9)[-1] == 256
+
+
+def test_what_needs_a_scaler_is_not_compiled_first(tmp_path: Path) -> None:
+    """On MobileNet fp16 led at a large batch, and the budget went into compiling that."""
+    space = Space(
+        SPACE.choices
+        | {"precision": ("default", "bf16", "fp16"), "step_graph": (False, True)}
+        | {"compile": ("none", "cudagraphs", "reduce-overhead", "default")},
+        conflicts={"step_graph": {"compile": ("cudagraphs", "reduce-overhead")}},
+        dear=("compile",),
+    )
+
+    class Fp16Leads(Simulated):
+        def measure(self, config: Config, **how: object) -> Measurement:
+            found = super().measure(config, **how)
+            faster = 1.2 if config["precision"] == "fp16" else 1.0
+            return dataclasses.replace(found, samples_per_s=faster * found.samples_per_s)
+
+    trials = search(Fp16Leads(), tmp_path, space=space).run()
+    dear = [t.config for t in trials if t.config["compile"] != "none" and t.origin == "leader"]
+    assert [c["precision"] for c in dear[:4]] == ["bf16"] * 4
+    recipes = [(c["compile"], c["step_graph"]) for c in dear[:4]]
+    assert recipes == [
+        ("cudagraphs", False),
+        ("reduce-overhead", False),
+        ("default", True),
+        ("default", False),
+    ]
 
 
 def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
@@ -154,11 +217,15 @@ def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
     found = search(runner, tmp_path, space=space)
     trials = found.run()
     dear = [t for t in trials if t.config["compile"] != "none" and t.origin != "sampler"]
-    tried = [t.config["compile"] for t in dear]
-    assert tried in (["cudagraphs", "default"], ["cudagraphs", "default"] * 2)  # one leader or two
-    assert {t.config["batch_size"] for t in dear} == {64}
+    at_user = [t.config["compile"] for t in dear if t.config.batch == 64]
+    assert at_user in (
+        ["cudagraphs", "default"],
+        ["cudagraphs", "default"] * 2,
+    )  # one leader or two
+    # Once more at the batch that leads, the last of all.
+    assert [t.config.batch for t in dear].index(512) == len(dear) - 1
     assert {t.origin for t in dear} == {"leader"}
-    short = search(Simulated(), tmp_path, "short", space=space, budget_s=20)
+    short = search(Simulated(), tmp_path, "short", space=space, search_s=20)
     assert all(t.config["compile"] == "none" for t in short.run())
 
 
@@ -195,3 +262,238 @@ def test_what_hangs_is_not_tried_on_the_next_leader(tmp_path: Path) -> None:
     tried = [t.config["compile"] for t in trials if t.config["compile"] != "none"]
     assert tried[:3] == ["cudagraphs", "default", "default"]
     assert "cudagraphs" not in tried[3:]
+
+
+CUDA = Space(
+    {
+        "precision": ("default", "tf32", "bf16"),
+        "cudnn_benchmark": (False, True),
+        "step_graph": (False, True),
+        "compile": ("none", "default"),
+        "batch_size": (64, 128),
+    },
+    conflicts={"step_graph": {"compile": ("cudagraphs",)}},
+    dear=("compile",),
+)
+
+
+def test_a_space_knows_its_uses_and_its_reference() -> None:
+    here = knobs.Situation(device="cuda", capability=(9, 0), compiles=True)
+    space = Space.of(here)
+    assert space.uses == ("capture", "loop", "flags")
+    assert space.reference == space.default.replace(precision="fp32")
+    plain = dataclasses.replace(here, step_graph=False, precisions=PRECISIONS)
+    assert Space.of(plain).uses == ("loop", "flags") and Space.of(plain).reference is None
+    assert Space.of(knobs.Situation(device="cpu", cores=2, threads=2)).reference is None
+    assert space.is_dear(space.default.replace(compile="default"))
+
+
+class Graphed(Simulated):
+    """One launch a step is worth twice any other knob."""
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        self.measured.append(config)
+        self.time += 1.0
+        rate = {"default": 100.0, "tf32": 120.0, "bf16": 150.0}[str(config["precision"])]
+        rate *= 4.0 if config["step_graph"] else 1.0
+        rate *= 1.3 if config["cudnn_benchmark"] else 1.0
+        rate *= 1.2 if config["compile"] == "default" else 1.0
+        return Measurement(
+            outcome="ok", samples_per_s=rate, low=rate, high=rate, step_s=0.01, peak_bytes=1
+        )
+
+
+def test_each_use_finds_its_best_although_a_graph_leads(tmp_path: Path) -> None:
+    found = search(Graphed(), tmp_path, space=CUDA)
+    found.run()
+    flags = CUDA.default.replace(precision="tf32", cudnn_benchmark=True)
+    loop = flags.replace(precision="bf16", compile="default")
+    assert found.best(64, "flags").config == flags
+    assert found.best(64, "loop").config == loop
+    assert found.best(64, "capture").config == loop.replace(step_graph=True)
+    assert found.best(None, "flags").config.knobs == flags.knobs
+
+
+def test_each_use_is_tried_at_the_batch_that_leads(tmp_path: Path) -> None:
+    class Larger(Graphed):
+        def measure(self, config: Config, **how: object) -> Measurement:
+            found = super().measure(config)
+            rate = found.samples_per_s * config.batch / 64
+            return dataclasses.replace(found, samples_per_s=rate, low=rate, high=rate)
+
+    found = search(Larger(), tmp_path, space=CUDA)
+    early = [t for t in found.run() if t.origin in ("large", "climb") and t.config.batch == 128]
+    tried = {knobs.use_of(trial.config, CUDA.default) for trial in early}
+    assert tried >= {"flags", "pilot"}
+
+
+def test_only_what_is_far_behind_is_measured_in_less_time(tmp_path: Path) -> None:
+    class Floored(Graphed):
+        fastest = 0.0
+
+        def measure(self, config: Config, *, floor: float, **_how: object) -> Measurement:
+            assert floor <= 0.6 * self.fastest
+            found = super().measure(config)
+            if not config["step_graph"]:
+                assert floor <= 0.6 * 300.0  # of what needs no graph, that leads by far
+            self.fastest = max(self.fastest, found.samples_per_s)
+            return found
+
+    runner = Floored()
+    search(runner, tmp_path, space=CUDA).run()
+    assert runner.fastest > 800.0
+
+
+def test_a_knob_of_numbers_that_include_0_is_tried_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 is a value, not False; and torch's own may be another one."""
+    knob = knobs.Knob(
+        name="level",
+        summary="made up",
+        domain=knobs.Domain(most=4, least=0),
+        default=2,
+        values=lambda _here: (2, 0, 1, 4),
+        needs=lambda _value: "flags",
+        memory=True,
+    )
+    monkeypatch.setattr(knobs, "KNOBS", (*knobs.KNOBS, knob))
+    monkeypatch.setattr(knobs, "BY_NAME", knobs.BY_NAME | {"level": knob})
+    here = knobs.Situation(device="cpu", convolves=False, batches=(64, 128), cores=1)
+    space = Space.of(here)
+    assert space.default["level"] == 2 and space.uses == ("flags",)
+    assert space.holds(space.default.replace(level=0))
+    assert not space.holds(space.default.replace(level=False))
+    assert not space.holds(space.default.replace(level=True))
+
+    class Leveled(Simulated):
+        def measure(self, config: Config, **_how: object) -> Measurement:
+            self.measured.append(config)
+            self.time += 1.0
+            rate = {0: 300.0, 1: 120.0, 2: 100.0, 4: 110.0}[config["level"]]  # type: ignore[index]
+            return Measurement(
+                outcome="ok", samples_per_s=rate, low=rate, high=rate, step_s=0.01, peak_bytes=1
+            )
+
+    found = search(Leveled(), tmp_path, space=space)
+    trials = found.run()
+    assert found.best(64).config["level"] == 0
+    assert {"guess"} == {t.origin for t in trials if t.config.batch == 64 and t.number > 0}
+    assert all(type(trial.config["level"]) is int for trial in trials)
+    assert search(Leveled(), tmp_path, space=space).trials == trials
+    graph = found.best(64).config.changed(space.default)
+    assert graph == Config(level=0) and knobs.described(graph) == "level=0"
+
+
+def test_a_default_that_failed_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
+    class Crashes(Simulated):
+        def measure(self, config: Config, **_how: object) -> Measurement:
+            return Measurement(outcome="crashed", reason="the worker process died")
+
+    class Interrupted(Simulated):
+        def measure(self, config: Config, **_how: object) -> Measurement:
+            raise KeyboardInterrupt
+
+    for runner, error in ((Crashes(), WorkerError), *[(Interrupted(), KeyboardInterrupt)] * 3):
+        with pytest.raises(error):
+            search(runner, tmp_path).run()
+    trials = search(Simulated(), tmp_path, trials=3).run()
+    assert trials[0].config == SPACE.default and trials[0].measurement.ok
+
+
+def test_another_config_is_not_tried_after_two_interruptions(tmp_path: Path) -> None:
+    class Interrupted(Simulated):
+        def measure(self, config: Config, **_how: object) -> Measurement:
+            if config != SPACE.default:
+                raise KeyboardInterrupt
+            return super().measure(config)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            search(Interrupted(), tmp_path).run()
+    runner = Simulated()
+    search(runner, tmp_path).run()
+    bad = Config(precision="tf32", channels_last=True, cudnn_benchmark=False, batch_size=64)
+    assert bad not in runner.measured and len(runner.measured) > 5
+
+
+def test_nothing_is_tried_that_cannot_fit_and_what_fits_is(tmp_path: Path) -> None:
+    """Simulated takes as many bytes as samples: by 64 and 128 it is known that 256 does not fit."""
+    trials = search(Simulated(), tmp_path, memory=200).run()
+    expected = [needed(trials[:number], t.config) for number, t in enumerate(trials)]
+    assert max(expected) <= 200
+    assert any(0 < most <= 200 for most in expected)
+    # With room for all, what is ruled out above is tried.
+    trials = search(Simulated(), tmp_path, "roomy", memory=2000).run()
+    expected = [needed(trials[:number], t.config) for number, t in enumerate(trials)]
+    assert max(expected) > 200
+
+
+def test_a_doubling_that_gains_little_ends_the_climb(tmp_path: Path) -> None:
+    class Flat(Simulated):
+        gain = 1.0
+
+        def measure(self, config: Config, **_how: object) -> Measurement:
+            self.measured.append(config)
+            self.time += 1.0
+            rate = 100.0 * self.gain ** [64, 128, 256, 512].index(config.batch)
+            return Measurement(
+                outcome="ok", samples_per_s=rate, low=rate, high=rate, step_s=0.01, peak_bytes=80
+            )
+
+    for gain, climbed in ((1.02, {128}), (1.05, {128, 256, 512})):
+        runner = Flat()
+        runner.gain = gain
+        trials = search(runner, tmp_path, f"{gain}", memory=100).run()
+        assert {t.config.batch for t in trials if t.origin == "climb"} == climbed
+
+
+def test_every_trial_has_a_deadline_that_keeps_the_budget(tmp_path: Path) -> None:
+    class Hangs(Simulated):
+        """All but torch's default hang until they are given up."""
+
+        def measure(self, config: Config, *, deadline_s: float, **_how: object) -> Measurement:
+            if config == CUDA.default:
+                return super().measure(config.replace(channels_last=False))
+            self.time += deadline_s
+            return Measurement(outcome="timed_out", reason="simulated")
+
+    for budget in (3.0, 60.0, 300.0, 3600.0):
+        runner = Hangs()
+        search(runner, tmp_path, f"{budget:.0f}", space=CUDA, search_s=SEARCH * budget).run()
+        assert runner.time <= budget * 0.8 + 2.0
+
+
+def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path) -> None:
+    class Slow(Simulated):
+        def measure(self, config: Config, *, deadline_s: float, **_how: object) -> Measurement:
+            if config["compile"] == "none":
+                return super().measure(config.replace(channels_last=False))
+            self.measured.append(config)
+            self.time += min(deadline_s, 200.0)
+            if deadline_s < 200.0:
+                return Measurement(outcome="timed_out", reason="simulated")
+            return Measurement(outcome="ok", samples_per_s=9e3, low=9e3, high=9e3, step_s=0.01)
+
+    def compiled(budget: float) -> set[str]:
+        found = search(Slow(), tmp_path, space=CUDA, search_s=budget)
+        return {t.measurement.outcome for t in found.run() if t.config["compile"] != "none"}
+
+    assert compiled(150.0) == {"timed_out"}
+    assert "ok" in compiled(3600.0)
+
+
+def test_the_number_of_trials_and_the_search_share_hold(tmp_path: Path) -> None:
+    for count in (1, 2, 7):
+        runner = Simulated()
+        search(runner, tmp_path, f"{count}", trials=count).run()
+        assert len(runner.measured) == count
+
+
+def test_any_sampler_of_optuna_can_take_the_last_stage(tmp_path: Path) -> None:
+    runner = Simulated()
+    sampler = optuna.samplers.TPESampler(seed=1)
+    found = search(runner, tmp_path, sampler=sampler, trials=24)
+    found.run()
+    assert len(runner.measured) == len(set(runner.measured))
+    assert "sampler" in {trial.origin for trial in found.trials}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -108,3 +112,167 @@ def test_fingerprint_is_the_architecture_and_not_the_weights() -> None:
     for other in (net(width=4), net(bias=False), net(stride=2)):
         assert fingerprint.of_model(other) != same
     assert fingerprint.of_model(net().half()) != same
+
+
+CODE = '''
+RATE = 0.1
+
+def mixed(x):
+    return x * 2
+
+class Base(nn.Module):
+    def half(self, x):
+        return x / 2
+
+class Net(Base):
+    """What it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor):
+        # why
+        y = mixed(self.fc(x))
+        return self.half(nn.functional.dropout(y, RATE))
+
+def make_batch(batch_size, device):
+    return torch.randn(batch_size, 4), None
+
+def loss(output, target):
+    return scaled(output).mean()
+
+def scaled(output):
+    return output * RATE
+'''
+
+
+def code(folder: Path, text: str, name: str) -> str:
+    return fingerprint.of_model(loaded(write(folder, text, name) + ":Net"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        # why\n", "\n\n"),
+        ('    """What it is."""\n', ""),
+        ("x: torch.Tensor)", "x)"),
+        ("y = mixed(self.fc(x))", "y = (\n            mixed(\n  self.fc(x)))"),
+        ("RATE = 0.1\n", "RATE = 1e-1  # the same\nx = 17\n"),
+        ("def loss(", "def unused(): return 3\n\ndef loss("),
+    ],
+)
+def test_what_computes_the_same_is_the_same_model(tmp_path: Path, before: str, after: str) -> None:
+    assert before in CODE
+    same = code(tmp_path, CODE, "first.py")
+    assert code(tmp_path, CODE.replace(before, after), "other.py") == same
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("y = mixed(self.fc(x))", "y = mixed(self.fc(x) + 1)"),
+        ("RATE))", "0.3))"),
+        ("RATE = 0.1", "RATE = 0.3"),
+        ("return x * 2", "return x * 3"),
+        ("return x / 2", "return x / 4"),
+        ("nn.functional.dropout(y, RATE)", "nn.functional.dropout(y, RATE, training=False)"),
+    ],
+)
+def test_code_that_changed_is_another_model(tmp_path: Path, before: str, after: str) -> None:
+    assert before in CODE
+    same = code(tmp_path, CODE, "first.py")
+    assert code(tmp_path, CODE.replace(before, after), "other.py") != same
+
+
+def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
+    same = code(tmp_path, CODE, "mine.py")
+    tail = "import sys\nfrom advisor.tuners import fingerprint\n"
+    tail += "batch = 64\nprint(fingerprint.of_model(Net()))\n"
+    said = []
+    for text in (HEAD + CODE + tail, "from mine import Net\n" + tail):
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        said.append(done.stdout.strip())
+    assert said == [same, same]
+
+
+def test_a_library_counts_by_its_names(tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    kept = [code(installed, CODE.replace("* 2", by), f"lib{by[-1]}.py") for by in ("* 5", "* 6")]
+    assert kept[0] == kept[1]
+
+
+def test_another_module_of_the_project_counts(tmp_path: Path) -> None:
+    found = []
+    for number in (2, 3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, f"def twice(x): return x * {number}\n", f"parts{number}.py")
+        text = f"import parts{number} as parts\n" + NET.replace("self.fc(x)", "parts.twice(x)")
+        found.append(code(folder, text, f"whole{number}.py"))
+    assert found[0] != found[1]
+
+
+def test_where_there_is_no_source(tmp_path: Path) -> None:
+    def made(text: str) -> str:
+        scope: dict[str, Any] = {"__name__": "nowhere"}
+        exec(compile(HEAD + text, "<nowhere>", "exec"), scope)
+        return fingerprint.of_model(scope["Net"]())
+
+    assert made(CODE) == made(CODE.replace("        # why\n", "\n"))
+    assert made(CODE) != made(CODE.replace("mixed(self.fc(x))", "mixed(self.fc(x) + 1)"))
+
+
+def test_a_forward_set_on_the_instance_counts() -> None:
+    plain, patched = nn.Linear(3, 4), nn.Linear(3, 4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert fingerprint.of_model(plain) != fingerprint.of_model(patched)
+
+
+def test_a_fingerprint_raises_nothing() -> None:
+    class Sour(nn.Module):
+        def extra_repr(self) -> str:
+            raise ValueError("sour")
+
+    class Meta(type):
+        __hash__ = None  # type: ignore[assignment]
+
+    class Odd(nn.Module, metaclass=Meta):
+        pass
+
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3))
+    assert fingerprint.of_model(lazy) == fingerprint.of_model(
+        nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3))
+    )
+    assert fingerprint.size(lazy) == (3, 0)
+    assert len({fingerprint.of_model(one) for one in (lazy, Sour())}) == 2
+    assert fingerprint._code([Odd]) == [Odd.__qualname__]
+
+
+def test_hooks(tmp_path: Path) -> None:
+    def hooks(text: str, name: str) -> str:
+        found = load(parse(write(tmp_path, text, name) + ":Net"), Config())
+        return fingerprint.of_hooks(found.make_batch, found.loss)
+
+    same = hooks(CODE, "first.py")
+    assert same == hooks(CODE.replace("# why", "# otherwise"), "second.py")
+    assert same == hooks(CODE.replace("mixed(self.fc(x))", "self.fc(x)"), "third.py")
+    assert same != hooks(CODE.replace("torch.randn(", "torch.rand("), "fourth.py")
+    assert same != hooks(CODE.replace("output * RATE", "output"), "fifth.py")
+    assert hooks(NET, "sixth.py") == fingerprint.of_hooks(None, None) == ""
+    smoothed = fingerprint.of_hooks(None, nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert smoothed != fingerprint.of_hooks(None, nn.CrossEntropyLoss())
+    again = fingerprint.of_hooks(None, nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert smoothed == again
+    assert fingerprint.of_hooks(None, nn.functional.mse_loss) != fingerprint.of_hooks(
+        None, nn.functional.l1_loss
+    )

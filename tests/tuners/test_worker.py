@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.cache.task import Task
 from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners.measure.worker import host_memory
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
 
@@ -70,22 +76,13 @@ class Net(nn.Module):
 """
 
 
-def job(path: Path, **changes: object) -> Job:
-    plain = Job(
-        target=str(path),
-        arguments={},
-        shape=(3,),
-        dtype="float32",
-        vocab=10,
-        batch=4,
-        mode="train",
-        optimizer="sgd",
-        deterministic=False,
-        device="cpu",
-        max_memory=0,
-        seed=0,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+def job(path: Path, **changes: Any) -> Job:
+    """A job of a batch of 4 vectors of 3 on the CPU, but for these fields of its task."""
+    batch, shape = changes.pop("batch", 4), changes.pop("shape", (3,))
+    shapes = changes.pop("mix", [(batch, *shape)])
+    device, seed = changes.pop("device", "cpu"), changes.pop("seed", 0)
+    task = Task.of(str(path), {"shape": shapes, "vocab": 10, **changes})
+    return Job(task=task, device=device, seed=seed)
 
 
 def config(batch: int) -> Config:
@@ -145,14 +142,10 @@ def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
     assert measure(worker, 4).ok
 
 
-def test_a_config_has_a_deadline_of_its_own(worker: Worker) -> None:
-    worker.limit = lambda c: 2.0 if c["batch_size"] == 6 else None
-    try:
-        measured = measure(worker, 6)
-        assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 2 s")
-        assert measure(worker, 4).ok
-    finally:
-        worker.limit = lambda _config: None
+def test_a_measurement_has_a_deadline_of_its_own(worker: Worker) -> None:
+    measured = worker.measure(config(6), seconds=0.1, deadline_s=2.0)
+    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 2 s")
+    assert measure(worker, 4).ok
 
 
 def test_first_steps_are_those_of_a_fresh_process(tmp_path: Path) -> None:
@@ -221,6 +214,195 @@ def test_the_default_must_fit(tmp_path: Path) -> None:
         pytest.raises(TargetFailed, match="batch 9 does not fit on cpu"),
     ):
         big.describe()
+
+
+def test_a_worker_that_ended_between_two_trials_is_replaced(worker: Worker) -> None:
+    """As where another process took the memory: no trial is charged for it."""
+    assert measure(worker, 4).ok
+    assert worker._process is not None
+    guard = worker._process.pid
+    child = host_memory.family(guard)[1]
+    os.kill(child, signal.SIGKILL)
+    assert ended(child)
+    assert measure(worker, 4).ok
+    assert worker._process.pid != guard
+
+
+LEAVES = """
+import ctypes, os, subprocess, sys, time
+import torch
+from torch import nn
+
+def leave(name):
+    with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
+        file.write(str(os.getpid()))
+
+if os.fork() == 0:  # a daemon: another session, and its parent gone
+    os.setsid()
+    if os.fork() == 0:
+        leave("daemon")
+        time.sleep(1000)
+    os._exit(0)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        if len(x) == 6:
+            leave("spins")
+            ctypes.PyDLL(None).sleep(1000)  # in C, the interpreter's lock held
+        return self.linear(x)
+"""
+
+
+def ended(process: int, within_s: float = 20.0) -> bool:
+    """Gone, or a zombie that only its new parent has not looked after."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def await_file(path: Path) -> int:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.02)
+    raise AssertionError(f"{path.name} did not appear")
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
+
+
+@linux
+def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text(LEAVES)
+    with Worker(job(path), deadline_s=60) as made:
+        made.describe()
+        assert made._process is not None
+        started = host_memory.family(made._process.pid)
+        assert len(started) >= 4 and await_file(tmp_path / "daemon") in started
+    assert all(ended(process, 0.1) for process in started)
+
+
+@linux
+def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from tests.tuners.test_worker import Worker, config, job\n"
+        "worker = Worker(job(Path(sys.argv[1])), deadline_s=100)\n"
+        "worker.describe(); worker.measure(config(6), seconds=1)\n"
+    )
+    tuner = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "leaves.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    await_file(tmp_path / "spins")
+    started = host_memory.family(tuner.pid)[1:]
+    assert len(started) >= 4
+    tuner.kill()
+    tuner.wait()
+    assert all(map(ended, started))
+
+
+@linux
+def test_nothing_outlives_a_guard_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text("from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n")
+    with Worker(job(path), deadline_s=60) as made:
+        made.describe()
+        assert made._process is not None
+        child = host_memory.family(made._process.pid)[1]
+        made._process.kill()
+        assert ended(child)
+        assert measure(made, 4).ok
+
+
+def test_what_a_worker_prints_is_capped(tmp_path: Path) -> None:
+    path = tmp_path / "loud.py"
+    path.write_text(
+        "import os\nfrom torch import nn\n"
+        "for _ in range(2000): os.write(1, b'x' * 100_000 + b'\\n')\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self): super().__init__(3, 4)\n"
+        "    def forward(self, x):\n"
+        "        if len(x) == 5: print('the last of it', flush=True); os._exit(5)\n"
+        "        return super().forward(x)\n"
+    )
+    with Worker(job(path), deadline_s=60) as made:
+        made.describe()
+        assert os.fstat(made._output.fileno()).st_size == 0
+        assert measure(made, 4).ok
+        died = measure(made, 5)
+        assert died.outcome == "crashed" and "the last of it" in died.reason
+        assert os.fstat(made._output.fileno()).st_size < 20_000
+
+
+HUNGRY = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self): super().__init__(3, 4)
+    def forward(self, x):
+        if len(x) == 5:
+            held = torch.ones(2**28)
+        if len(x) == 6:
+            held = [torch.ones(2**26) for _ in range(1000)]
+        return super().forward(x)
+"""
+
+
+@linux
+def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "hungry.py"
+    path.write_text(HUNGRY)
+    with Worker(job(path, max_memory=2**30), deadline_s=60) as made:
+        made.describe()
+        tried = measure(made, 5)
+        assert tried.outcome == "out_of_memory" and "of the 1.00 permitted" in tried.reason
+        assert measure(made, 4).ok
+    with (
+        Worker(job(path, max_memory=2**30, batch=6), deadline_s=60) as made,
+        pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1\.00"),
+    ):
+        made.describe()
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("0::/jobs/mine", {"jobs/memory.max": "1000000", "jobs/mine/memory.max": "max"}, 950000),
+        ("0::/elsewhere", {"memory.max": "2000000"}, 1900000),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "3000000"}, 2850000),
+        ("4:cpu,memory:/a", {"memory/memory.limit_in_bytes": "3000000"}, 2850000),
+        ("0::/a", {"a/memory.max": "max"}, None),
+        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+    ],
+)
+def test_a_control_groups_limit(
+    tmp_path: Path, line: str, files: dict[str, str], limit: int | None
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("9:name=systemd:/\n" + line + "\n")
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    machine = int(host_memory.SHARE * host_memory._total())
+    found = host_memory.limit(tmp_path / "groups", tmp_path / "self")
+    assert found == (machine if limit is None else limit)
 
 
 def test_nothing_outlives_the_tuning_process(worker: Worker) -> None:

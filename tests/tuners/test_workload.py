@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from advisor.cache.config import Config
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.measure.worker.child import Bench
+from advisor.tuners.measure.workload import Workload
 from tests.tuners.test_worker import job
 
 CONFIG = Config(precision="default", cudnn_deterministic=False, batch_size=2)
@@ -184,3 +187,39 @@ def test_torchvision(name: str, shape: tuple[int, ...]) -> None:
     made.first_step()
     measured = made.measure(CONFIG, 0.02, "compute", False)
     assert measured.ok, measured.reason
+
+
+def test_a_captured_steps_first_steps_are_all_before_its_first_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(tmp_path, "model = lambda: nn.Linear(3, 4)", shape=(3,))
+    begun: list[str] = []
+
+    def start(workload: Workload) -> None:
+        begun.append("start")
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Workload, "start", start)
+    assert made.start(CONFIG).first_step_s >= 0.2
+    assert made.measure(CONFIG, 0.02, "compute", False).first_step_s >= 0.2
+    assert begun == ["start", "start"]
+
+
+def test_the_first_step_is_as_the_task_asks(tmp_path: Path) -> None:
+    spy = """
+        seen = []
+        class Net(nn.Linear):
+            def __init__(self): super().__init__(3, 4)
+            def forward(self, x):
+                seen.append((torch.are_deterministic_algorithms_enabled(), len(x)))
+                return super().forward(x)
+    """
+    strict = bench(tmp_path, spy, shape=(3,), deterministic=True)
+    seen = sys.modules[type(strict._loaded.factory()).__module__].seen
+    try:
+        strict.first_step()
+        strict.describe()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    assert set(seen) == {(True, 2)}

@@ -12,21 +12,41 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advisor.cache.config import Config
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.explanation import Explanation
-from advisor.cache.record import Record
+from advisor.cache.record import LOOP, Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.act import ranks
+from advisor.tuners.act.in_force import (
+    AUTOCAST,
+    BATCHES,
+    CAPTURE,
+    LOADER,
+    OPTIMIZER,
+    PREPARE,
+    SET_FLAGS,
+    STEP,
+    InForce,
+    tell_at_exit,
+)
+from advisor.tuners.act.recorder import RECORDERS
+from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.step_graph import StepGraph
+from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import KNOBS, Knob
 
 _NOTHING = contextlib.nullcontext()
+
+_EMPTY = Config()
+_put_by_us: dict[str, Value] = {}
+"""Flags that an advice has set in this process: what differs from it the user has set."""
 
 OVERLAPPED = 8 * 2**20
 """Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
@@ -42,10 +62,14 @@ class Advice:
         device: where to train.
         status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
             from something near), 'miss' or 'disabled'.
-        reason: one line: what was served, or why nothing was.
+        served: one line: what was served, or why nothing was.
         record: the record behind it, or None.
         explanation: what was looked for and found, for people with str(); None where it was not
             looked up by this process.
+        use: what the script lets advice do, for which `config` was measured.
+        default: torch's own values: those of the config that are the same are not acted on.
+        flags: what a script that does not `prepare` can follow of an advice; None: `config`'s own.
+        gains: speed-up over torch's default by use, as far as they are known.
     """
 
     def __init__(
@@ -58,16 +82,24 @@ class Advice:
         reason: str = "",
         record: Record | None = None,
         explanation: Explanation | None = None,
+        use: str = LOOP,
+        default: Config = _EMPTY,
+        flags: Config | None = None,
+        gains: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.config = config
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.status = status
-        self.reason = reason
+        self.served = reason
         self.record = record
         self.explanation = explanation
+        self.use = use
+        self.default = default
+        self.flags = flags
+        self.gains = dict(gains)
         self._compared = False
-        self._rows: tuple[Knob, ...] = tuple(knob for knob in KNOBS if knob.name in config)
+        self._rows = _acting(config, default)
         self._layouts = [
             (k.layout, config[k.name]) for k in self._rows if k.layout and config[k.name]
         ]
@@ -83,16 +115,79 @@ class Advice:
         self._uncaptured = self._captured
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scaler: torch.amp.GradScaler | None = None
+        self._unscaled = Unscaled(self._models) if self._scaled else None
+        self._replays = Replays()
+        self._flagged: set[str] = set()
         self._copies: torch.cuda.Stream | None = None
+        self._in_force = InForce(
+            advised=tuple((k, config[k.name]) for k in self._rows if config[k.name] != k.default),
+            served=reason,
+            use=use,
+            gains=self.gains,
+        )
+        self._used = self._in_force.used
+        self._step_graph: StepGraph | None = None
+        if default and self._in_force.advised:  # in a script, not where it is measured
+            tell_at_exit(self._in_force)
 
     def __repr__(self) -> str:
         return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
 
+    @property
+    def reason(self) -> str:
+        """One line: what was served, or why nothing was; a speed-up only where it is in force."""
+        return self._now().reason()
+
+    def report(self) -> str:
+        """Lines for a person: what was advised, what took effect, what did not because the script
+        never used the piece it needs, what the user's own setting kept, what the next use gives."""
+        return "\n".join(self._now().lines())
+
+    def _now(self) -> InForce:
+        if self._unscaled is not None and self._unscaled.scaled:
+            self._used.add(STEP)
+        if self._step_graph is not None:
+            self._in_force.failed = self._step_graph.failure
+        return self._in_force
+
     def set_flags(self) -> None:
-        """Set the process-wide flags of every knob in the config (`advisor.apply` did this)."""
-        for knob in self._rows:
-            if knob.flags is not None:
-                knob.flags(self.config[knob.name])
+        """Set the process-wide flags that are advised (`advisor.apply` did this).
+
+        Before `prepare` those that are best on their own, since a script may follow no more; what
+        the user has set, as OMP_NUM_THREADS, stays.
+        """
+        self._used.add(SET_FLAGS)
+        alone = self.flags is not None and PREPARE not in self._used
+        self._put(self.flags if alone and self.flags is not None else self.config)
+
+    def _put(self, config: Config) -> None:
+        rows = {knob.name for knob in _acting(config, self.default)}
+        before, self._flagged = self._flagged, set()
+        for knob in KNOBS:
+            if knob.flags is None:
+                continue
+            value: Value = None
+            if knob.name in rows and not self._users(knob, config[knob.name]):
+                value = config[knob.name]
+                self._flagged.add(knob.name)
+            elif knob.name not in rows and knob.name in before:
+                value = self.default.get(knob.name, knob.default)
+            if value is not None:
+                knob.flags(value)
+                _put_by_us[knob.name] = self._in_force.put[knob.name] = value
+
+    def _users(self, knob: Knob, advised: Value) -> bool:
+        """Whether the user has set it: then it stays. While measuring nothing is the user's."""
+        if knob.own is None or knob.name not in self.default:
+            return False
+        own = knob.own()
+        if knob.name in _put_by_us and _put_by_us[knob.name] == own:
+            return False
+        if own != self.default[knob.name] or (knob.chosen is not None and knob.chosen()):
+            if own != advised:
+                self._in_force.kept[knob.name] = own
+            return True
+        return False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model on the device in the advised memory format, compiled where that pays.
@@ -104,13 +199,18 @@ class Advice:
         """
         if not self._compared:
             # The batch is each script's own.
-            self._compared = ranks.compare(self.config.without("batch_size").digest)
+            self._compared = ranks.compare(self.config.knobs.digest)
         if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
             self._compare(model, self.record)
+        self._used.add(PREPARE)
+        if self.flags is not None and SET_FLAGS in self._used:
+            self._put(self.config)
         model = model.to(self.device)
         for knob in self._rows:
             if knob.model is not None:
                 model = knob.model(model, self.config[knob.name])
+        if self._graphed:
+            self._replays.attach(model)
         self._models.add(model)
         return model
 
@@ -123,8 +223,8 @@ class Advice:
             what = (
                 f"is not the one tuned as {record.target.name}: "
                 f"{modules} modules and {parameters:,} parameters now, "
-                f"{known.modules} and {known.parameters:,} then (equal counts: a hyperparameter "
-                "differs). The advice may not fit; tune again"
+                f"{known.modules} and {known.parameters:,} then. Where these are equal its code "
+                "or a hyperparameter differs. The advice may not fit; tune again"
             )
         except Exception as exc:  # parameters not made yet, or what the user's extra_repr() raised
             first = str(exc).partition("\n")[0]
@@ -132,16 +232,19 @@ class Advice:
                 f"cannot be compared with the one tuned as {record.target.name} "
                 f"({type(exc).__name__}: {first})"
             )
+        self._in_force.another = f"this model {what}"
         warnings.warn(f"advisor: this model {what}", AdvisorWarning, stacklevel=3)
 
     @property
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
+        self._used.add(OPTIMIZER)
         return self._keywords("optimizer")
 
     @property
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
+        self._used.add(LOADER)
         known = {} if self.batch_size is None else {"batch_size": self.batch_size}
         return self._keywords("loader") | known
 
@@ -157,7 +260,15 @@ class Advice:
         """Context for forward pass and loss: torch.autocast, or nothing."""
         if self._autocast_dtype is None:
             return _NOTHING
+        self._used.add(AUTOCAST)
+        if self._unscaled is not None:
+            self._unscaled.watch()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The number format of `autocast`, None where it changes nothing."""
+        return self._autocast_dtype
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -170,20 +281,37 @@ class Advice:
         """The training step as one CUDA graph where that is advised, else as it is.
 
         `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
-        callable that comes back is used in its place. See `tuners.step_graph.StepGraph` for what
-        happens at its first calls and what falls back to `train_step` itself: one warning says so.
+        callable that comes back is used in its place. See `tuners.act.step_graph.StepGraph` for
+        what happens at its first calls and what falls back to `train_step` itself: one warning
+        says so.
 
         Args:
-            train_step: forward, loss, `advice.step` (or backward, optimizer step and zero_grad).
+            train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
-        if not self._captured or self.device.type != "cuda":
+        recorder = RECORDERS.get(self.device.type) if self._captured else None
+        if recorder is None:
             return train_step
-        return StepGraph(train_step, self.place(example_batch), self._models)
+        self._used.add(CAPTURE)
+        self._step_graph = StepGraph(
+            train_step, self.place(example_batch), self._models, recorder()
+        )
+        return self._step_graph
 
-    def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Backward, optimizer step, zero_grad; with fp16 the loss is scaled."""
+    def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
+
+        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients that lie in
+        the optimizer's weights, from a `backward` of the script's own, do not count, and those of
+        other weights, as a discriminator's when the generator trains, gather as they would. To
+        accumulate gradients over several batches call `advice.scaler.scale(loss).backward()` for
+        each, then `advice.scaler.step(optimizer)`, `advice.scaler.update()` and `zero_grad()`.
+
+        Args:
+            loss: one number.
+            optimizers: those that step on this loss, once each.
+        """
         if self._uncaptured:
             self._uncaptured = False
             warnings.warn(
@@ -193,27 +321,34 @@ class Advice:
                 AdvisorWarning,
                 stacklevel=2,
             )
+        self._used.add(STEP)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
         if self._scaled:
             scaler = self.scaler
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
             scaler.update()
         else:
             loss.backward()
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+        if self._graphed:
+            self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches on the device, in the advised memory format.
 
         Large pinned batches are copied on a stream of their own, beside the step before.
         """
+        self._used.add(BATCHES)
         overlapped: bool | None = None if self._non_blocking else False
         for batch in loader:
             if overlapped is None:
                 overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
             if self._graphed:
-                torch.compiler.cudagraph_mark_step_begin()
+                self._replays.begin()
             yield self._place_beside(batch) if overlapped else self.place(batch)
 
     def _place_beside(self, batch: Any) -> Any:
@@ -232,6 +367,7 @@ class Advice:
 
         What else has a method `to`, as PackedSequence, moves itself; the rest stays as it is.
         """
+        self._used.add(BATCHES)
         # This runs at every step: the common types first, and no work for knobs that are off.
         if isinstance(batch, Tensor):
             if not self._layouts:
@@ -253,6 +389,13 @@ class Advice:
         if isinstance(batch, list | tuple):
             return kind(self.place(part) for part in batch)
         return batch
+
+
+def _acting(config: Config, default: Config) -> tuple[Knob, ...]:
+    """The rows whose value in `config` is not torch's own already; True and 1 differ."""
+    changed = config.changed(default)
+    batch = {BATCH} if config.batch and config.batch != default.batch else set()
+    return tuple(knob for knob in KNOBS if knob.name in changed or knob.name in batch)
 
 
 def _like(batch: Mapping[Any, Any], placed: dict[Any, Any]) -> Any:

@@ -1,133 +1,161 @@
-"""Whether a config trains like strict fp32: the same weights and batches, some tens of steps.
+"""Whether a config trains like strict fp32: the same weights, batches and random numbers.
 
-Training is chaotic: loss curves part by themselves, whatever the number format. So the distance to
-fp32 is held against the distances that fp32 keeps from itself, once with other data order and
-random numbers, once from weights rounded to bf16: what such a rounding does to a model, a number
-format may do too.
+Two comparisons. The config against its own number format without the rest of it (compilation, a
+graph, a memory format): the same but for rounding. That format, eagerly, against strict fp32:
+within a few times of what rounding every result of fp32 to it does to this model, as TorchBench's
+`same()` measures a candidate's error in units of its number format's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from advisor.cache.config import Config
+from advisor.tuners import tf32
+from advisor.tuners.measure.observe import BATCHES, Named, NoScale, Observer, Trace
+from advisor.tuners.measure.randomness import amplitude
 from advisor.tuners.measure.workload import Workload
 
-BATCHES = 4
-"""Different batches that every run cycles through."""
 MOST_STEPS, LEAST_STEPS = 24, 2 * BATCHES
 TOLERANCE = 0.02
 """Distance of loss curves that is always allowed, as a fraction of fp32's loss."""
-OUTPUT_TOLERANCE = 0.15
-"""Relative L2 distance of the first outputs that is always allowed: bf16 has 8 bits."""
-UPDATE_TOLERANCE = 0.7
-"""The same of what training did to the weights: 1 is no likeness at all. At a small learning rate
-the loss hardly moves in some tens of steps, but a wrong gradient shows here."""
-SAMPLED = 4_000_000
-"""Weights that are compared, evenly taken from all."""
-SKIPS = 1
-"""Steps that a GradScaler may skip after its first scale search."""
-SCALE_STEPS = 20
-"""Halvings from 65536 after which no loss scale is found."""
 SPREADS = 2.0
-"""Beyond the tolerance: as many times fp32's own spread."""
-ROUNDINGS = 4.0
-"""The same for outputs and updates: a format rounds at every operation, the disturbed run once.
-ResNet-50 in bf16, 8 images of 64x64 on a CPU: outputs 1.8 times, updates 1.03 times the spread."""
+"""Beyond the tolerance: as many times what rounding does to the loss curve."""
+ROUNDINGS, CHANCES = 3.0, 10.0
+"""Beyond the limits below: as many times what rounding does to the same tensor, and to one that is
+nothing but rounding. bf16 on a CPU did 0.6 to 1.4 times that to the worst gradients and updates of
+a transformer, of ResNet-18 and of small networks; float32 in another order twice to the latter."""
+OPTIMIZER_TOLERANCE = 1e-4
+"""Part of an update that the optimizer may make of its own: fused kernels round otherwise. AdamW's
+weight decay is five times that at a weight of 0.05, lr 1e-4."""
+SKIPS = 1
+"""Steps that a GradScaler may skip after its scale search."""
+ROUNDED = 3
+"""Times more that the gradients of fp32 are taken with rounding."""
+DRAWS = 12
+"""Draws of a model's own randomness, of the config and of fp32 each."""
+DRAW_SIGMAS, DRAW_FACTOR = 5.0, 1.15
+"""How far apart the variances of their outputs may be: standard errors, and a factor beyond."""
+MEAN = 0.05
+"""Part of the outputs' mean by which two of them may differ beyond chance."""
+FIXED_STEPS = 2 * DRAWS + 12
+"""Steps of a comparison beside those that are asked for, about, in each of its runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Relative L2 distances that are always allowed."""
+
+    outputs: float
+    gradients: float
+    updates: float
+
+
+FORMAT = Limits(outputs=0.02, gradients=0.03, updates=0.1)
+SAME = Limits(outputs=1e-4, gradients=1e-3, updates=1e-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """One short training run: the loss of each step, the outputs of the first, and how far the
-    weights moved."""
+class Seen:
+    """A distance between two runs: relative to the tensor, and as a share of what is allowed."""
 
-    losses: tuple[float, ...]
-    outputs: tuple[Tensor, ...]
-    moved: tuple[Tensor, ...]
-    finite: bool
-    """The weights are, at the end."""
-    skipped: int
-    """Steps that the GradScaler skipped after its first scale search."""
-
-
-def trace(workload: Workload, steps: int) -> Trace:
-    """Train for some steps; the workload is to be built with `watch=True`."""
-    losses: list[float] = []
-    skipped = 0
-    scaler = workload.advice.scaler
-    weights = [p for p in workload.model.parameters() if p.requires_grad]
-    stride = max(1, sum(p.numel() for p in weights) // SAMPLED)
-    start = [_sampled(p, stride) for p in weights]
-    for _ in range(steps):
-        before = scaler.get_scale()
-        workload.step()
-        assert workload.loss is not None
-        losses.append(float(workload.loss))
-        skipped += scaler.get_scale() < before
-    finite = all(bool(p.isfinite().all()) for p in workload.model.parameters())
-    return Trace(
-        losses=tuple(losses),
-        outputs=tuple(workload.outputs),
-        moved=tuple(_sampled(p, stride) - w for p, w in zip(weights, start, strict=True)),
-        finite=finite,
-        skipped=skipped,
-    )
+    share: float
+    distance: float
+    what: str
+    name: str
+    allowed: float
+    sure: bool
+    """More than rounding, as the gradient of a bias before a BatchNorm is not."""
 
 
-def _sampled(weight: Tensor, stride: int) -> Tensor:
-    # contiguous(): in one order, whatever the memory format.
-    return weight.detach().contiguous().flatten()[::stride].float().cpu().clone()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configs:
+    """`plain`: the candidate's number format without the rest of it; may be one of the others."""
+
+    fp32: Config
+    candidate: Config
+    plain: Config
 
 
 def judge(
     reference: Trace,
-    reordered: Trace,
-    rounded: Trace,
+    rounded: Sequence[Trace],
+    plain: Trace,
     candidate: Trace,
     tolerance: float = TOLERANCE,
 ) -> tuple[bool, str]:
     """Whether a run is as good as fp32's, and a line that says how near it is.
 
     Args:
-        reference: strict fp32; `reordered` and `rounded` the same, disturbed.
-        candidate: the config, on the reference's order and random numbers.
+        reference: strict fp32; `rounded` the same with every result rounded.
+        plain: the candidate's number format, eagerly; may be the reference or the candidate.
+        candidate: the config.
         tolerance: fraction of fp32's loss that is always allowed.
     """
-    if not all(map(math.isfinite, reference.losses)):
-        return False, "the loss is not finite in fp32 either"
-    if not all(map(math.isfinite, candidate.losses)):
-        return False, "the loss is not finite"
-    if not candidate.finite:
-        return False, "weights are not finite after some steps"
-    if candidate.skipped > SKIPS:
-        return False, f"the GradScaler skipped {candidate.skipped} steps: fp16 overflows here"
+    if not _finite(reference):
+        return False, "fp32 is not finite either: the loss, a gradient or a weight"
+    for trace in (plain, candidate):
+        if not all(map(math.isfinite, trace.losses)):
+            return False, "the loss is not finite"
+        if not trace.finite:
+            return False, "an output, a gradient or a weight is not finite"
+        if trace.skipped > SKIPS:
+            return False, f"the GradScaler skipped {trace.skipped} steps: fp16 overflows here"
     scale = statistics.fmean(map(abs, reference.losses)) or 1.0
-    spread = max(_apart(reference, other) for other in (reordered, rounded)) / scale
+    spread = max((_apart(reference, other) for other in rounded), default=0.0) / scale
     distance = _apart(reference, candidate) / scale
     allowed = max(tolerance, SPREADS * spread)
     said = f"loss within {distance:.2%} of fp32 over {len(candidate.losses)} steps"
+    same = _distances(plain, candidate, reference, rounded, SAME)
+    format_ = _distances(reference, plain, reference, rounded, FORMAT)
+    pairs = ((same, "its number format uncompiled"), (format_, "fp32"))
+    for seen, than in pairs:
+        said_wrong = _beyond([one for one in seen if one.what != "update"], than)
+        if said_wrong:
+            return False, said_wrong
+    part, name = candidate.optimizer
+    if part > OPTIMIZER_TOLERANCE:
+        return False, f"its optimizer's updates differ from PyTorch's by {part:.2%} ({name})"
     if distance > allowed:
         return False, f"{said}, {allowed:.2%} allowed"
-    errors = []
-    for part, allowed in (("outputs", OUTPUT_TOLERANCE), ("moved", UPDATE_TOLERANCE)):
-        ours: tuple[Tensor, ...] = getattr(reference, part)
-        own = max(
-            SPREADS * _relative(ours, getattr(reordered, part)),
-            ROUNDINGS * _relative(ours, getattr(rounded, part)),
-        )
-        errors.append(_relative(ours, getattr(candidate, part)))
-        if not errors[-1] <= max(allowed, own):
-            what = "first outputs" if part == "outputs" else "weight updates"
-            return False, f"its {what} differ from fp32's by {errors[-1]:.0%}"
-    return True, f"{said}, first outputs within {errors[0]:.2%}, updates within {errors[1]:.1%}"
+    for seen, than in pairs:
+        said_wrong = _beyond(seen, than)
+        if said_wrong:
+            return False, said_wrong
+    whole = _distances(reference, candidate, reference, rounded, FORMAT)
+    gradients = [one for one in whole if one.what == "gradient"]
+    worst = max([one for one in gradients if one.sure] or gradients, key=lambda one: one.share)
+    return True, (
+        f"{said}, worst gradient {worst.distance:.1%} ({worst.name}), "
+        f"updates {_overall(reference.moved, candidate.moved):.1%}"
+    )
+
+
+def _beyond(seen: list[Seen], than: str) -> str:
+    """What differs the most beyond its limit; '' where nothing does."""
+    # A gradient names the parameter; what it did to the outputs does not.
+    worst = max(seen, key=lambda one: (one.share > 1 and one.what == "gradient", one.share))
+    if worst.share <= 1:
+        return ""
+    return (
+        f"its {worst.what} of {worst.name} differs from {than}'s by {worst.distance:.1%}, "
+        f"{worst.allowed:.1%} allowed"
+    )
+
+
+def _finite(trace: Trace) -> bool:
+    return trace.finite and all(map(math.isfinite, trace.losses))
 
 
 def _apart(ours: Trace, theirs: Trace) -> float:
-    """Largest difference of mean losses over a pass through all batches, where order cancels."""
+    """Largest difference of mean losses over a pass through all batches."""
     passes = range(0, len(ours.losses) - BATCHES + 1, BATCHES)
     return max(
         abs(
@@ -138,51 +166,196 @@ def _apart(ours: Trace, theirs: Trace) -> float:
     )
 
 
-def _relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    difference = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
-    size = sum(float(a.square().sum()) for a in ours)
-    return math.sqrt(difference / size) if size else math.sqrt(difference)
+def _distances(
+    ours: Trace, theirs: Trace, reference: Trace, rounded: Sequence[Trace], limits: Limits
+) -> list[Seen]:
+    """Of all tensors; `reference` and `rounded` tell what rounding does to each."""
+    found: list[Seen] = []
+    for what, limit in (
+        ("value", limits.outputs),
+        ("gradient", limits.gradients),
+        ("update", limits.updates),
+    ):
+        for at in range(1 if what == "update" else len(reference.points)):
+            held = [_held(trace, what, at) for trace in (ours, theirs, reference)]
+            noisy = [_held(trace, what, at) for trace in rounded]
+            found += _of_group(what, limit, held, noisy)
+    return found
+
+
+def _held(trace: Trace, what: str, at: int) -> Named:
+    if what == "update":
+        return trace.moved
+    return trace.points[at].gradients if what == "gradient" else trace.points[at].outputs
+
+
+def _of_group(what: str, limit: float, held: list[Named], noisy: list[Named]) -> list[Seen]:
+    ours, theirs, reference = held
+    apart = _norms(theirs, ours)
+    size = _norms(reference)
+    spread = [_norms(other, reference) for other in noisy]
+    noise = {name: max((one[name] for one in spread), default=0.0) for name in reference}
+    shares = [noise[name] / size[name] for name in size if size[name] > 0]
+    usual = statistics.median(shares) if shares else 0.0
+    count = sum(tensor.numel() for tensor in reference.values())
+    root = math.sqrt(sum(one**2 for one in size.values()) / max(count, 1))
+    found = []
+    for name, tensor in reference.items():
+        # What is nought but for rounding, as a bias before a BatchNorm has its gradient, is held
+        # against the usual element.
+        least = usual * root * math.sqrt(tensor.numel())
+        sure = noise[name] < size[name] / 2
+        times = ROUNDINGS if sure else CHANCES
+        allowed = max(limit * size[name], times * max(noise[name], usual * size[name], least))
+        scale = max(size[name], least) or 1.0
+        found.append(
+            Seen(
+                share=apart[name] / allowed if allowed else float(apart[name] > 0) * math.inf,
+                distance=apart[name] / scale,
+                what=what,
+                name=name,
+                allowed=allowed / scale,
+                sure=sure,
+            )
+        )
+    return found
+
+
+def _overall(ours: Named, theirs: Named) -> float:
+    size = math.hypot(*_norms(ours).values())
+    return math.hypot(*_norms(theirs, ours).values()) / (size or 1.0)
+
+
+def _norms(ours: Named, theirs: Named | None = None) -> dict[str, float]:
+    """L2 norms by name, or of what two have apart; asked of the device once for all of them."""
+    tensors = list(ours.values())
+    if not tensors:
+        return {}
+    if theirs is not None:
+        tensors = list(torch._foreach_sub(tensors, [theirs[name] for name in ours]))
+    norms = torch.stack(torch._foreach_norm(tensors)).tolist()
+    return dict(zip(ours, norms, strict=True))
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+class References:
+    """Runs that several configs are held against, made once: strict fp32's and number formats'.
+
+    What is kept of them lies on the host, where it is nobody's leftover on the device.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, list[Trace]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], list[Trace]]) -> list[Trace]:
+        """What `make` gave for this key before, or gives now."""
+        if key not in self._kept:
+            made = make()
+            self._kept[key] = [trace.to(torch.device("cpu")) for trace in made]
+            return made
+        device = torch.device("cuda") if torch.cuda.is_initialized() else torch.device("cpu")
+        return [trace.to(device) for trace in self._kept[key]]
 
 
 def check(
-    build: Callable[..., Workload], steps: int, tolerance: float = TOLERANCE
+    build: Callable[[Config], Workload],
+    configs: Configs,
+    steps: int,
+    tolerance: float = TOLERANCE,
+    references: References | None = None,
 ) -> tuple[bool, str]:
-    """Judge a config. `build('candidate' or 'fp32', order=0, rounded=False)` gives a fresh, watched
-    workload."""
-    candidate = build("candidate")
-    if candidate.advice.scaler.is_enabled():
-        scale = _searched_scale(candidate)
-        if scale == 0.0:
-            return (
-                False,
-                f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows here",
-            )
-        candidate = build("candidate")
-        state = candidate.advice.scaler.state_dict()
-        candidate.advice.scaler.load_state_dict(state | {"scale": scale})
-    traced = trace(candidate, steps)
-    reference = trace(build("fp32"), steps)
-    reordered = trace(build("fp32", order=1), steps)
-    rounded = trace(build("fp32", rounded=True), steps)
-    return judge(reference, reordered, rounded, traced, tolerance)
+    """Judge a config.
 
-
-def _searched_scale(workload: Workload) -> float:
-    """The loss scale at which the GradScaler first skips no step; 0 where it finds none.
-
-    Its search at the start is no fault, but a run that has it lags behind one that has not.
+    Args:
+        build: gives a fresh, watched workload. What it gave before is used no more.
+        steps: of each run.
+        tolerance: as in `judge`.
+        references: of earlier comparisons of this workload.
     """
-    scaler = workload.advice.scaler
-    for _ in range(SCALE_STEPS):
-        before = scaler.get_scale()
-        workload.step()
-        if scaler.get_scale() >= before:
-            return float(before)
-    return 0.0
+    known = references or References()
+
+    def traced(config: Config) -> tuple[Trace, float]:
+        workload = build(config)
+        rounding = _rounding(workload)
+        observer = Observer(workload)
+        del workload
+        return observer.trace(steps), rounding
+
+    def rounded(rounding: float) -> list[Trace]:
+        return _rounded(Observer(build(configs.fp32), rounding=rounding, seed=104729), steps)
+
+    (fp32,) = known.get(("fp32", configs.fp32, steps), lambda: [traced(configs.fp32)[0]])
+    try:
+        candidate, rounding = traced(configs.candidate)
+        plain = candidate
+        if configs.plain == configs.fp32:
+            plain = fp32
+        elif configs.plain != configs.candidate:
+            key = ("plain", configs.plain, steps)
+            (plain,) = known.get(key, lambda: [traced(configs.plain)[0]])
+    except NoScale as exc:
+        return False, str(exc)
+    noisy = known.get(("rounded", configs.fp32, rounding, steps), lambda: rounded(rounding))
+    good, reason = judge(fp32, noisy, plain, candidate, tolerance)
+    if not good or not Observer(build(configs.fp32)).random():
+        return good, reason
+    own = Observer(build(configs.fp32)).draws(DRAWS)
+    said = compare_draws(own, Observer(build(configs.candidate)).draws(DRAWS))
+    return (False, said) if said else (True, reason)
+
+
+def _rounded(observer: Observer, steps: int) -> list[Trace]:
+    """One run, and its points anew: in a small model a rounding turns few ReLUs, or none."""
+    first = observer.trace(steps)
+    return [first, *(dataclasses.replace(first, points=observer.points()) for _ in range(ROUNDED))]
+
+
+def _rounding(workload: Workload) -> float:
+    """What results of this workload are rounded to, relatively; its flags are those set last."""
+    cuda = workload.advice.device.type == "cuda"
+    return amplitude(workload.advice.autocast_dtype, tf32=cuda and "tf32" in tf32.describe())
+
+
+def compare_draws(reference: Tensor, candidate: Tensor) -> str:
+    """Why two samples of outputs, one row a draw, are not of the same randomness; '' if they are.
+
+    The variance over draws follows the rate of dropout: p / (1 - p) of each input. Its standard
+    error is that of the draws' own distances from their mean, which holds what elements have in
+    common.
+    """
+    if not bool(candidate.isfinite().all()):
+        return "with its own random numbers an output is not finite"
+    scatter = [sample - sample.mean(0) for sample in (reference.double(), candidate.double())]
+    energies = [part.square().sum(1) for part in scatter]
+    ours, theirs = (float(energy.mean()) for energy in energies)
+    if ours <= 0 or theirs <= 0:
+        if ours == theirs:
+            return ""
+        return "its randomness is missing" if ours else "it draws random numbers, fp32 does not"
+    # Logarithms: a rare draw far from the others is to weigh no more than they do.
+    logs = [energy.clamp(min=1e-3 * float(energy.mean())).log() for energy in energies]
+    error = math.hypot(*(float(log.std()) / math.sqrt(len(log)) for log in logs))
+    apart = float(logs[1].mean() - logs[0].mean())
+    if abs(apart) > math.log(DRAW_FACTOR) + DRAW_SIGMAS * error:
+        return (
+            f"its random numbers scatter the outputs {math.exp(apart / 2):.2f} times as far "
+            "as fp32's: another dropout rate?"
+        )
+    shift = float((candidate.double().mean(0) - reference.double().mean(0)).square().sum())
+    if shift > 4 * (ours + theirs) / len(reference) + (MEAN * _norm(reference.mean(0))) ** 2:
+        return "with its own random numbers the outputs' mean is another than fp32's"
+    return ""
 
 
 def steps_within(seconds: float, step_s: float) -> int:
-    """Steps for which four runs fit, fp32's taking about 2.5 times as long; 0 where too few do."""
-    steps = int(seconds / ((3 * 2.5 + 1) * max(step_s, 1e-9)))
+    """Steps for which all runs fit, fp32's taking about 2.5 times as long; 0 where too few do.
+
+    Two runs at the config's own speed, fp32's, and fp32's with rounding, which takes twice that.
+    """
+    runs = 2 * 1 + 2.5 + 2 * 2.5
+    steps = int(seconds / (runs * max(step_s, 1e-9))) - FIXED_STEPS // 4
     steps = min(MOST_STEPS, steps) // BATCHES * BATCHES
     return steps if steps >= LEAST_STEPS else 0

@@ -25,6 +25,7 @@ class Runner(Protocol):
         stage: str = "compute",
         keep: bool = False,
         floor: float = 0.0,
+        deadline_s: float | None = None,
     ) -> Measurement:
         """Measure for about `seconds`, warm-up not counted.
 
@@ -34,6 +35,7 @@ class Runner(Protocol):
             stage: 'compute' (a batch on the device) or 'input' (through a DataLoader).
             keep: hold the built workload for the next turn of a race.
             floor: samples/s below which the exact number is of no interest.
+            deadline_s: seconds after which it is given up, as 'timed_out'; None: the runner's own.
         """
 
     def release(self) -> None:
@@ -72,8 +74,9 @@ class ReplayRunner:
         stage: str = "compute",
         keep: bool = False,
         floor: float = 0.0,
+        deadline_s: float | None = None,
     ) -> Measurement:
-        del seconds, stage, keep, floor
+        del seconds, stage, keep, floor, deadline_s
         self.measured.append(config)
         row = self._rows.get(config)
         if row is None or not row.get("ok", True):

@@ -117,12 +117,16 @@ def warm_up(
     return first, min(times[-WARM_STEPS:])
 
 
-def first_steps(step: Callable[[], None], clock: Clock) -> tuple[float, float]:
+def first_steps(
+    step: Callable[[], None], clock: Clock, start: Callable[[], None] | None = None
+) -> tuple[float, float]:
     """(Seconds of the first step and what the next take beyond a settled one, of a settled one).
 
-    The second and third step of a compiled model record its CUDA graphs: that is paid once too.
+    `start`, where given, is the first step with whatever else is paid before the next: a captured
+    step's warm-up, its capture and the replays that are checked. The second and third step of a
+    compiled model record its CUDA graphs: that is paid once too.
     """
-    first = _timed(step, clock)
+    first = _timed(start or step, clock)
     later = [_timed(step, clock) for _ in range(FIRST_STEPS)]
     settled = min(later)
     # The last two are ordinary steps: what they differ by is noise.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from advisor.cache.key import Sample
+from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.step_graph import StepGraph
@@ -27,7 +28,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _NO_LOSS = torch.zeros(())
 PATIENCE = 100
 """Steps within which a captured step must come to its first replay."""
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 
 
 class Workload:
@@ -38,64 +38,65 @@ class Workload:
         loaded: Loaded,
         advice: Advice,
         *,
-        sample: Sample,
-        vocab: int,
+        task: Task,
         batch: int,
-        mode: str,
-        optimizer: str,
         from_loader: bool,
         seed: int,
         batches: int = 1,
-        order: int = 0,
         watch: bool = False,
-        rounded: bool = False,
-        mix: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         """A step is a pass through the shapes of `mix`, where there are any.
 
-        `batches` different ones of each shape are cycled through, in an order that `order` names;
-        with `watch`, `outputs` holds the first step's; `rounded` starts from weights in bf16.
+        `batches` different ones of each shape are cycled through; with `watch`, `outputs` holds
+        those of the last step.
         """
         torch.manual_seed(seed)
         advice.set_flags()
         self.advice = advice
         self._loaded = loaded
-        self._training = mode == "train"
+        self._task, self._training = task, task.mode == "train"
         model = build(loaded)
-        if rounded:
-            for weight in model.parameters():
-                weight.data = weight.data.bfloat16().to(weight.dtype)
         self.model = advice.prepare(model)
         self.model.train(self._training)
         self.loss: Tensor | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._plain_optimizer = OPTIMIZERS[task.optimizer]
         if self._training:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             if not parameters:
                 raise TargetFailed(
                     f"target {loaded.spec.name!r}: it has no trainable parameter; use --mode infer"
                 )
-            self._optimizer = OPTIMIZERS[optimizer](parameters, **advice.optimizer)
+            self.optimizer = self._plain_optimizer(parameters, **advice.optimizer)
         self._watch = watch
         self.outputs: list[Tensor] = []
         made = []
         for number in range(batches):
             # The same numbers for every config, whatever a model's dropout has drawn before.
             torch.manual_seed(seed + 1 + number)
-            for size, *shape in mix or ((batch, *sample.shape),):
-                one = Sample(shape=tuple(shape), dtype=sample.dtype)
-                inputs, target = self._make_batch(one, vocab, size, mixed=bool(mix))
+            for shape in task.mix or ((batch, *task.sample),):
+                inputs, target = self._make_batch(shape)
                 if target is None and self._training:
                     target = self._make_target(inputs, seed + 1 + number)
                 made.append((inputs, target))
-        self._passes = 1 if from_loader else max(1, len(mix))
+        self._passes = 1 if from_loader else max(1, len(task.mix))
         self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
         self._made = made[0]
         if from_loader:
             self._source = _forever(advice, _Repeated(made[0], batch))
         else:
-            self._source = advice.batches(_cycle([advice.place(one) for one in made], order))
-        torch.manual_seed(seed + 1000 * (1 + order))
+            self._placed = [advice.place(one) for one in made]
+            self.rewind()
+        torch.manual_seed(seed + 1000)
+
+    def rewind(self, first: int = 0) -> None:
+        """Go on with the batch of this number, and from there in their order."""
+        at = first * self._passes % len(self._placed)
+        self._source = self.advice.batches(cycle(self._placed[at:] + self._placed[:at]))
+
+    def plain_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer without advice, for other parameters."""
+        return self._plain_optimizer(parameters)
 
     def fed_by(self, advice: Advice, batch: int) -> Workload:
         """The same model and optimizer behind another DataLoader: nothing is compiled again."""
@@ -103,14 +104,12 @@ class Workload:
         other._source = _forever(advice, _Repeated(self._made, batch))
         return other
 
-    def _make_batch(
-        self, sample: Sample, vocab: int, batch: int, *, mixed: bool = False
-    ) -> tuple[Any, Any]:
-        hook = self._loaded.make_batch
+    def _make_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        hook, batch = self._loaded.make_batch, shape[0]
         if hook is None:
-            return make_input(sample, vocab, batch), None
-        more = (sample.shape,) if len(inspect.signature(hook).parameters) > 2 else ()
-        if mixed and not more:
+            return make_input(shape, self._task.dtype, self._task.vocab), None
+        more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
+        if self._task.mix and not more:
             raise TargetFailed(
                 f"target {self._loaded.spec.name!r}: for several shapes make_batch must take a "
                 "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
@@ -183,15 +182,23 @@ class Workload:
         raise RuntimeError("no CUDA graph: the batches are not alike")
 
     def _train(self, batch: Any) -> Tensor:
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         inputs, target = batch
         with self.advice.autocast():
             output = self._forward(inputs)
             loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
-        if self._watch and not self.outputs:
-            self.outputs = [part.detach().float().cpu().clone() for part in _outputs(output)]
-        self.advice.step(loss, self._optimizer)
+        if self._watch:
+            self._keep([part.detach() for part in _outputs(output)])
+        self.advice.step(loss, self.optimizer)
         return loss.detach()
+
+    def _keep(self, outputs: list[Tensor]) -> None:
+        # In place, so that a captured step does it too.
+        if [one.shape for one in outputs] == [one.shape for one in self.outputs]:
+            for kept, seen in zip(self.outputs, outputs, strict=True):
+                kept.copy_(seen)
+        else:
+            self.outputs = [one.float().clone() for one in outputs]
 
 
 @contextmanager
@@ -205,10 +212,9 @@ def _unsearched() -> Iterator[None]:
         torch.backends.cudnn.benchmark = searches
 
 
-def make_input(sample: Sample, vocab: int, batch: int) -> Tensor:
+def make_input(shape: tuple[int, ...], kind: str, vocab: int) -> Tensor:
     """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
-    shape = (batch, *sample.shape)
-    dtype = getattr(torch, sample.dtype)
+    dtype = getattr(torch, kind)
     if dtype.is_floating_point:
         return torch.randn(shape).to(dtype)
     return torch.randint(0, vocab, shape).to(dtype)
@@ -261,48 +267,27 @@ def _one_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target.to(output.dtype))
 
 
-def _cycle(batches: list[Any], order: int) -> Iterator[Any]:
-    """Endless passes through all batches; from the second on, their order is the seed's."""
-    draw = random.Random(order)
-    while True:
-        yield from batches
-        draw.shuffle(batches)
-
-
 class _Repeated(Dataset[Any]):
     """An in-memory dataset: one made batch, taken apart into samples and repeated."""
 
     REPEATS = 16
 
     def __init__(self, batch: tuple[Any, Any], size: int) -> None:
-        self._batch = _to_cpu(batch)
+        # A mapping of another kind is a leaf to a tree of tensors.
+        parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
+        self._batch = tree_map_only(Tensor, Tensor.cpu, parts)
         self._size = size
 
     def __len__(self) -> int:
         return self._size * self.REPEATS
 
     def __getitem__(self, index: int) -> Any:
-        return _pick(self._batch, index % self._size)
+        def pick(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf[index % self._size]
+            return 0 if leaf is None else leaf  # a DataLoader takes no None
 
-
-def _to_cpu(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.cpu()
-    if isinstance(tree, Mapping):
-        return {name: _to_cpu(part) for name, part in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_to_cpu(part) for part in tree]
-    return tree
-
-
-def _pick(tree: Any, index: int) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[index]
-    if isinstance(tree, dict):
-        return {name: _pick(part, index) for name, part in tree.items()}
-    if isinstance(tree, list):
-        return [_pick(part, index) for part in tree]
-    return 0 if tree is None else tree
+        return tree_map(pick, self._batch)
 
 
 def _forever(advice: Advice, dataset: Dataset[Any]) -> Iterator[tuple[Any, Any]]:

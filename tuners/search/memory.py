@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.record import Trial
-
-LEAST = ("precision", "compile", "step_graph", "channels_last")
-"""Knobs that change what is kept for the backward pass; others hardly matter."""
+from advisor.tuners.knobs import KNOBS
 
 
 def needed(trials: Sequence[Trial], config: Config) -> float:
@@ -19,22 +18,24 @@ def needed(trials: Sequence[Trial], config: Config) -> float:
     nothing that matters to memory; through one batch alone only what scales down is known, and
     nothing is ruled out. 0 where nothing is known.
     """
-    batch = int(config["batch_size"] or 0)
-    alike = [t for t in trials if t.stage == "compute" and _same(t.config, config)]
+    # What decides what is kept for the backward pass; other knobs hardly matter.
+    names = [knob.name for knob in KNOBS if knob.memory and knob.name in config]
+    kept = _values(config, names)
+    alike = [t for t in trials if t.stage == "compute" and _values(t.config, names) == kept]
     failed = [t for t in alike if t.measurement.outcome == "out_of_memory"]
-    if any(int(t.config["batch_size"] or 0) <= batch for t in failed):
-        return float("inf")
+    if any(t.config.batch <= config.batch for t in failed):
+        return math.inf
     peaks: dict[int, int] = {}
     for trial in alike:
-        if trial.measurement.ok and trial.measurement.peak_bytes > 0:
-            size = int(trial.config["batch_size"] or 0)
-            peaks[size] = min(trial.measurement.peak_bytes, peaks.get(size, 2**63))
+        peak, size = trial.measurement.peak_bytes, trial.config.batch
+        if trial.measurement.ok and peak > 0:
+            peaks[size] = min(peak, peaks.get(size, peak))
     if len(peaks) < 2:
         return 0.0
     low, high = min(peaks), max(peaks)
     slope = max(0.0, (peaks[high] - peaks[low]) / (high - low))
-    return peaks[low] + slope * (batch - low)
+    return peaks[low] + slope * (config.batch - low)
 
 
-def _same(ours: Config, theirs: Config) -> bool:
-    return all(ours.get(name) == theirs.get(name) for name in LEAST)
+def _values(config: Config, names: Sequence[str]) -> list[tuple[type, Value]]:
+    return [(type(value), value) for value in map(config.get, names)]

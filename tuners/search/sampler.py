@@ -10,22 +10,35 @@ covariances: Duvenaud, Nickisch and Rasmussen, Additive Gaussian Processes, 2011
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
-from optuna.distributions import BaseDistribution
-from optuna.study import Study
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 
 SECONDS = "seconds"
-"""The trial's user attribute that says what it cost."""
+"""The trial's user attribute that says what it cost; without it, the time that the trial took."""
+FAILED = "failed"
+"""The user attribute of a trial that is complete for other samplers, but did not run."""
+
+LEVELS = 64
+"""Values of a number that are considered, where it can have more: evenly spaced."""
+MOST = 2000
+"""Configs that are weighed at a time; of more than that, so many drawn at random."""
 
 SHARES = ((0.0, 1.0, 0.0), (0.1, 0.6, 0.3), (0.1, 0.3, 0.6))
 """Of the variance: in common, of single knobs, of pairs. The likeliest is taken."""
@@ -33,6 +46,8 @@ NOISES = (0.003, 0.02, 0.1)
 """Standard deviations of one measurement, as fractions of the spread between configs."""
 REACH = 2.0
 """Doublings of a number, as of the batch size, over which it stays alike."""
+RANGE = 3.0
+"""Reaches in the range of a number that is suggested from low to high."""
 
 TINY = 1e-300
 """In place of 0, whose logarithm is infinite."""
@@ -41,43 +56,70 @@ Array = NDArray[np.float64]
 
 
 class GainPerSecond(optuna.samplers.BaseSampler):
-    """An Optuna sampler over a finite list of configs, of which it never proposes one twice.
+    """An Optuna sampler for one objective; it never proposes a config twice while others are left.
 
-    Trials that failed or ran out of memory are to be told with a value of 0: they say nothing of
-    speed, but how likely others are to run. Before two have run it draws at random.
+    Works on choices, whole numbers and steps; of a continuous number it considers LEVELS values.
+    Trials that failed, were pruned, or carry the user attribute FAILED say nothing of speed, but
+    how likely others are to run. Before two have run it draws at random.
 
     Args:
-        configs: those that may be proposed.
-        best: samples/s that an improvement is counted from; None for the best trial's.
+        seed: of its draws.
+        among: the configs that may be proposed now; default: all that were not tried.
+        best: the value that an improvement is counted from; default: the best trial's.
     """
 
     def __init__(
-        self, configs: Sequence[Config], *, best: float | None = None, seed: int = 0
+        self,
+        *,
+        seed: int | None = None,
+        among: Callable[[], Sequence[Mapping[str, Value]]] | None = None,
+        best: Callable[[], float] | None = None,
     ) -> None:
-        self._configs = list(configs)
+        self._among = among
         self._best = best
         self._random = random.Random(seed)
+        self._independent = optuna.samplers.RandomSampler(seed=seed)
+
+    def reseed_rng(self) -> None:
+        """As every process of a parallel study needs it."""
+        self._random.seed()
+        self._independent.reseed_rng()
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """All knobs: they are sampled together."""
-        return optuna.search_space.intersection_search_space(
-            study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        )
+        """All that every complete trial was asked for: sampled together."""
+        return optuna.search_space.intersection_search_space(study.get_trials(deepcopy=False))
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """The next config; nothing where all are tried."""
-        done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        tried = [Config(one.params) for one in done]
-        left = [config for config in self._configs if config not in set(tried)]
-        if not search_space or not left:
+        if not search_space:
             return {}
-        rates = [float(one.value or 0.0) for one in done]
-        seconds = [float(one.user_attrs.get(SECONDS, 1.0)) for one in done]
-        return dict(self._choose(tried, rates, seconds, left))
+        seen = _seen(study, search_space)
+        if self._among is None:
+            left = _grid(search_space, seen, self._random)
+        else:
+            left = [Config(config) for config in self._among()]
+        finished = {config: one for config, one in seen.items() if one.state.is_finished()}
+        if not left:
+            return {}
+        ran = [_ran(one) for one in finished.values()]
+        if sum(ran) < 2:
+            return dict(self._random.choice(left))
+        sign = -1.0 if study.direction == StudyDirection.MINIMIZE else 1.0
+        values = [float(t.value or 0) for t, ok in zip(finished.values(), ran, strict=True) if ok]
+        best = sign * max(sign * v for v in values) if self._best is None else self._best()
+        # Factors where everything is above zero, as speeds and times are; else differences.
+        scale = math.log if min(*values, best) > 0 else float
+        gain = _Gain(
+            scores=sign * np.array([scale(value) for value in values]),
+            best=sign * scale(best),
+            seconds=[_seconds(one) for one in finished.values()],
+            ran=ran,
+        )
+        return dict(left[gain.most(list(finished), left, search_space)])
 
     def sample_independent(
         self,
@@ -86,60 +128,136 @@ class GainPerSecond(optuna.samplers.BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Of a knob that no finished trial has: as in a config drawn at random."""
-        values = [config[param_name] for config in self._configs if param_name in config]
-        if not values:
-            assert isinstance(param_distribution, optuna.distributions.CategoricalDistribution)
-            values = list(param_distribution.choices)
-        return self._random.choice(values)
+        """Of what no finished trial has: at random."""
+        return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def _choose(
-        self, tried: list[Config], rates: list[float], seconds: list[float], left: list[Config]
-    ) -> Config:
-        ok = [rate > 0 for rate in rates]
-        if sum(ok) < 2:
-            return self._random.choice(left)
-        alike = _Alike(tried, left)
-        ran = _Alike([c for c, good in zip(tried, ok, strict=True) if good], left)
-        mean, deviation = _fit(ran, np.log([rate for rate in rates if rate > 0]))
-        cost, _ = _fit(alike, np.log(np.maximum(seconds, 1e-3)))
-        best = math.log(self._best or max(rates))
-        gain = np.maximum(_expected_improvement(mean, deviation, best), TINY)
+
+def _seen(study: Study, space: Mapping[str, BaseDistribution]) -> dict[Config, FrozenTrial]:
+    """The trials by their config, those that run included; of one tried again the one that ran."""
+    found: dict[Config, FrozenTrial] = {}
+    for one in study.get_trials(deepcopy=False):
+        if one.state == TrialState.WAITING or not space.keys() <= one.params.keys():
+            continue
+        config = Config({name: one.params[name] for name in space})
+        if config not in found or not _ran(found[config]):
+            found[config] = one
+    return found
+
+
+def _ran(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.COMPLETE and not trial.user_attrs.get(FAILED, False)
+
+
+def _seconds(trial: FrozenTrial) -> float:
+    if SECONDS in trial.user_attrs:
+        return float(trial.user_attrs[SECONDS])
+    return trial.duration.total_seconds() if trial.duration else 1.0
+
+
+def _levels(distribution: BaseDistribution) -> Sequence[Any]:
+    """The values of a distribution, LEVELS at most of a number."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices
+    assert isinstance(distribution, IntDistribution | FloatDistribution)
+    low, high, step = distribution.low, distribution.high, distribution.step
+    whole = isinstance(distribution, IntDistribution)
+    if step and (high - low) / step < LEVELS:
+        values = [low + i * step for i in range(round((high - low) / step) + 1)]
+    else:
+        space = np.geomspace if distribution.log else np.linspace
+        values = [min(high, max(low, float(value))) for value in space(low, high, LEVELS)]
+        if step:
+            values = [low + round((value - low) / step) * step for value in values]
+    return list(dict.fromkeys(int(v) if whole else float(v) for v in values))
+
+
+def _grid(
+    space: Mapping[str, BaseDistribution], tried: Mapping[Config, object], draw: random.Random
+) -> list[Config]:
+    """The configs not tried, MOST at most."""
+    levels = [_levels(distribution) for distribution in space.values()]
+    if math.prod(map(len, levels)) <= MOST:
+        drawn = [Config(dict(zip(space, row, strict=True))) for row in itertools.product(*levels)]
+    else:
+        drawn = [
+            Config({n: draw.choice(values) for n, values in zip(space, levels, strict=True)})
+            for _ in range(MOST)
+        ]
+    return [config for config in dict.fromkeys(drawn) if config not in tried]
+
+
+class _Gain:
+    """What is known of the finished trials: scores of those that ran, seconds and fate of all."""
+
+    def __init__(
+        self, *, scores: Array, best: float, seconds: Sequence[float], ran: Sequence[bool]
+    ) -> None:
+        self._scores, self._best = scores, best
+        self._seconds, self._ran = seconds, ran
+
+    def most(
+        self, tried: list[Config], left: list[Config], space: Mapping[str, BaseDistribution]
+    ) -> int:
+        """The index of the config with the most gain per second."""
+        alike = _Alike(tried, left, space)
+        ran = alike
+        if not all(self._ran):
+            kept = [c for c, good in zip(tried, self._ran, strict=True) if good]
+            ran = _Alike(kept, left, space)
+        mean, deviation = _fit(ran, self._scores)
+        cost, _ = _fit(alike, np.log(np.maximum(self._seconds, 1e-3)))
+        gain = np.maximum(_expected_improvement(mean, deviation, self._best), TINY)
         score = np.log(gain) - cost
-        if not all(ok):
-            runs, doubt = _fit(alike, np.array(ok, float))
+        if not all(self._ran):
+            runs, doubt = _fit(alike, np.array(self._ran, float))
             score += np.log(np.maximum(_below((runs - 0.5) / doubt), TINY))
-        return left[int(score.argmax())]
+        return int(score.argmax())
 
 
 class _Alike:
     """Likeness of configs, knob by knob: 1 where equal, less for numbers further apart."""
 
-    def __init__(self, tried: list[Config], left: list[Config]) -> None:
-        names = sorted({name for config in tried for name in config})
-        self.among = self._sums(tried, tried, names)
-        self.across = self._sums(left, tried, names)
-        self.knobs = len(names)
+    def __init__(
+        self, tried: list[Config], left: list[Config], space: Mapping[str, BaseDistribution]
+    ) -> None:
+        self.among = self._sums(tried, tried, space)
+        self.across = self._sums(left, tried, space)
 
     @staticmethod
-    def _sums(ours: list[Config], theirs: list[Config], names: list[str]) -> tuple[Array, Array]:
+    def _sums(
+        ours: list[Config], theirs: list[Config], space: Mapping[str, BaseDistribution]
+    ) -> tuple[Array, Array]:
         """Sums over knobs, and over pairs of knobs, each as a share of their number."""
         first = np.zeros((len(ours), len(theirs)))
         squares = np.zeros_like(first)
-        for name in names:
-            a, b = [c.get(name) for c in ours], [c.get(name) for c in theirs]
-            numbers = all(type(v) is int and v > 0 for v in (*a, *b))
-            if numbers:
-                x, y = np.log2(np.array(a, float)), np.log2(np.array(b, float))
-                alike = np.exp(-np.abs(x[:, None] - y[None, :]) / REACH)
-            else:
-                x, y = np.array([repr(v) for v in a]), np.array([repr(v) for v in b])
-                alike = (x[:, None] == y[None, :]).astype(float)
+        for name, distribution in space.items():
+            a, b = [c[name] for c in ours], [c[name] for c in theirs]
+            alike = _likeness(a, b, distribution)
             first += alike
             squares += alike**2
         pairs = (first**2 - squares) / 2
-        count = len(names)
+        count = len(space)
         return first / max(1, count), pairs / max(1, count * (count - 1) // 2)
+
+
+def _likeness(a: list[Value], b: list[Value], distribution: BaseDistribution) -> Array:
+    x, y = (np.array([_place(v, distribution) for v in values]) for values in (a, b))
+    if x.dtype.kind == y.dtype.kind == "f":
+        return np.asarray(np.exp(-np.abs(x[:, None] - y[None, :])), dtype=float)
+    return np.asarray(x[:, None] == y[None, :], dtype=float)
+
+
+def _place(value: Value, distribution: BaseDistribution) -> float | str:
+    """Where a number stands, in reaches; what is none is itself."""
+    if isinstance(distribution, IntDistribution | FloatDistribution):
+        low, high, number = (float(v) for v in (distribution.low, distribution.high, value or 0))
+        if distribution.log:
+            return math.log2(number) / REACH
+        return RANGE * number / (high - low)
+    assert isinstance(distribution, CategoricalDistribution)
+    if all(type(choice) is int and choice >= 0 for choice in distribution.choices):
+        return math.log2(1 + int(value or 0)) / REACH
+    return repr(value)
 
 
 def _covariance(sums: tuple[Array, Array], shares: tuple[float, float, float]) -> Array:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from advisor.cache.config import Config, Value
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import fingerprint
-from advisor.tuners.knobs import COMPUTE, INPUT, KNOBS, Situation
+from advisor.cache.record import RACED, USES
+from advisor.tuners import knobs
+from advisor.tuners.knobs import COMPUTE, INPUT, Situation
 
 
 class Space:
-    """Knob names and the values offered, torch's own first; fixed knobs have one value."""
+    """Knob names and the values offered, torch's own first; fixed knobs have one value.
+
+    `reference`: strict fp32 where that is another thing than torch's default, else None.
+    """
 
     def __init__(
         self,
@@ -20,41 +25,46 @@ class Space:
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
         conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
         dear: Iterable[str] = (),
+        reference: Config | None = None,
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
         self._conflicts = conflicts or {}
         self.dear = tuple(name for name in dear if name in self.choices)
         """Knobs that are tried on leaders only."""
+        self.default = Config({name: values[0] for name, values in self.choices.items()})
+        """What torch does by itself, at the user's batch."""
+        self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
+        """What DataLoader does by itself."""
+        self.reference = reference
 
     @classmethod
     def of(cls, here: Situation) -> Space:
         """The space of KNOBS in a situation."""
         by_stage: dict[str, dict[str, tuple[Value, ...]]] = {COMPUTE: {}, INPUT: {}}
-        for knob in KNOBS:
+        for knob in knobs.KNOBS:
             by_stage[knob.stage][knob.name] = knob.values(here)
-        conflicts = {knob.name: knob.conflicts for knob in KNOBS if knob.conflicts}
-        return cls(
+        found = cls(
             by_stage[COMPUTE],
             inputs=by_stage[INPUT],
-            conflicts=conflicts,
-            dear=(knob.name for knob in KNOBS if knob.dear),
+            conflicts={knob.name: knob.conflicts for knob in knobs.KNOBS if knob.conflicts},
+            dear=(knob.name for knob in knobs.KNOBS if knob.dear),
         )
-
-    @property
-    def default(self) -> Config:
-        """What torch does by itself, at the user's batch."""
-        return Config({name: values[0] for name, values in self.choices.items()})
-
-    @property
-    def default_input(self) -> Config:
-        """What DataLoader does by itself."""
-        return Config({name: values[0] for name, values in self.inputs.items()})
+        strict = knobs.strict(found.default)
+        # A CPU's own float32 is strict.
+        if here.device != "cpu" and not found.holds(strict):
+            found.reference = strict
+        return found
 
     @property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes, the user's first."""
-        return tuple(int(value) for value in self.choices["batch_size"] if value is not None)
+        return tuple(value for value in self.choices[BATCH] if type(value) is int)
+
+    @property
+    def batch(self) -> int:
+        """The user's."""
+        return self.batches[0]
 
     @property
     def is_choice(self) -> bool:
@@ -66,20 +76,43 @@ class Space:
         """Names a study: the choices of a categorical cannot change within one."""
         return fingerprint({name: list(values) for name, values in self.choices.items()})[:12]
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Those of RACED that can follow different parts of the space, the widest first."""
+        levels = {
+            USES.index(knobs.use_of(self.default.replace(**{name: value}), self.default))
+            for name, values in self.choices.items()
+            for value in values
+        }
+        found: list[str] = []
+        for below, use in zip(("", *RACED), RACED, strict=False):
+            least = USES.index(below) if below else -1
+            if not found or any(least < level <= USES.index(use) for level in levels):
+                found.append(use)
+        return tuple(reversed(found))
+
+    def offers(self, name: str, value: Value) -> bool:
+        """Whether a knob may have a value; True and 1 are two."""
+        return any(_same(value, one) for one in self.choices.get(name, ()))
+
+    def near(self, config: Mapping[str, Value], batch: int | None = None) -> Config:
+        """torch's default at a batch, with what of a config is offered here."""
+        offered = {n: v for n, v in config.items() if n != BATCH and self.offers(n, v)}
+        return self.default.replace(**offered).at(self.batch if batch is None else batch)
+
     def holds(self, config: Config) -> bool:
         """Whether every knob has a value that is offered, and none conflicts."""
         return (
             set(config) == set(self.choices)
-            and all(
-                any(value == v and type(value) is type(v) for v in self.choices[name])
-                for name, value in config.items()
-            )
+            and all(self.offers(name, value) for name, value in config.items())
             and self._combines(config)
         )
 
     def _combines(self, config: Config) -> bool:
         return not any(
-            config.get(name) != self.choices[name][0] and config.get(other) in values
+            not _same(config[name], self.choices[name][0])
+            and other in config
+            and any(_same(config[other], value) for value in values)
             for name, conflicts in self._conflicts.items()
             if name in self.choices
             for other, values in conflicts.items()
@@ -89,29 +122,44 @@ class Space:
         """The config with a knob set, and those that then conflict with it at their default."""
         config = config.replace(**{name: value})
         for other, conflicts in self._conflicts.items():
-            if other in config and value in conflicts.get(name, ()):
+            if other in config and any(_same(value, one) for one in conflicts.get(name, ())):
                 config = config.replace(**{other: self.choices[other][0]})
         return config
 
+    def on(self, leader: Config, changes: Mapping[str, Value]) -> Config | None:
+        """A leader with some knobs set, and switches that conflict with these at their default;
+        None where something is not offered, or conflicts all the same."""
+        if not all(self.offers(name, value) for name, value in changes.items()):
+            return None
+        config = leader
+        for name, value in changes.items():
+            config = self.combined(config, name, value)
+        for name, conflicts in self._conflicts.items():
+            if name not in changes:
+                continue
+            for other in conflicts.keys() & (config.keys() - changes.keys()):
+                if isinstance(config[other], bool):
+                    config = config.replace(**{other: self.choices[other][0]})
+        return config if self.holds(config) else None
+
     def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
         """All configs at one batch size; dear knobs at their default, unless asked for."""
-        names = [name for name in self.choices if name != "batch_size"]
+        names = [name for name in self.choices if name != BATCH]
         offered = [
             self.choices[name][: 1 if name in self.dear and not dear else None] for name in names
         ]
         for values in itertools.product(*offered):
-            config = Config(dict(zip(names, values, strict=True)), batch_size=batch)
+            config = Config(dict(zip(names, values, strict=True))).at(batch)
             if self._combines(config):
                 yield config
 
-    def changed(self, config: Config) -> dict[str, Value]:
-        """The knobs of a config that differ from torch's default, the batch left out."""
-        default = self.default | self.default_input
-        return {
-            name: value
-            for name, value in config.items()
-            if name != "batch_size" and name in default and value != default[name]
-        }
+    def is_dear(self, config: Config) -> bool:
+        """Whether a config takes many seconds before its first step."""
+        return any(not _same(config[name], self.default[name]) for name in self.dear)
+
+
+def _same(ours: Value, theirs: Value) -> bool:
+    return type(ours) is type(theirs) and ours == theirs
 
 
 def ladder(batch: int, *, fits: int) -> tuple[int, ...]:

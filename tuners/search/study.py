@@ -1,4 +1,4 @@
-"""The Optuna study over a runner: guesses, a climb over batch sizes, then the sampler.
+"""The search over a runner: guesses, a climb over batch sizes, what compiles, then the sampler.
 
 Every config that is told to the study was really measured. A study is resumed by opening it
 again: finished trials are read back, and what was in flight is tried once more.
@@ -6,85 +6,95 @@ again: finished trials are read back, and what was in flight is tried once more.
 
 from __future__ import annotations
 
-import itertools
-import logging
+import collections
 import random
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
-from advisor.cache.codec import from_plain, to_plain
-from advisor.cache.config import Config, Value
-from advisor.cache.record import Measurement, Trial
+from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.record import RACED, Trial
 from advisor.errors import WorkerError
+from advisor.tuners import knobs
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.search import guesses
+from advisor.tuners.search.journal import Journal
 from advisor.tuners.search.memory import needed
-from advisor.tuners.search.sampler import SECONDS, GainPerSecond
+from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 
 REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
 PATIENCE = 12
-"""Trials without a better config after which the sampler stops."""
+"""Trials without a better config after which the sampler stops, for the widest use."""
+PATIENCE_LESS = 4
+"""The same for each lesser use."""
 LEADING = 1
 """Guesses before the first look at a large batch."""
 HOPELESS = 0.6
-"""Below this fraction of the fastest at its batch a config is measured no longer."""
+"""Below this fraction of the fastest at its batch and use a config is measured no longer."""
 EAGER = 0.5
-"""Share of the budget for guesses and larger batches where a dear knob is to be tried after."""
+"""Share of the search for guesses and larger batches where a dear knob is to be tried after."""
 DEAR_S = 30.0
 """Seconds that must be left for a config that compiles."""
+DEAR_SHARE = 2 / 3
+"""Of the search time left, what one value of a dear knob may take before it is given up."""
+DEAR_LEAST_S = 45.0
+"""Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this, unless
+the budget is."""
+TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
+"""Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
+LIGHT = 0.7
+"""Of the best at any batch: what is as fast is tried compiled before what needs a scaler."""
 REBUILT = 2
 """Times that what leads is built, and compiled, again once the search is over: to hold it against
 fp32, and through a DataLoader."""
 GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
-
-_log = logging.getLogger("advisor.study")
-
-OnTrial = Callable[[Trial], None]
-
-
-class MakeSampler(Protocol):
-    def __call__(
-        self, configs: Sequence[Config], *, best: float | None, seed: int
-    ) -> optuna.samplers.BaseSampler: ...
+TRIES = 2
+"""Interruptions after which a config is not tried again: the tuner itself did not survive it."""
+LONGER = 1.5
+"""A trial that ran out of time is tried again by a later run that can give it so much more."""
 
 
-def open_study(folder: Path, name: str, *, fresh: bool = False) -> optuna.Study:
-    """The study `name`, in a journal file of its own that Optuna's tools and dashboard open."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{name}.journal"
-    if fresh:
-        path.unlink(missing_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(path)))
-    return optuna.create_study(
-        storage=storage, study_name=name, direction="maximize", load_if_exists=True
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """How far a search goes.
+
+    Attributes:
+        clock: of the whole tuning.
+        trials: at most, or None.
+        memory: bytes that a config may take; 0 where that is not known.
+        first: configs to try before the guesses, from records that nearly fit.
+        seed: of the sampler.
+        sampler: any Optuna sampler in place of GainPerSecond; it is kept from dear knobs, whose
+            cost it does not count.
+    """
+
+    clock: Clock
+    trials: int | None = None
+    memory: int = 0
+    first: Sequence[Config] = ()
+    seed: int = 0
+    sampler: optuna.samplers.BaseSampler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """What the sampler looks for: the best that a use can follow, at one batch or at any."""
+
+    use: str
+    batch: int | None
 
 
 class Search:
     """Tries configs of a space until time, trials or ideas run out.
 
     Args:
-        study: where trials are kept.
-        share_s: seconds of timed steps for one trial.
-        budget_s: wall seconds for the search, those of a resumed study counted in.
-        limit: trials at most, or None.
-        first: configs to try before the guesses, from records that nearly fit.
-        memory: bytes that a config may take; 0 where that is not known.
-        sampler: makes the Optuna sampler that proposes one of some configs.
-        on_trial: called after each trial, never during one.
-        now: wall clock in seconds.
+        study: where trials are kept; it is the one that is asked.
+        progress: told of each trial once it is over, never during one.
     """
 
     def __init__(
@@ -92,65 +102,39 @@ class Search:
         runner: Runner,
         space: Space,
         study: optuna.Study,
-        *,
-        share_s: float,
-        budget_s: float,
-        limit: int | None = None,
-        seed: int = 0,
-        first: Sequence[Config] = (),
-        memory: int = 0,
-        sampler: MakeSampler = GainPerSecond,
-        on_trial: OnTrial = lambda _trial: None,
-        now: Callable[[], float] = time.monotonic,
+        scope: Scope,
+        progress: Progress | None = None,
     ) -> None:
         self._runner = runner
         self._space = space
-        self._study = study
-        self._share_s = share_s
-        self._budget_s = budget_s
-        spares = bool(space.dear) and (1 - EAGER) * budget_s >= DEAR_S
-        self._stage_s = budget_s * (EAGER if spares else 1.0)
-        self._limit = limit
-        self._seed = seed
-        self._first = first
-        self._memory = memory
-        self._sampler = sampler
-        self._on_trial = on_trial
-        self._now = now
-        self._distributions: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(values) for name, values in space.choices.items()
-        }
+        self._scope = scope
+        self._progress = progress or Progress()
+        self.clock = scope.clock
+        self._part = scope.clock.search()
+        self._kept_s = 0.0
+        self._aim = _Aim(space.uses[0], None)
+        self._left: list[Config] = []
+        study.sampler = scope.sampler or GainPerSecond(
+            seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
+        )
+        self._journal = Journal(study, space, self._progress.notice)
         self.trials: list[Trial] = []
         self._known: dict[Config, Trial] = {}
-        self._attempts: dict[Config, int] = {}
+        self._attempts: collections.Counter[Config] = collections.Counter()
         self._resume()
-        self._spent_before = sum(trial.seconds for trial in self.trials)
-        self._began = now()
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds of search, earlier runs of the same study counted in."""
-        return self._spent_before + self._now() - self._began
 
     def _resume(self) -> None:
-        for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._study.tell(self._study.ask(), state=TrialState.FAIL)
-        for frozen in self._study.get_trials(deepcopy=False):
-            if frozen.state == TrialState.RUNNING:
-                self._study.tell(frozen.number, state=TrialState.FAIL)
-                config = Config(frozen.params)
-                self._attempts[config] = self._attempts.get(config, 0) + 1
-            elif "measurement" in frozen.user_attrs:
-                self._remember(
-                    Trial(
-                        number=frozen.number,
-                        config=Config(frozen.params),
-                        measurement=from_plain(Measurement, frozen.user_attrs["measurement"]),
-                        stage="compute",
-                        origin=frozen.user_attrs["origin"],
-                        seconds=frozen.user_attrs["seconds"],
-                    )
-                )
+        trials, interrupted = self._journal.resume()
+        self._attempts.update(interrupted)
+        self.clock.resume(sum(trial.seconds for trial in trials))
+        for trial in trials:
+            measured = trial.measurement
+            failed = not measured.ok and trial.config == self._space.default
+            short = measured.outcome == "timed_out" and (
+                self._limit_s(trial.config) > LONGER * trial.seconds
+            )
+            if not failed and not short:
+                self._remember(trial)
 
     def _remember(self, trial: Trial) -> None:
         self.trials.append(trial)
@@ -168,46 +152,52 @@ class Search:
         """
         default = self._try(self._space.default, "default", always=True)
         if default is None or not default.measurement.ok:
-            reason = default.measurement.reason if default else "interrupted twice"
+            reason = default.measurement.reason if default else "it was not tried"
             raise WorkerError(f"torch's default could not be measured: {reason}")
-        user = self._space.batches[0]
-        guessed = [c for c in guesses.first(self._space) if self._space.holds(c)]
-        for config in self._first:
-            if self._space.holds(config):
-                self._try(config, "near record")
+        if self._space.dear and self._part.left_s >= DEAR_S / EAGER:
+            self._kept_s = (1 - EAGER) * self._part.left_s
+        guessed = guesses.first(self._space)
+        for near in dict.fromkeys(self._space.near(config) for config in self._scope.first):
+            if self._space.holds(near):
+                self._try(near, "near record")
         for config in guessed[:LEADING]:
             self._try(config, "guess")
         self._probe_large()
         for config in guessed[LEADING:]:
             self._try(config, "guess")
         self._settle_batch()
-        self._stage_s = self._budget_s
+        self._kept_s = 0.0
         self._try_dear()
-        self._stage_s -= REBUILT * self.best(user).measurement.first_step_s
-        for config in guesses.searched(self._space, self.best(user).config):
-            self._try(config, "guess")
+        self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s
+        for use in self._space.uses:
+            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
+                self._try(config, "guess")
         self._sample()
         return self.trials
 
-    def best(self, batch: int | None = None) -> Trial:
-        """The fastest trial, at one batch size or at any."""
+    def best(self, batch: int | None = None, use: str = RACED[-1]) -> Trial:
+        """The fastest trial that a use can follow, at one batch size or at any."""
+        aim = _Aim(use, batch)
         return max(
-            (
-                t
-                for t in self.trials
-                if t.measurement.ok and batch in (None, t.config["batch_size"])
-            ),
+            (t for t in self.trials if t.measurement.ok and self._covers(aim, t.config)),
             key=lambda trial: trial.measurement.samples_per_s,
+            default=self._known[self._space.default],
+        )
+
+    def _covers(self, aim: _Aim, config: Config) -> bool:
+        return aim.batch in (None, config.batch) and knobs.follows(
+            aim.use, config, self._space.default
         )
 
     def _probe_large(self) -> None:
         """What leads where the device is the limit, at the largest batch that is sure to fit."""
-        user = self._space.batches[0]
+        user = self._space.batch
         peak = self._known[self._space.default].measurement.peak_bytes
+        memory = self._scope.memory
         sure = [
             batch
             for batch in self._space.batches
-            if batch > user and (not self._memory or peak * batch / user <= self._memory)
+            if batch > user and (memory == 0 or peak * batch / user <= memory)
         ]
         if not sure:
             return
@@ -221,167 +211,227 @@ class Search:
         """
         batches = sorted(self._space.batches)
         top = self.best()
-        for batch in batches[batches.index(int(top.config["batch_size"] or 0)) + 1 :]:
-            tried = self._try(top.config.replace(batch_size=batch), "climb")
+        for batch in batches[batches.index(top.config.batch) + 1 :]:
+            tried = self._try(top.config.at(batch), "climb")
             if tried is None or not tried.measurement.ok:
                 break
             gained = tried.measurement.samples_per_s >= GAIN * top.measurement.samples_per_s
             top = max(top, tried, key=lambda trial: trial.measurement.samples_per_s)
             if not gained:
                 break
-        at = batches.index(int(top.config["batch_size"] or 0))
-        for batch in reversed(batches[:at]):
-            tried = self._try(top.config.replace(batch_size=batch), "climb")
+        for batch in reversed(batches[: batches.index(top.config.batch)]):
+            tried = self._try(top.config.at(batch), "climb")
             if tried is not None and (
                 tried.measurement.samples_per_s < top.measurement.samples_per_s / GAIN
             ):
                 break
+        # The lesser uses' leaders, at the batch that leads.
+        for use in self._space.uses[1:]:
+            self._try(self.best(self._space.batch, use).config.at(top.config.batch), "climb")
 
     def _try_dear(self) -> None:
-        """Dear knobs, cheapest value first, on what leads at the user's batch and at any.
+        """Dear knobs, cheapest value first, on what leads at the user's batch and at any; then the
+        best of them at the batch that leads.
 
         At a small batch the host hides what the device could do; the leader of the large ones
-        shows it, and compilation is what takes the host out of the way.
+        shows it, and compilation is what takes the host out of the way. What a lesser use can
+        follow goes first: more scripts can.
         """
-        user = self._space.batches[0]
-        leaders = (self.best().config.replace(batch_size=user), self.best(user).config)
-        for leader in dict.fromkeys(leaders):
-            for name in self._space.dear:
-                for value in self._space.choices[name][1:]:
-                    if self._hung(name, value):
-                        continue
-                    config = self._space.combined(leader, name, value)
-                    if self.left_s >= DEAR_S and self._space.holds(config):
-                        self._try(config, "leader")
+        user, space = self._space.batch, self._space
+        values = [(name, value) for name in space.dear for value in space.choices[name][1:]]
+        uses = [
+            use
+            for use in reversed(space.uses)
+            if any(
+                self._covers(_Aim(use, user), space.default.replace(**{n: v})) for n, v in values
+            )
+        ]
+        if not uses:
+            return
+        dear = []
+        for leader in dict.fromkeys(self._leaders(uses)):
+            recipes = [recipe for recipe in knobs.LEADERS if space.on(leader, recipe)]
+            recipes += [{name: value} for name, value in values if {name: value} not in recipes]
+            for recipe in recipes:
+                if (config := space.on(leader, recipe)) is not None:
+                    dear.append(config)
+                    self._try_one_dear(config)
+        tried = [t for config in dear if (t := self._known.get(config)) and t.measurement.ok]
+        free = self.best().config.batch
+        if tried and free != user:
+            best = max(tried, key=lambda trial: trial.measurement.samples_per_s)
+            self._try_one_dear(best.config.at(free))
 
-    def _hung(self, name: str, value: Value) -> bool:
-        """Whether a value of a dear knob ran into its deadline on another leader."""
-        return any(
-            t.measurement.outcome == "timed_out" and t.config[name] == value for t in self.trials
-        )
+    def _leaders(self, uses: Sequence[str]) -> list[Config]:
+        """What dear knobs are tried on, at the user's batch.
+
+        Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
+        for the device at every step, and shuts graphs out.
+        """
+        user, default = self._space.batch, self._space.default
+        best = self.best(None, uses[0])
+        floor = LIGHT * best.measurement.samples_per_s
+        light = [
+            t
+            for t in self.trials
+            if t.measurement.ok
+            and t.measurement.samples_per_s >= floor
+            and self._covers(_Aim(uses[0], None), t.config)
+            and not knobs.heavy(t.config, default)
+        ]
+        found = [max(light, key=lambda t: t.measurement.samples_per_s)] if light else []
+        found += [self.best(user, use) for use in uses]
+        return [trial.config.at(user) for trial in (*found, best)]
+
+    def _try_one_dear(self, config: Config) -> None:
+        if self._left_s >= DEAR_S and self._space.holds(config) and not self._hung(config):
+            self._try(config, "leader")
+
+    def _hung(self, config: Config) -> bool:
+        """Whether a value of a dear knob ran into its deadline in another config."""
+        hung = {
+            pair
+            for trial in self.trials
+            if trial.measurement.outcome == "timed_out"
+            for pair in self._dear(trial.config)
+        }
+        return any(pair in hung for pair in self._dear(config))
+
+    def _dear(self, config: Config) -> set[tuple[str, Value]]:
+        changed = config.changed(self._space.default)
+        return {(name, changed[name]) for name in self._space.dear if name in changed}
 
     @property
-    def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self._budget_s - self.spent_s
+    def _left_s(self) -> float:
+        """Seconds of the search that may be spent now."""
+        return self._part.left_s - self._kept_s
+
+    def _limit_s(self, config: Config) -> float:
+        """Seconds until a trial is given up: one that hangs does not take the others' time."""
+        if config == self._space.default:
+            return self.clock.left_s + self.clock.slack_s / 2
+        if self._space.is_dear(config):
+            own = max(DEAR_LEAST_S, DEAR_SHARE * self._part.left_s)
+        else:
+            own = max(TRIAL_LEAST_S, TRIAL_SHARE * self.clock.budget_s)
+        # What a trial takes beyond the search's end the race is short of.
+        beyond = (self.clock.left_s - max(0.0, self._part.left_s)) / 4
+        return min(own, max(0.0, self._part.left_s) + beyond + self.clock.slack_s / 4)
 
     def _sample(self) -> None:
-        """Until PATIENCE trials in a row gained nothing, at the user's batch and with it free."""
-        user = self._space.batches[0]
-        stale: dict[int | None, int] = {user: 0}
+        """Until patience ends for each use at the user's batch, and for the widest with it free."""
+        user = self._space.batch
+        widest, *lesser = self._space.uses
+        patience = {_Aim(widest, user): PATIENCE}
         if len(self._space.batches) > 1:
-            stale[None] = 0
-        for turn in itertools.count():
-            open_ = [batch for batch, count in stale.items() if count < PATIENCE]
-            if not open_ or not self._affords(self._space.default):
-                return
-            # Two thirds of the trials at the user's batch: that is what apply() serves.
-            batch = open_[0] if turn % 3 < 2 else open_[-1]
-            config = self._propose(batch)
-            if config is None:
-                stale[batch] = PATIENCE
-                continue
-            before = self._rate(batch)
-            self._try(config, "sampler")
-            stale[batch] = 0 if self._rate(batch) > before else stale[batch] + 1
+            patience[_Aim(widest, None)] = PATIENCE
+        patience |= {_Aim(use, user): PATIENCE_LESS for use in lesser}
+        # Two of its trials at the user's batch for each one beside: that is what is served.
+        turns = collections.deque([_Aim(widest, user), *patience])
+        while turns and self._affords(self._space.default):
+            self._aim = aim = turns[0]
+            turns.rotate(-1)
+            before = self._rate(aim)
+            tried = self._sampled()
+            patience[aim] -= 1
+            if tried and self._rate(aim) > before:
+                patience[aim] = PATIENCE if aim.use == widest else PATIENCE_LESS
+            if not tried or patience[aim] <= 0:
+                turns = collections.deque(one for one in turns if one != aim)
 
-    def _compiles(self) -> bool:
-        """Whether there is time for a dear config, with a sampler that counts what it costs."""
-        return self._sampler is GainPerSecond and self._stage_s - self.spent_s >= DEAR_S
+    def _rate(self, aim: _Aim) -> float:
+        return self.best(aim.batch, aim.use).measurement.samples_per_s
 
-    def _rate(self, batch: int | None) -> float:
-        return self.best(batch).measurement.samples_per_s
-
-    def _propose(self, batch: int | None) -> Config | None:
-        """A config not yet tried, at one batch size or at any; None where none is left."""
-        batches = self._space.batches if batch is None else (batch,)
-        left = [
+    def _open(self) -> list[Config]:
+        """The configs that may be proposed for the aim."""
+        # Where there is time for a dear one, and a sampler that counts what it costs.
+        dear = self._scope.sampler is None and self._left_s >= DEAR_S
+        batches = self._space.batches if self._aim.batch is None else (self._aim.batch,)
+        return [
             config
-            for size in batches
-            for config in self._space.configs(size, dear=self._compiles())
+            for batch in batches
+            for config in self._space.configs(batch, dear=dear)
             if config not in self._known
+            and self._attempts[config] < TRIES
+            and self._covers(self._aim, config)
             and not self._cannot_fit(config)
-            and not any(self._hung(name, config[name]) for name in self._space.dear)
+            and not self._hung(config)
         ]
+
+    def _sampled(self) -> bool:
+        """Measure what the sampler proposes; False where nothing is left."""
+        self._left = left = self._open()
         if not left:
-            return None
-        seed = self._seed + len(self.trials)
-        sampler = self._sampler(left, best=self._rate(batch), seed=seed)
-        # In a study of its own: the one on disk holds only what was really measured.
-        mirror = optuna.create_study(direction="maximize", sampler=sampler)
-        for trial in self.trials:
-            mirror.add_trial(
-                optuna.trial.create_trial(
-                    params=dict(trial.config),
-                    distributions=self._distributions,
-                    value=trial.measurement.samples_per_s if trial.measurement.ok else 0.0,
-                    user_attrs={SECONDS: trial.seconds},
-                )
-            )
-        waiting = set(left)
+            return False
+        if self._scope.sampler is None:
+            self._measure(self._journal.ask("sampler"))
+            return True
+        fixed = {name: self._space.choices[name][0] for name in self._space.dear}
+        if self._aim.batch is not None:
+            fixed[BATCH] = self._aim.batch
         for _ in range(REPEATS):
-            fixed = {name: self._space.choices[name][0] for name in self._space.dear}
-            if not isinstance(sampler, GainPerSecond):
-                mirror.enqueue_trial(fixed if batch is None else fixed | {"batch_size": batch})
-            asked = mirror.ask(self._distributions)
-            mirror.tell(asked, state=TrialState.FAIL)
-            if Config(asked.params) in waiting:
-                return Config(asked.params)
-        return random.Random(seed).choice(left)
+            asked = self._journal.ask("sampler", fixed)
+            if Config(asked.params) in left:
+                self._measure(asked)
+                return True
+            self._journal.pass_over(asked)
+        drawn = random.Random(self._scope.seed + len(self.trials)).choice(left)
+        self._measure(self._journal.ask("sampler", drawn))
+        return True
 
     def _hopeless(self, config: Config) -> float:
         """Samples/s with which a config could be neither a finalist nor a leader."""
+        use = next(u for u in RACED if knobs.follows(u, config, self._space.default))
         rates = [
             trial.measurement.samples_per_s
             for trial in self.trials
-            if trial.measurement.ok and trial.config["batch_size"] == config["batch_size"]
+            if trial.measurement.ok and self._covers(_Aim(use, config.batch), trial.config)
         ]
         return HOPELESS * max(rates, default=0.0)
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
-        if self._limit is not None and len(self.trials) >= self._limit:
+        if self._scope.trials is not None and len(self.trials) >= self._scope.trials:
             return False
-        left = self._stage_s - self.spent_s
-        if left <= 0:
+        if self._left_s <= 0:
             return False
-        default = self._known.get(self._space.default)
-        if default is None:
-            return True
-        step_s = default.measurement.step_s
-        scale = int(config["batch_size"] or 1) / self._space.batches[0]
-        return 6 * step_s * max(1.0, scale) <= left
+        step_s = self._known[self._space.default].measurement.step_s
+        scale = config.batch / self._space.batch
+        return 6 * step_s * max(1.0, scale) <= self._left_s
 
     def _cannot_fit(self, config: Config) -> bool:
         """Whether a config needs more memory than there is, by what others took."""
         most = needed(self.trials, config)
-        return most == float("inf") or 0 < self._memory < most
+        return most == float("inf") or 0 < self._scope.memory < most
 
     def _try(self, config: Config, origin: str, *, always: bool = False) -> Trial | None:
         """Measure a config, once; None where it is not to be tried."""
         if config in self._known:
             return self._known[config]
-        if self._attempts.get(config, 0) >= 2:
-            # Twice the tuner itself did not survive it.
+        if not always and (
+            self._attempts[config] >= TRIES or self._cannot_fit(config) or not self._affords(config)
+        ):
             return None
-        if self._cannot_fit(config) or not (always or self._affords(config)):
-            return None
-        self._study.enqueue_trial(dict(config), user_attrs={"origin": origin})
-        asked = self._study.ask(self._distributions)
-        start = self._now()
-        measured = self._runner.measure(config, seconds=self._share_s, floor=self._hopeless(config))
+        return self._measure(self._journal.ask(origin, config), origin)
+
+    def _measure(self, asked: optuna.Trial, origin: str = "sampler") -> Trial:
+        config = Config(asked.params)
+        start = self.clock.now()
+        measured = self._runner.measure(
+            config,
+            seconds=self.clock.trial_s,
+            floor=self._hopeless(config),
+            deadline_s=self._limit_s(config),
+        )
         trial = Trial(
             number=asked.number,
             config=config,
             measurement=measured,
             stage="compute",
             origin=origin,
-            seconds=self._now() - start,
+            seconds=self.clock.now() - start,
         )
-        asked.set_user_attr("measurement", to_plain(measured))
-        asked.set_user_attr("seconds", trial.seconds)
-        # A failure's throughput is nothing: finite, so that the sampler learns to stay away.
-        self._study.tell(asked, measured.samples_per_s if measured.ok else 0.0)
+        self._journal.tell(asked, trial)
         self._remember(trial)
-        self._on_trial(trial)
+        self._progress.tried(trial, self.clock.spent_s)
         return trial

@@ -1,34 +1,77 @@
-"""From what the search tried to what is advised: the race, the comparison with fp32, the input
-pipeline and the first steps."""
+"""What a search ends in: the race, the comparison with fp32, the input pipeline, first steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Trial
+from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
+from advisor.tuners import knobs
 from advisor.tuners.length import Length, Pace, break_even
-from advisor.tuners.search.plan import Plan, Progress
+from advisor.tuners.measure.first_step import Starter, Starts
+from advisor.tuners.measure.runner import Runner
+from advisor.tuners.search import plan
+from advisor.tuners.search.finalists import affordable, finalists
+from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.race import race
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.study import Search
+from advisor.tuners.search.winners import Rates, Verdict, choose, choose_input, raced, untold
 
-if TYPE_CHECKING:
-    from advisor.tuners.measure.first_step import Starts
-    from advisor.tuners.search.race import Verdict
-    from advisor.tuners.search.space import Space
-    from advisor.tuners.search.study import Search
+FIRST_HEAT = 0.7
+"""Of the race's time, where there are two."""
+TOGETHER = 0.9
+"""Share of the memory that the configs of one race may take together."""
+LEAST_S = 1.0
+"""A comparison is not begun with less."""
+LEAST_TURNS = 2
+"""Of a config that is in the record as raced: fewer have no interval."""
+REFERENCE_S = 0.5
+"""Timed seconds of strict fp32, measured to compare with."""
 
-VERIFY = 0.1
-"""Share of the budget for holding the chosen configs against fp32, each."""
-RACE = 0.6
-"""Share of what the search leaves for the race, building its finalists included."""
-INPUT = 0.1
-"""Share of the budget for the input pipeline."""
-RACE_TURN_S = 0.3
-"""Timed seconds of one turn: the more turns, the better a drifting machine cancels out."""
+MOST_TOLD = 3
+"""Configs that are named where the race could not tell."""
+
+
+class Verifier(Protocol):
+    """Holds a config against strict fp32."""
+
+    def verify(
+        self,
+        config: Config,
+        *,
+        against: Config,
+        steps: int,
+        tolerance: float,
+        deadline_s: float | None = None,
+    ) -> Measurement:
+        """Outcome 'ok' or 'wrong', or why it could not be told."""
+
+
+class Tester(Runner, Verifier, Starter, Protocol):
+    """All that deciding needs; a Worker is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is asked of a choice.
+
+    Attributes:
+        length: of the job; None for the steady state.
+        tolerance: of the comparison with fp32; 0 for none.
+        process_s: what starting a worker takes.
+        memory: bytes of the device that configs may take; 0 where that is not known.
+    """
+
+    length: Length | None = None
+    tolerance: float = 0.0
+    process_s: float = 0.0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,228 +79,283 @@ class Decided:
     """The fields of a record that the search and the race decide; see `Record`."""
 
     baseline: Choice
-    at_batch: Choice
-    free: Choice | None
+    winners: tuple[Winner, ...]
     input: Config
     trials: tuple[Trial, ...]
     raced: tuple[Choice, ...]
 
 
-def decide(worker: Any, space: Space, search: Search, plan: Plan, progress: Progress) -> Decided:
+def decide(
+    worker: Tester, space: Space, search: Search, terms: Terms, progress: Progress
+) -> Decided:
     """Race the finalists, and let nothing through that does not train like strict fp32.
+
+    What there was no time to compare may be advised: the record has no 'numerics' trial of it that
+    is ok, and `progress` is told.
 
     Raises:
         WorkerError: torch's default did not finish the race.
     """
-    from advisor.tuners.measure.first_step import Starts
-    from advisor.tuners.search import race as choose
+    return _Decision(worker, space, search, terms, progress).made()
 
-    trials = search.trials
-    left = plan.budget_s - search.spent_s
-    progress.phase("the finalists and torch's default, measured in turn")
-    rates = choose.race(
-        worker,
-        _affordable(choose.finalists(space, trials), search, RACE * left),
-        share_s=RACE_TURN_S,
-        budget_s=RACE * left,
-    )
-    peaks = {t.config: t.measurement.peak_bytes for t in trials}
-    step_s = search.known(space.default).measurement.step_s
-    starts = Starts(
-        worker,
-        trials,
-        process_s=plan.process_s,
-        left_s=lambda: plan.budget_s - search.spent_s,
-    )
-    if plan.length is not None:
-        progress.phase("first steps, each in a fresh process")
-        starts.measure(space.default, _worthwhile(space, rates, starts))
-    verdict, extra = _verified(worker, space, rates, peaks, plan, step_s, starts, progress)
-    for check in extra:
-        if check.measurement.outcome == "wrong":
-            trials = [_struck_out(trial, check) for trial in trials]
-    extra = [dataclasses.replace(c, number=len(trials) + n) for n, c in enumerate(extra)]
-    chosen_input = space.default_input
-    rebuilt_s = starts.seen(verdict.at_batch.config)
-    if len(chosen_input) and plan.budget_s - search.spent_s < rebuilt_s:
-        progress.notice("the input pipeline is not measured: the budget is spent")
-    elif len(chosen_input):
-        progress.phase("the input pipeline, through a DataLoader")
-        chosen_input, seen = choose.choose_input(
+
+class _Decision:
+    """One decision on its way. `rates`: what is still in the race; `trials`: all of the record."""
+
+    def __init__(
+        self, worker: Tester, space: Space, search: Search, terms: Terms, progress: Progress
+    ) -> None:
+        self.worker, self.space, self.terms, self.progress = worker, space, terms, progress
+        self.clock = search.clock
+        self.default = space.default
+        self.trials = list(search.trials)
+        self.tried = search.known(space.default)
+        self.peaks = {t.config: t.measurement.peak_bytes for t in self.trials}
+        self.rates: Rates = {}
+        self.compared = 0
+        self.starting: plan.Part | plan.Clock = self.clock
+        self.starts = Starts(
             worker,
-            space,
-            verdict.at_batch.config,
-            share_s=RACE_TURN_S,
-            budget_s=INPUT * plan.budget_s,
+            search.trials,
+            process_s=terms.process_s,
+            left_s=lambda: self.starting.left_s,
         )
-        extra += _input_trials(seen, len(trials) + len(extra))
-    extra += _reference(worker, space, len(trials) + len(extra))
-    struck = {t.config.without("batch_size") for t in extra if t.measurement.outcome == "wrong"}
-    rates = {c: seen for c, seen in rates.items() if c.without("batch_size") not in struck}
-    if plan.length is None:
-        progress.phase("first steps, each in a fresh process")
-    free = [] if verdict.free is None else [verdict.free.config]
-    chosen = [verdict.at_batch.config, *_worthwhile(space, rates, starts), *free]
-    starts.measure(space.default, chosen)
 
-    def started(choice: Choice) -> Choice:
-        return dataclasses.replace(choice, first_step_s=starts.fresh.get(choice.config, 0.0))
-
-    return Decided(
-        baseline=started(verdict.baseline),
-        at_batch=started(verdict.at_batch),
-        free=None if verdict.free is None else started(verdict.free),
-        input=chosen_input,
-        trials=(*trials, *extra),
-        raced=tuple(map(started, choose.raced(space, rates, peaks).values())),
-    )
-
-
-def _verified(
-    worker: Any,
-    space: Space,
-    rates: dict[Config, list[float]],
-    peaks: dict[Config, int],
-    plan: Plan,
-    step_s: float,
-    starts: Starts,
-    progress: Progress,
-) -> tuple[Verdict, list[Trial]]:
-    """The verdict, in which every choice but the default trains like strict fp32."""
-    from advisor.tuners.measure.numerics import steps_within
-    from advisor.tuners.search import race as choose
-
-    steps = steps_within(VERIFY * plan.budget_s, step_s) if plan.tolerance else 0
-    checks: dict[Config, Trial] = {}
-    while True:
-        verdict = choose.decide(space, rates, peaks, _weigh(space, plan.length, starts))
-        chosen = [c.config for c in (verdict.at_batch, verdict.free) if c is not None]
-        chosen += _worthwhile(space, rates, starts)
-        # The batch size changes no number format: what holds at the user's holds at another.
-        doubtful = {c.replace(batch_size=space.batches[0]) for c in chosen} - {space.default}
-        doubtful -= set(checks)
-        if plan.tolerance is None or not doubtful:
-            return verdict, list(checks.values())
-        if not steps:
-            progress.notice("not compared with fp32: a step takes too long for this budget")
-            return verdict, []
-        if not checks:
-            progress.phase("what was chosen, against strict fp32")
-        for config in sorted(doubtful, key=repr):
-            began = time.monotonic()
-            fp32 = space.default.replace(precision="fp32")
-            measured = worker.verify(config, against=fp32, steps=steps, tolerance=plan.tolerance)
-            checks[config] = Trial(
-                number=0,
-                config=config,
-                measurement=measured,
-                stage="numerics",
-                origin="fp32",
-                seconds=time.monotonic() - began,
+    def made(self) -> Decided:
+        self._race()
+        if self.terms.length is not None:
+            self.starting = self.clock.part(plan.STARTS)
+            self._start(self._worthwhile())
+        self._verify()
+        verdict = self._verdict()
+        chosen_input = self._input(verdict.winner(LOOP).config)
+        self._reference()
+        self.starting = self.clock
+        self._start([*self._chosen(verdict), *self._worthwhile()])
+        choices = raced(self.space, self.rates, self.peaks)
+        if unclear := untold(self.space, choices, verdict):
+            listed = ", ".join(
+                f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
+                f"torch's default ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"
+                for choice in unclear[:MOST_TOLD]
             )
-            changed = ", ".join(f"{k}={v}" for k, v in space.changed(config).items())
-            if measured.outcome != "wrong" and not measured.ok:
-                progress.notice(f"not compared with fp32: {changed}: {measured.reason}")
-            if measured.outcome == "wrong":
-                progress.notice(f"struck out: {changed}: {measured.reason}")
-                knobs = config.without("batch_size")
-                rates = {c: r for c, r in rates.items() if c.without("batch_size") != knobs}
+            self.progress.notice(
+                f"the race could not tell all within 5%: {listed}; a larger "
+                "budget or a quieter machine tells more"
+            )
+        return Decided(
+            baseline=self._started(verdict.baseline),
+            winners=tuple(
+                dataclasses.replace(one, choice=self._started(one.choice))
+                for one in verdict.winners
+            ),
+            input=chosen_input,
+            trials=tuple(self.trials),
+            raced=tuple(
+                self._started(choice)
+                for choice in choices.values()
+                # One turn beside the default's tells no interval, however many it has itself.
+                if choice.config == self.default
+                or (len(choice.rounds) >= LEAST_TURNS and math.isfinite(choice.speedup_high))
+            ),
+        )
 
+    def _race(self) -> None:
+        """The finalists in turn; without time for it, the default as the search measured it."""
+        self.progress.phase("the finalists and torch's default, measured in turn")
+        part = self.clock.part(plan.RACE, reserve=plan.RESERVE)
+        if part.left_s > self.tried.measurement.first_step_s:
+            found = affordable(finalists(self.space, self.trials), self.trials, part)
+            self.rates = self._heats(found, part)
+        else:
+            part = self.clock.part(0.0)
+        if self.default not in self.rates and part.left_s <= 0:
+            self.progress.notice("no time was left for the race; torch's default is advised")
+            self.rates = {self.default: [self.tried.measurement.samples_per_s]}
 
-def _weigh(
-    space: Space, length: Length | None, starts: Starts
-) -> Callable[[Config, float], float] | None:
-    """Samples/s over the job, from a config and its steady samples/s; None in the steady state."""
-    if length is None:
-        return None
-    asked = length
+    def _heats(self, found: list[Config], part: plan.Part) -> Rates:
+        """One race, or two where the finalists are not in memory together: those at the user's
+        batch, then what leads at others, held against the default again."""
+        whole = [c for c in found if c.batch == self.space.batch]
+        large = [c for c in found if c not in whole]
+        if not large or self._fits(found):
+            return race(self.worker, found, part, build_s=self.starts.seen)
+        rates = race(self.worker, whole, part.share(FIRST_HEAT), build_s=self.starts.seen)
+        second = [self.default]
+        for config in large:
+            if self._fits([*second, config]) or len(second) == 1:
+                second.append(config)
+        again = race(self.worker, second, part, build_s=self.starts.seen)
+        held, now = rates.get(self.default), again.pop(self.default, None)
+        if held and now:
+            for config, seen in again.items():
+                # As it would have been beside the turns of the first heat.
+                turns = zip(seen, now, held, strict=False)
+                rates[config] = [ours / beside * then for ours, beside, then in turns]
+        return rates
 
-    def weigh(config: Config, rate: float) -> float:
-        return asked.rate(_pace(space, config, rate, starts))
+    def _fits(self, configs: Sequence[Config]) -> bool:
+        taken = sum(self.peaks.get(config, 0) for config in configs)
+        return not self.terms.memory or taken <= TOGETHER * self.terms.memory
 
-    return weigh
+    def _verdict(self) -> Verdict:
+        return choose(self.space, self.rates, self.peaks, self._weigh())
 
+    def _weigh(self) -> Callable[[Config, float], float] | None:
+        """Samples/s over the job, from a config and its steady samples/s; None for the steady
+        state."""
+        length = self.terms.length
+        return None if length is None else lambda c, rate: length.rate(self._pace(c, rate))
 
-def _worthwhile(space: Space, rates: dict[Config, list[float]], starts: Starts) -> list[Config]:
-    """What was raced at the user's batch and is the best for some length of job."""
-    raced = [c for c in rates if c["batch_size"] == space.batches[0]]
-    paces = [_pace(space, c, statistics.median(rates[c]), starts) for c in raced]
-    return [raced[i] for _, i in break_even(paces)]
+    def _pace(self, config: Config, rate: float) -> Pace:
+        first_step_s = self.starts.of(config, self.default)
+        return Pace(batch=config.batch, first_step_s=first_step_s, step_s=config.batch / rate)
 
+    def _worthwhile(self) -> list[Config]:
+        """What was raced at the user's batch and is the best for some length of job."""
+        at_batch = [c for c in self.rates if c.batch == self.space.batch]
+        paces = [self._pace(c, statistics.median(self.rates[c])) for c in at_batch]
+        return [at_batch[i] for _, i in break_even(paces)]
 
-def _pace(space: Space, config: Config, rate: float, starts: Starts) -> Pace:
-    batch = int(config["batch_size"] or 1)
-    return Pace(batch=batch, first_step_s=starts.of(config, space.default), step_s=batch / rate)
+    @staticmethod
+    def _chosen(verdict: Verdict) -> list[Config]:
+        """The winners, what most scripts can follow first: the loop's, then the widest."""
+        ordered = sorted(verdict.winners, key=lambda w: (w.free, w.use != LOOP))
+        return list(dict.fromkeys(one.choice.config for one in ordered))
 
+    def _named(self, config: Config) -> str:
+        return knobs.described(config, self.default)
 
-def _struck_out(trial: Trial, check: Trial) -> Trial:
-    """A trial of the knobs that failed the comparison with fp32, marked as wrong."""
-    if trial.config.without("batch_size") != check.config.without("batch_size"):
-        return trial
-    wrong = Measurement(outcome="wrong", reason=check.measurement.reason)
-    return dataclasses.replace(trial, measurement=wrong)
+    def _started(self, choice: Choice) -> Choice:
+        fresh = self.starts.fresh.get(choice.config, 0.0)
+        return dataclasses.replace(choice, first_step_s=fresh)
 
+    def _start(self, configs: Sequence[Config]) -> None:
+        self.progress.phase("first steps, each in a fresh process")
+        self.starts.measure(self.default, configs)
 
-def _affordable(finalists: list[Config], search: Search, budget_s: float) -> list[Config]:
-    """The default, the first leader, and the others for which the least race leaves time."""
-    from advisor.tuners.search.race import MIN_ROUNDS
+    def _verify(self) -> None:
+        """Hold every doubtful winner against strict fp32, until none is left, or no time.
 
-    taken: list[Config] = []
-    for config in finalists:
-        measured = search.known(config).measurement
-        # Built and warmed up; then one warm and one timed step a turn at least.
-        step_s = measured.step_s
-        turns_s = MIN_ROUNDS * max(RACE_TURN_S, 2 * step_s)
-        budget_s -= measured.first_step_s + 4 * step_s + turns_s
-        if len(taken) < 2 or budget_s >= 0:
-            taken.append(config)
-    return taken
+        The batch size changes no number format: what holds at the user's holds at another.
+        """
+        if not self.terms.tolerance:
+            return
+        part = self.clock.part(plan.NUMERICS)
+        seen: set[Config] = set()
+        while True:
+            chosen = [*self._chosen(self._verdict()), *self._worthwhile()]
+            open_ = dict.fromkeys(c.at(self.space.batch) for c in chosen if knobs.doubtful(c))
+            doubtful = [config for config in open_ if config not in seen]
+            if not doubtful:
+                return self._drop_suspects()
+            config = doubtful[0]
+            seen.add(config)
+            if len(seen) == 1:
+                self.progress.phase("what was chosen, against strict fp32")
+            self._compare(config, part.share(1 / len(doubtful)).left_s)
 
+    def _compare(self, config: Config, share_s: float) -> None:
+        """Compare one; it is worth more than the parts that follow, which give up their time."""
+        from advisor.tuners.measure.numerics import LEAST_STEPS, steps_within
 
-def _input_trials(seen: dict[Config, list[float]], number: int) -> list[Trial]:
-    found: list[Trial] = []
-    for config, rates in seen.items():
-        batch = int(config["batch_size"] or 1)
-        middle = sorted(rates)[len(rates) // 2] if rates else 0.0
-        measured = (
-            Measurement(
+        # What was compiled for the search is in the compiler's cache on disk.
+        build_s, step_s = self.starts.seen(config) / plan.WARM, self.tried.measurement.step_s
+        # Of the same length as those before, whose runs of the reference are used again.
+        steps = self.compared or steps_within(share_s - build_s, step_s)
+        steps = steps or min(LEAST_STEPS, steps_within(self.clock.left_s - build_s, step_s))
+        self.compared = steps
+        if not steps or self.clock.part().deadline_s < LEAST_S:
+            self.progress.notice(
+                f"not compared with fp32: {self._named(config)}: no time is left for it"
+            )
+            return
+        began = self.clock.now()
+        measured = self.worker.verify(
+            config,
+            against=knobs.strict(self.default),
+            steps=steps,
+            tolerance=self.terms.tolerance,
+            deadline_s=self.clock.part().deadline_s,
+        )
+        self._add(config, measured, "numerics", "fp32", self.clock.now() - began)
+        if measured.outcome == "wrong":
+            self.progress.notice(f"struck out: {self._named(config)}: {measured.reason}")
+            self._strike(config, measured.reason)
+        elif not measured.ok:
+            self.progress.notice(
+                f"not compared with fp32: {self._named(config)}: {measured.reason}"
+            )
+
+    def _drop_suspects(self) -> None:
+        """Take out what was not compared where all that was found of a value of it is wrong."""
+        checks = [trial for trial in self.trials if trial.stage == "numerics"]
+        struck = [t.config for t in checks if t.measurement.outcome == "wrong"]
+        wrong = {one for config in struck for one in knobs.doubts(config)}
+        sound = {one for t in checks if t.measurement.ok for one in knobs.doubts(t.config)}
+        fine = {t.config.knobs for t in checks if t.measurement.ok}
+        self.rates = {
+            c: seen
+            for c, seen in self.rates.items()
+            if c.knobs in fine or not knobs.doubts(c) & (wrong - sound)
+        }
+
+    def _strike(self, config: Config, reason: str) -> None:
+        """Take a config out of the race at every batch, and mark its trials."""
+        wrong = Measurement(outcome="wrong", reason=reason)
+        self.rates = {c: seen for c, seen in self.rates.items() if c.knobs != config.knobs}
+        self.trials = [
+            dataclasses.replace(trial, measurement=wrong)
+            if trial.config.knobs == config.knobs and trial.stage != "numerics"
+            else trial
+            for trial in self.trials
+        ]
+
+    def _input(self, config: Config) -> Config:
+        """The input pipeline's knobs, chosen through a DataLoader."""
+        default = self.space.default_input
+        if not any(len(values) > 1 for values in self.space.inputs.values()):
+            return default
+        part = self.clock.part(plan.INPUT)
+        if part.left_s < self.starts.seen(config) + self.tried.measurement.step_s:
+            self.progress.notice("the input pipeline is not measured: the budget is spent")
+            return default
+        self.progress.phase("the input pipeline, through a DataLoader")
+        chosen, seen = choose_input(self.worker, self.space, config, part)
+        for raced_config, rates in seen.items():
+            middle = statistics.median_low(rates)
+            measured = Measurement(
                 outcome="ok",
                 samples_per_s=middle,
                 low=min(rates),
                 high=max(rates),
-                step_s=batch / middle,
-                blocks=tuple(batch / rate for rate in rates),
+                step_s=config.batch / middle,
+                blocks=tuple(config.batch / rate for rate in rates),
             )
-            if rates
-            else Measurement(outcome="failed", reason="it failed in the input race")
+            self._add(raced_config, measured, knobs.INPUT, "race", 0.0)
+        return chosen
+
+    def _reference(self) -> None:
+        """Strict fp32, measured to compare with; advised only where it is permitted."""
+        reference = self.space.reference
+        if reference is None or self.clock.left_s < self.terms.process_s + self.tried.seconds:
+            return
+        began = self.clock.now()
+        measured = self.worker.measure(
+            reference, seconds=REFERENCE_S, deadline_s=self.clock.part().deadline_s
         )
-        found.append(
+        self._add(reference, measured, knobs.COMPUTE, "reference", self.clock.now() - began)
+
+    def _add(
+        self, config: Config, measured: Measurement, stage: str, origin: str, seconds: float
+    ) -> None:
+        self.trials.append(
             Trial(
-                number=number + len(found),
+                number=1 + max(trial.number for trial in self.trials),
                 config=config,
                 measurement=measured,
-                stage="input",
-                origin="race",
-                seconds=0.0,
+                stage=stage,
+                origin=origin,
+                seconds=seconds,
             )
         )
-    return found
-
-
-def _reference(worker: Any, space: Space, number: int) -> list[Trial]:
-    """Strict fp32, measured to compare with; advised only where it is permitted."""
-    if "tf32" not in space.choices["precision"] or "fp32" in space.choices["precision"]:
-        return []
-    config = space.default.replace(precision="fp32")
-    began = time.monotonic()
-    measured = worker.measure(config, seconds=0.5)
-    return [
-        Trial(
-            number=number,
-            config=config,
-            measurement=measured,
-            stage="compute",
-            origin="reference",
-            seconds=time.monotonic() - began,
-        )
-    ]

@@ -1,4 +1,4 @@
-"""The worker process: `python -P -m advisor.tuners.measure.worker.child FD LIFELINE`."""
+"""The worker process: `python -P -m advisor.tuners.measure.worker.child FD`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import gc
 import math
 import os
 import sys
-import threading
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from advisor.cache.codec import to_plain
+from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
-from advisor.cache.key import Sample
 from advisor.cache.record import Measurement
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.knobs import INPUT, KNOBS
-from advisor.tuners.measure import numerics as verify
+from advisor.tuners.knobs import INPUT, KNOBS, plain
+from advisor.tuners.measure import numerics
+from advisor.tuners.measure.observe import BATCHES
 from advisor.tuners.measure.timing import (
     Clock,
     CpuClock,
@@ -33,7 +32,8 @@ from advisor.tuners.measure.timing import (
     time_steps,
     warm_up,
 )
-from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
+from advisor.tuners.measure.worker import host_memory
+from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Layers, Workload
 
 # PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
@@ -73,25 +73,44 @@ class _SeesConvolution(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def recognise(job: Job, loaded: target.Loaded) -> None:
+    """Before anything is run: whether this is the target that the job knows, if it knows one.
+
+    Raises:
+        TargetError: its model or its hooks are others.
+    """
+    if not job.known:
+        return
+    model = fingerprint.of_model(target.build(loaded))
+    hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
+    for what, now, then in zip(
+        ("model", "make_batch or loss"), (model, hooks), job.known, strict=True
+    ):
+        if now != then:
+            raise TargetError(f"the {what} of {loaded.spec.name} {CHANGED}")
+
+
 class Bench:
     """Builds and measures workloads for one job."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self._task = job, job.task
         self._device = torch.device(job.device)
         self._cuda = self._device.type == "cuda"
         self._threads = torch.get_num_threads()
         self._clock: Clock = CudaClock(self._device) if self._cuda else CpuClock()
         self._kept: dict[tuple[Config, str], tuple[Workload, float, float]] = {}
         self._floor = 0
+        self._references = numerics.References()
+        self._default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
             torch.cuda.set_device(self._device)
-            if job.max_memory:
+            if self._task.max_memory:
                 total = torch.cuda.get_device_properties(self._device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, job.max_memory / total))
-        arguments = Config(job.arguments)
-        self._loaded = target.load(target.parse(job.target), arguments)
+                share = min(1.0, self._task.max_memory / total)
+                torch.cuda.set_per_process_memory_fraction(share)
+        self._loaded = target.load(target.parse(self._task.target), self._task.model_args)
 
     def describe(self) -> Facts:
         """Run one step as torch does by default.
@@ -100,9 +119,8 @@ class Bench:
             TargetError: the model rejects the sample.
             TargetFailed: the user's code raised.
         """
-        config = Config(precision="default", cudnn_deterministic=self._job.deterministic)
         self._reset_peak()
-        workload = self._build(config.replace(batch_size=self._job.batch), "compute")
+        workload = self._build(self._default, "compute")
         sees = _SeesConvolution()
         with sees:
             workload.step()
@@ -117,6 +135,8 @@ class Bench:
         facts = Facts(
             name=self._loaded.spec.name,
             model=fingerprint.of_model(built),
+            hooks=fingerprint.of_hooks(self._loaded.make_batch, self._loaded.loss),
+            libraries=fingerprint.libraries(built),
             family=fingerprint.family(built),
             modules=modules,
             parameters=parameters,
@@ -135,13 +155,16 @@ class Bench:
     def verify(self, config: Config, against: Config, steps: int, tolerance: float) -> Measurement:
         """Hold a config against strict fp32; outcome 'ok' or 'wrong', and how near it is."""
 
-        def build(which: str, **disturbed: Any) -> Workload:
+        # The rows of the number format: what a difference beyond rounding is not due to.
+        same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
+        configs = numerics.Configs(fp32=against, candidate=config, plain=against.replace(**same))
+
+        def build(one: Config) -> Workload:
             self.release()
-            how = {"batches": verify.BATCHES, "watch": True, **disturbed}
-            return self._build(config if which == "candidate" else against, "compute", **how)
+            return self._build(one, "compute", batches=BATCHES, watch=True)
 
         try:
-            good, reason = verify.check(build, steps, tolerance)
+            good, reason = numerics.check(build, configs, steps, tolerance, self._references)
             result = Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             result = _failure(exc)
@@ -152,15 +175,15 @@ class Bench:
     def start(self, config: Config) -> Measurement:
         """What a config pays before its steps settle, in a process that has run none before."""
         try:
-            first, settled = first_steps(self._build(config, "compute").step, self._clock)
+            workload = self._build(config, "compute")
+            first, settled = first_steps(workload.step, self._clock, workload.start)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
 
     def _beside(self, config: Config, stage: str) -> Workload | None:
         """What is kept already of a config that differs in its input pipeline alone."""
-        batch = config["batch_size"]
-        assert isinstance(batch, int)
+        batch = config.batch
         for (other, at), (workload, _first, _expected) in self._kept.items():
             if stage == at == INPUT and other.without(*INPUTS) == config.without(*INPUTS):
                 advice = Advice(config, device=self._job.device, batch_size=batch)
@@ -168,30 +191,24 @@ class Bench:
         return None
 
     def _build(self, config: Config, stage: str, **watched: Any) -> Workload:
-        batch = config["batch_size"]
-        assert isinstance(batch, int)
+        batch = config.batch
         advice = Advice(config, device=self._job.device, batch_size=batch)
         workload = Workload(
             self._loaded,
             advice,
-            sample=Sample(shape=self._job.shape, dtype=self._job.dtype),
-            vocab=self._job.vocab,
+            task=self._task,
             batch=batch,
-            mode=self._job.mode,
-            optimizer=self._job.optimizer,
             from_loader=stage == INPUT,
             seed=self._job.seed,
-            mix=self._job.mix,
             **watched,
         )
         return workload
 
     def first_step(self) -> None:
         """One forward and backward at the user's batch, naming the layer that rejects it."""
-        job = self._job
-        advice = Advice(
-            Config(precision="default", cudnn_deterministic=job.deterministic), device=job.device
-        )
+        job, task = self._job, self._task
+        recognise(job, self._loaded)
+        advice = Advice(self._default, device=job.device)
         torch.manual_seed(job.seed)
         # The layers are known by the model that is run, so it is built before they are watched.
         built = target.build(self._loaded)
@@ -199,16 +216,7 @@ class Bench:
         with Layers(built) as layers:
             try:
                 Workload(
-                    loaded,
-                    advice,
-                    sample=Sample(shape=job.shape, dtype=job.dtype),
-                    vocab=job.vocab,
-                    batch=job.batch,
-                    mode=job.mode,
-                    optimizer=job.optimizer,
-                    from_loader=False,
-                    seed=job.seed,
-                    mix=job.mix,
+                    loaded, advice, task=task, batch=task.batch, from_loader=False, seed=job.seed
                 ).step()
                 self._clock.synchronize()
             except AdvisorError:
@@ -217,16 +225,15 @@ class Bench:
                 where = layers.innermost()
                 if is_out_of_memory(exc):
                     raise TargetFailed(
-                        f"batch {job.batch} does not fit on {job.device} with torch's default "
+                        f"batch {task.batch} does not fit on {job.device} with torch's default "
                         "settings: out of memory; give a smaller batch"
                     ) from exc
                 raw = target.failed(self._loaded.spec, "", exc)
                 said = str(exc).strip().splitlines()
                 message = said[0] if said else type(exc).__name__
-                shapes = job.mix or ((job.batch, *job.shape),)
-                shape = " --shape ".join("x".join(map(str, one)) for one in shapes)
+                shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
                 raise TargetError(
-                    f"target {self._loaded.spec.name!r} rejects --shape {shape} {job.dtype}"
+                    f"target {self._loaded.spec.name!r} rejects --shape {shape} {task.dtype}"
                     + (f" at {where}" if where else "")
                     + f": {message}",
                     raw.details,
@@ -286,6 +293,13 @@ class Bench:
             return Measurement(
                 outcome="out_of_memory", reason="the allocator kept retrying under memory pressure"
             )
+        peak, most = self._peak(held), self._task.max_memory
+        if not self._cuda and most and peak > most:
+            return Measurement(
+                outcome="out_of_memory",
+                reason=f"it held {peak / 2**30:.2f} GiB of the {most / 2**30:.2f} permitted",
+                peak_bytes=peak,
+            )
         samples = self._samples(config, stage)
         return Measurement(
             outcome="ok",
@@ -295,18 +309,16 @@ class Bench:
             step_s=timing.step_s,
             gpu_s=timing.gpu_s,
             first_step_s=timing.first_step_s,
-            peak_bytes=self._peak(held),
+            peak_bytes=peak,
             steps=timing.steps,
             blocks=timing.blocks,
         )
 
     def _samples(self, config: Config, stage: str) -> int:
         """Of one step; of a whole pass through a mix of shapes, but for the input pipeline."""
-        if self._job.mix and stage != INPUT:
-            return sum(shape[0] for shape in self._job.mix)
-        batch = config["batch_size"]
-        assert isinstance(batch, int)
-        return batch
+        if self._task.mix and stage != INPUT:
+            return sum(shape[0] for shape in self._task.mix)
+        return config.batch
 
     def release(self) -> None:
         """Drop all workloads, what was compiled for them, and give their memory back."""
@@ -339,100 +351,84 @@ class Bench:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return int(torch.cuda.memory_allocated(self._device))
-        _reset_resident_peak()
+        host_memory.reset_peak()
         return 0
 
     def _peak(self, held: int) -> int:
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self._device)) - held
-        return _resident_peak()
-
-
-def _reset_resident_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # not Linux: the peak is not known there
-
-
-def _resident_peak() -> int:
-    """Peak resident bytes of this process (Linux: VmHWM, proc(5)), 0 where not known."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM:")), 0)
+        return host_memory.peak()
 
 
 def _failure(exc: Exception) -> Measurement:
     said = str(exc).strip().splitlines()
-    reason = f"{type(exc).__name__}: {said[0] if said else ''}"[:300]
+    first = said[0] if said else ""
+    # Some say only at the end of their own traceback what it was.
+    last = f" ... {said[-1].strip()}" if len(said) > 1 and first.endswith(":") else ""
+    reason = f"{type(exc).__name__}: {first}{last}"[:300]
     return Measurement(
         outcome="out_of_memory" if is_out_of_memory(exc) else "failed", reason=reason
     )
 
 
-def _job(plain: dict[str, Any]) -> Job:
-    mix = tuple(tuple(shape) for shape in plain["mix"])
-    return Job(**plain | {"shape": tuple(plain["shape"]), "mix": mix})
+class Answers:
+    """What a worker does for each message, by its `do`; a reply for all but 'release'."""
 
+    def __init__(self) -> None:
+        self._bench: Bench | None = None
 
-def _stay_alive_with(lifeline: int) -> None:
-    """End this process when the tuning process is gone, whatever the user's code is doing."""
+    def answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Raises: TargetError, TargetFailed: as `Bench`."""
+        what = message.pop("do")
+        if what == "load":
+            self._bench = Bench(from_plain(Job, message["job"]))
+            return {}
+        assert self._bench is not None
+        answer: Callable[..., dict[str, Any] | None] = getattr(self, f"_{what}")
+        return answer(self._bench, **message)
 
-    def wait() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
+    def _describe(self, bench: Bench) -> dict[str, Any]:
+        bench.first_step()
+        bench.release()
+        return {"facts": to_plain(bench.describe())}
 
-    threading.Thread(target=wait, daemon=True).start()
+    def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
+        return {"measurement": to_plain(bench.start(Config(config)))}
+
+    def _measure(self, bench: Bench, *, config: dict[str, Any], **how: Any) -> dict[str, Any]:
+        measured = bench.measure(Config(config), **how)
+        return {"measurement": to_plain(measured), "healthy": bench.healthy}
+
+    def _verify(
+        self, bench: Bench, *, config: dict[str, Any], against: dict[str, Any], **how: Any
+    ) -> dict[str, Any]:
+        measured = bench.verify(Config(config), Config(against), **how)
+        return {"measurement": to_plain(measured), "healthy": bench.healthy}
+
+    def _release(self, bench: Bench) -> None:
+        bench.release()
 
 
 def main() -> int:
     pipe = Connection(int(sys.argv[1]))
-    _stay_alive_with(int(sys.argv[2]))
+    os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
-    bench: Bench | None = None
+    answers = Answers()
     send(pipe, {"ready": True})
     while True:
         try:
-            request = receive(pipe)
+            message = receive(pipe)
         except EOFError:
             return 0
         try:
-            if "job" in request:
-                bench = Bench(_job(request["job"]))
-                if request.get("start"):
-                    measured = bench.start(Config(request["start"]))
-                    reply: dict[str, Any] = {"measurement": to_plain(measured)}
-                else:
-                    bench.first_step()
-                    bench.release()
-                    reply = {"facts": dataclasses.asdict(bench.describe())}
-            else:
-                assert bench is not None
-                if request.get("release"):
-                    bench.release()
-                    continue
-                config = Config(request["config"])
-                if "steps" in request:
-                    measured = bench.verify(
-                        config, Config(request["against"]), request["steps"], request["tolerance"]
-                    )
-                else:
-                    measured = bench.measure(
-                        config,
-                        request["seconds"],
-                        request["stage"],
-                        request["keep"],
-                        request["floor"],
-                    )
-                reply = {"measurement": to_plain(measured), "healthy": bench.healthy}
+            if message["do"] != "release":
+                send(pipe, {"heard": True})
+            reply = answers.answer(message)
         except (TargetError, TargetFailed) as exc:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
-        send(pipe, reply)
+        if reply is not None:
+            send(pipe, reply)
 
-
-assert len({knob.name for knob in KNOBS}) == len(KNOBS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import IO, Any
 
-from advisor.cache.codec import from_plain
+from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import (
@@ -24,12 +24,15 @@ from advisor.errors import (
     WorkerError,
 )
 from advisor.tuners.measure.runner import Runner
+from advisor.tuners.measure.worker import host_memory
 from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
 
 START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
 
-_log = logging.getLogger("advisor.worker")
+_GUARD = str(Path(__file__).with_name("guard.py"))
+END_S = 30.0
+"""For ending a worker: a process that a driver holds on to ends when the driver lets go."""
 
 
 class _Gone(Exception):
@@ -40,22 +43,23 @@ class _Gone(Exception):
         self.outcome = outcome
 
 
+class _Unheard(_Gone):
+    """It was gone before it was asked."""
+
+
 class Worker:
     """A Runner over a child process that lives across trials and is replaced when it fails.
 
     Args:
         job: what to measure.
         deadline_s: seconds until a trial is given up and its worker killed.
-
-    Attributes:
-        limit: a config's own deadline in seconds, where it has one; None for `deadline_s`.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job = job
         self.deadline_s = deadline_s
-        self.limit: Callable[[Config], float | None] = lambda _config: None
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed = 0
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
@@ -77,7 +81,12 @@ class Worker:
             return self._start()
         except _Gone as exc:
             self._kill()
-            raise WorkerError(f"target {self._job.target!r}: {exc}") from exc
+            if exc.outcome == "out_of_memory":
+                raise TargetFailed(
+                    f"batch {self._job.task.batch} does not fit on {self._job.device} with torch's "
+                    f"default settings: {exc}; give a smaller batch"
+                ) from exc
+            raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
 
     def measure(
         self,
@@ -87,6 +96,7 @@ class Worker:
         stage: str = "compute",
         keep: bool = False,
         floor: float = 0.0,
+        deadline_s: float | None = None,
     ) -> Measurement:
         """As `Runner.measure`.
 
@@ -94,17 +104,25 @@ class Worker:
             WorkerError: no worker can be started any more.
         """
         request = {
+            "do": "measure",
             "config": dict(config),
             "seconds": seconds,
             "stage": stage,
             "keep": keep,
             "floor": floor,
         }
-        limit = self.limit(config)
-        return self._measured(request, seconds + (self.deadline_s if limit is None else limit))
+        return self._measured(
+            request, seconds + self.deadline_s if deadline_s is None else deadline_s
+        )
 
     def verify(
-        self, config: Config, *, against: Config, steps: int, tolerance: float
+        self,
+        config: Config,
+        *,
+        against: Config,
+        steps: int,
+        tolerance: float,
+        deadline_s: float | None = None,
     ) -> Measurement:
         """Whether a config trains like another, strict fp32: outcome 'ok' or 'wrong', and how near.
 
@@ -112,12 +130,13 @@ class Worker:
             WorkerError: no worker can be started any more.
         """
         request = {
+            "do": "verify",
             "config": dict(config),
             "against": dict(against),
             "steps": steps,
             "tolerance": tolerance,
         }
-        return self._measured(request, 2 * self.deadline_s)
+        return self._measured(request, 2 * self.deadline_s if deadline_s is None else deadline_s)
 
     def start(self, config: Config, *, deadline_s: float) -> Measurement:
         """The first steps of a config in a process of its own, as a training script has them.
@@ -132,8 +151,11 @@ class Worker:
             }
             try:
                 self._launch(caches)
-                request = {"job": dataclasses.asdict(self._job), "start": dict(config)}
-                reply = self._ask(request, deadline_s)
+                reply = self._load(deadline_s)
+                if "error" not in reply:
+                    reply = self._ask({"do": "start", "config": dict(config)}, deadline_s)
+                else:
+                    return Measurement(outcome="failed", reason=reply["message"][:300])
                 return from_plain(Measurement, reply["measurement"])
             except _Gone as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
@@ -143,10 +165,17 @@ class Worker:
                 self._kill()
 
     def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
-        if self._process is None or self._process.poll() is not None:
-            self.describe()
+        began = time.monotonic()
+        self._ensure()
         try:
-            reply = self._ask(request, deadline_s)
+            try:
+                # Starting another worker counts too.
+                reply = self._ask(request, max(0.0, deadline_s - (time.monotonic() - began)))
+            except _Unheard:
+                # It ended between two trials: whatever that was, it is not this config's doing.
+                self._kill()
+                self._ensure()
+                reply = self._ask(request, max(0.0, deadline_s - (time.monotonic() - began)))
             measured = from_plain(Measurement, reply["measurement"])
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next trial
@@ -160,11 +189,15 @@ class Worker:
                 outcome="crashed", reason=f"the worker's answer made no sense: {exc}"
             )
 
+    def _ensure(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.describe()
+
     def release(self) -> None:
         """As `Runner.release`."""
         if self._pipe is not None:
             with contextlib.suppress(OSError):
-                send(self._pipe, {"release": True})
+                send(self._pipe, {"do": "release"})
 
     def stop(self) -> None:
         """End the worker and everything it started."""
@@ -173,7 +206,10 @@ class Worker:
 
     def _start(self) -> Facts:
         self._launch({})
-        reply = self._ask({"job": dataclasses.asdict(self._job)}, max(60.0, self.deadline_s))
+        deadline_s = max(60.0, self.deadline_s)
+        reply = self._load(deadline_s)
+        if "error" not in reply:
+            reply = self._ask({"do": "describe"}, deadline_s)
         if "error" in reply:
             self._kill()
             errors: dict[str, type[TargetError | TargetFailed]] = {
@@ -181,18 +217,26 @@ class Worker:
                 "TargetFailed": TargetFailed,
             }
             raise errors[reply["error"]](reply["message"], reply["details"])
-        return Facts(**reply["facts"])
+        return from_plain(Facts, reply["facts"])
+
+    def _load(self, deadline_s: float) -> dict[str, Any]:
+        return self._ask({"do": "load", "job": to_plain(self._job)}, deadline_s)
 
     def _launch(self, environment: dict[str, str]) -> None:
         self._kill()
         ours, theirs = Pipe()
         lifeline_theirs, lifeline_ours = os.pipe()
+        self._output.seek(0)
+        self._output.truncate()
+        self._killed = host_memory.killed_for_memory()
+        pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
         try:
             self._process = subprocess.Popen(
                 [
+                    *(sys.executable, "-I", "-S", _GUARD),
+                    *(lifeline, pipe, str(self._most())),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
-                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker.child"),
-                    *(str(theirs.fileno()), str(lifeline_theirs)),
+                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker.child", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
                 env=os.environ | environment,
@@ -206,47 +250,60 @@ class Worker:
             theirs.close()
             os.close(lifeline_theirs)
         self._pipe, self._lifeline = ours, lifeline_ours
-        self._receive(START_S)
+        self._receive(START_S, START_S)
+
+    def _most(self) -> int:
+        """Bytes of host memory for the worker and all that it starts, 0 for no limit."""
+        known = [host_memory.limit()]
+        if self._job.device.startswith("cpu"):
+            known.append(self._job.task.max_memory)
+        return min((one for one in known if one), default=0)
 
     def _ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         assert self._pipe is not None
+        began = time.monotonic()
         try:
             send(self._pipe, request)
-        except OSError as exc:
-            raise _Gone("crashed", self._obituary()) from exc
-        return self._receive(deadline_s)
+            if not self._pipe.poll(deadline_s):
+                raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
+            receive(self._pipe)  # that it was heard
+        except (EOFError, OSError) as exc:
+            raise _Unheard(*self._obituary()) from exc
+        return self._receive(deadline_s - (time.monotonic() - began), deadline_s)
 
-    def _receive(self, deadline_s: float) -> dict[str, Any]:
+    def _receive(self, left_s: float, deadline_s: float) -> dict[str, Any]:
         assert self._pipe is not None
         try:
-            if not self._pipe.poll(deadline_s):
+            if not self._pipe.poll(max(0.0, left_s)):
                 raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
             return receive(self._pipe)
         except (EOFError, OSError) as exc:
-            raise _Gone("crashed", self._obituary()) from exc
+            raise _Gone(*self._obituary()) from exc
         except ValueError as exc:
             raise _Gone("crashed", f"the worker's answer made no sense: {exc}") from exc
 
-    def _obituary(self) -> str:
-        """How the worker died, with the last line that it printed."""
+    def _obituary(self) -> tuple[str, str]:
+        """(Outcome, reason): how the worker ended, with the last line that it printed."""
         assert self._process is not None
         try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "the worker closed its pipe"
+            self._process.wait(timeout=END_S)
+            self._output.seek(0)
+            report = json.loads(self._output.read())
+        except (subprocess.TimeoutExpired, ValueError):
+            return "crashed", "the worker closed its pipe"
+        code, over = report["code"], report["over"]
+        if over:
+            most = self._most() / 2**30
+            return "out_of_memory", f"it held {over / 2**30:.2f} GiB of the {most:.2f} permitted"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        outcome = "crashed"
         if code == -signal.SIGKILL:
             how += ", as the kernel does where memory runs out: try a smaller batch"
-        said = self._last_words()
-        return f"the worker process died ({how})" + (f": {said}" if said else "")
-
-    def _last_words(self) -> str:
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - 4000))
-        text = self._output.read().decode(errors="replace")
-        self._output.seek(0, os.SEEK_END)
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1][:300] if lines else ""
+            if host_memory.killed_for_memory() > self._killed:
+                outcome = "out_of_memory"
+        lines = [line.strip() for line in report["words"].splitlines() if line.strip()]
+        said = f": {lines[-1][:300]}" if lines else ""
+        return outcome, f"the worker process died ({how}){said}"
 
     def _kill(self) -> None:
         if self._pipe is not None:
@@ -256,10 +313,12 @@ class Worker:
             os.close(self._lifeline)
             self._lifeline = None
         if self._process is not None:
-            # Its whole session, so that no loader process of the user's is left behind.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            # Its lifeline is closed: the guard ends the worker and whatever that has started.
+            try:
+                self._process.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
             self._process = None
 
 

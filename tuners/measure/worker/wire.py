@@ -8,28 +8,22 @@ from typing import Any
 
 import msgpack
 
+from advisor.cache.task import Task
+
+CHANGED = "has changed since it was tuned"
+"""What a worker says of a target that is not the one that is known."""
 LIMIT = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker is to measure; the same for all its trials."""
+    """What a worker is to measure, and where; the same for all its trials."""
 
-    target: str
-    arguments: dict[str, Any]
-    shape: tuple[int, ...]
-    dtype: str
-    vocab: int
-    batch: int
-    mode: str
-    optimizer: str
-    deterministic: bool
+    task: Task
     device: str
-    max_memory: int
-    """Bytes, 0 for all there is."""
     seed: int
-    mix: tuple[tuple[int, ...], ...] = ()
-    """Shapes of batches that the inputs alternate between; empty for `batch`x`shape` alone."""
+    known: tuple[str, ...] = ()
+    """Fingerprints of model and hooks that the target must have: of another no step is run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +33,10 @@ class Facts:
     name: str
     model: str
     """Fingerprint."""
+    hooks: str
+    """Fingerprint of the target's make_batch and loss; '' where it has none."""
+    libraries: tuple[str, ...]
+    """That its classes come from, as 'torchvision==0.26.0'."""
     family: str
     """Of the kinds of modules in it."""
     modules: int

@@ -1,0 +1,62 @@
+"""Numbers with units to text."""
+
+from __future__ import annotations
+
+import time
+
+from advisor.cache.record import Choice, Measurement
+
+OUTCOMES = {
+    "out_of_memory": "out of memory",
+    "timed_out": "timed out",
+    "crashed": "crashed",
+    "failed": "failed",
+    "wrong": "wrong result",
+}
+
+
+def rate(samples_per_s: float) -> str:
+    """'12,764' or '3.27': samples per second, three digits at least."""
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes as '1.4 GiB'; '-' where not known."""
+    if count <= 0:
+        return "-"
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """'4.2 ms', '12 s', '3m 20s'."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)}m {int(seconds % 60):02d}s"
+
+
+def age(created: float, now: float | None = None) -> str:
+    """'3 min', '5 h', '12 d'."""
+    seconds = max(0.0, (time.time() if now is None else now) - created)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return "now"
+
+
+def outcome(measured: Measurement) -> str:
+    """'out of memory'; '' where it ran."""
+    return "" if measured.ok else OUTCOMES[measured.outcome]
+
+
+def spread(choice: Choice) -> str:
+    """'1.38x (1.36-1.41)'."""
+    return f"{choice.speedup:.2f}x ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"

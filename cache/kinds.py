@@ -1,0 +1,340 @@
+"""Kinds of values as people write them: how each is checked, and written again for copying."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from advisor.cache.config import Config, Value
+from advisor.errors import UsageError
+
+MOST = 2**31 - 1
+"""The largest number taken anywhere: far above any that is meant, and safe to compute with."""
+MOST_SHAPES = 8
+MOST_LISTED = 64
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Kind(Protocol[T_co]):
+    """`metavar`: what stands for a value in help; `repeats`: the option may be given again."""
+
+    metavar: str
+    repeats: bool
+
+    def checked(self, what: str, value: object) -> T_co:
+        """The value in its own form, from that form or from text.
+
+        Raises:
+            UsageError: it is outside the domain; names `what`, the value and what is allowed.
+        """
+
+    def texts(self, value: Any) -> list[str]:
+        """As the option takes it: one text, or one for each time that it is given."""
+
+    def literal(self, value: Any) -> str:
+        """As Python takes it."""
+
+
+class _Plain(Generic[T]):
+    metavar = "TEXT"
+    repeats = False
+
+    def texts(self, value: T) -> list[str]:
+        return [str(value)]
+
+    def literal(self, value: T) -> str:
+        return _quoted(value)
+
+
+def _quoted(value: object) -> str:
+    """repr() with double quotes, where that is as short."""
+    text = repr(value)
+    if text.startswith("'") and '"' not in text and "\\" not in text:
+        return f'"{text[1:-1]}"'
+    return text
+
+
+class Text(_Plain[str]):
+    """One line of printable characters."""
+
+    def checked(self, what: str, value: object) -> str:
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise UsageError(f"{what} {value!r}: expected text on one line")
+        return value
+
+
+class Choice(_Plain[str]):
+    """One of some names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.metavar = "|".join(self.names)
+
+    def checked(self, what: str, value: object) -> str:
+        name = str(value).removeprefix("torch.")
+        if name not in self.names:
+            raise UsageError(f"{what} {value!r}: expected one of {', '.join(self.names)}")
+        return name
+
+
+class Several(Choice):
+    """Some of some names, in their own order; as text with commas between."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.metavar = "LIST"
+
+    def checked(self, what: str, value: object) -> tuple[str, ...]:  # type: ignore[override]
+        listed = value.split(",") if isinstance(value, str) else value
+        if not isinstance(listed, Sequence) or not listed:
+            raise UsageError(f"{what} {value!r}: expected some of {', '.join(self.names)}")
+        taken = {super(Several, self).checked(what, _stripped(name)) for name in listed}
+        return tuple(name for name in self.names if name in taken)
+
+    def texts(self, value: Any) -> list[str]:
+        return [",".join(value)]
+
+    def literal(self, value: Any) -> str:
+        return f"[{', '.join(map(_quoted, value))}]"
+
+
+def _stripped(name: object) -> object:
+    return name.strip() if isinstance(name, str) else name
+
+
+class Switch(_Plain[bool]):
+    """On or off."""
+
+    metavar = ""
+
+    def checked(self, what: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"{what} {value!r}: expected True or False")
+        return value
+
+
+class Whole(_Plain[int]):
+    """A whole number."""
+
+    metavar = "N"
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def checked(self, what: str, value: object) -> int:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = int(value)
+            except ValueError:
+                number = None
+        if type(number) is not int or not self.least <= number <= MOST:
+            raise UsageError(f"{what} {value!r}: expected a number from {self.least} to {MOST}")
+        return number
+
+
+class Fraction(_Plain[float]):
+    """A number from 0 to below 1."""
+
+    metavar = "FRACTION"
+
+    def checked(self, what: str, value: object) -> float:
+        try:
+            number = float(cast(Any, value))
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 <= number < 1:
+            raise UsageError(f"{what} {value!r}: expected a fraction such as 0.02")
+        return number
+
+
+class Device(_Plain[str]):
+    """'cpu', 'cuda' or 'cuda:N'; '' where nothing is said."""
+
+    metavar = "cuda:N|cpu"
+
+    def checked(self, what: str, value: object) -> str:
+        name = str(value)
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", name):
+            raise UsageError(f"{what} {value!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
+        return name
+
+
+class Numbers(_Plain["tuple[int, ...] | None"]):
+    """Whole numbers from 1, sorted; as text with commas between."""
+
+    metavar = "16,32,64"
+
+    def checked(self, what: str, value: object) -> tuple[int, ...]:
+        listed = value.split(",") if isinstance(value, str) else value
+        if not isinstance(listed, Sequence) or len(listed) > MOST_LISTED:
+            raise UsageError(f"{what} {value!r}: expected numbers of at least 1, as {self.metavar}")
+        return tuple(sorted({Whole().checked(what, _stripped(one)) for one in listed}))
+
+    def texts(self, value: Any) -> list[str]:
+        return [",".join(map(str, value))]
+
+    def literal(self, value: Any) -> str:
+        return str(list(value))
+
+
+class Bytes(_Plain[int]):
+    """'20GiB', '512MB' or a number of bytes; 0 is no limit."""
+
+    metavar = "SIZE"
+
+    def checked(self, what: str, value: object) -> int:
+        units = {"": 1, "b": 1}
+        for power, prefix in enumerate("kmgt", start=1):
+            units |= {f"{prefix}ib": 1024**power, f"{prefix}b": 1000**power, prefix: 1024**power}
+        text = str(value).strip().lower()
+        number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        try:
+            size = int(float(number) * units[text[len(number) :].strip()])
+        except (ValueError, KeyError, OverflowError):
+            size = 0
+        if not 0 < size < 2**63:
+            raise UsageError(f"{what} {value!r}: expected a positive size such as 40GiB or 512MiB")
+        return size
+
+    def texts(self, value: int) -> list[str]:
+        for power, unit in ((3, "GiB"), (2, "MiB")):
+            if value % 1024**power == 0:
+                return [f"{value // 1024**power}{unit}"]
+        return [str(value)]
+
+    def literal(self, value: int) -> str:
+        return f'"{self.texts(value)[0]}"'
+
+
+class Seconds(_Plain["float | None"]):
+    """A time above zero: seconds, or '90s', '5m', '1h30m'."""
+
+    metavar = "TIME"
+
+    def checked(self, what: str, value: object) -> float:
+        parts = re.fullmatch(
+            r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(value).strip()
+        )
+        numbers = [float(part or 0) for part in parts.groups()] if parts else [0.0]
+        total = sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))
+        if not 0 < total < 1e9:
+            raise UsageError(f"{what} {value!r}: expected a time above zero, as 90s, 5m or 1h30m")
+        return total
+
+    def texts(self, value: Any) -> list[str]:
+        return [f"{value:g}s"]
+
+    def literal(self, value: Any) -> str:
+        return f'"{value:g}s"'
+
+
+Shape = Sequence[int] | str
+"""(64, 3, 256, 256) or '64x3x256x256': a batch and a sample."""
+
+
+class Shapes(_Plain["tuple[tuple[int, ...], ...]"]):
+    """One shape, or two to eight that a job's inputs alternate between, the largest first."""
+
+    metavar = "BATCHxSAMPLE"
+    repeats = True
+
+    def checked(self, what: str, value: object) -> tuple[tuple[int, ...], ...]:
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, Sequence):
+            raise _no_shape(value)
+        if all(
+            isinstance(part, int) or (isinstance(part, str) and part.isdigit()) for part in parts
+        ):
+            parts = [parts]
+        found = [_shape(part) for part in parts]
+        listed = ", ".join("x".join(map(str, one)) for one in found)
+        if not 1 <= len(found) <= MOST_SHAPES:
+            raise UsageError(f"shapes {listed}: expected one to {MOST_SHAPES}, got {len(found)}")
+        if len(set(found)) < len(found):
+            raise UsageError(f"shapes {listed}: one is given twice; give each once")
+        if len({len(one) for one in found}) > 1:
+            raise UsageError(f"shapes {listed}: expected the same number of dimensions in all")
+        return tuple(sorted(found, key=lambda one: (-math.prod(one), one)))
+
+    def texts(self, value: Any) -> list[str]:
+        return ["x".join(map(str, shape)) for shape in value]
+
+    def literal(self, value: Any) -> str:
+        return str(value[0]) if len(value) == 1 else str(list(value))
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    parts = value.lower().split("x") if isinstance(value, str) else value
+    try:
+        numbers = tuple(int(part) for part in cast(Any, parts))
+    except (TypeError, ValueError):
+        numbers = ()
+    if not 2 <= len(numbers) <= 16 or not all(1 <= number <= MOST for number in numbers):
+        raise _no_shape(value)
+    return numbers
+
+
+def _no_shape(value: object) -> UsageError:
+    return UsageError(
+        f"shape {value!r}: expected a batch and a sample, each number from 1 to {MOST}, "
+        "e.g. 64x3x256x256"
+    )
+
+
+class Arguments(_Plain[Config]):
+    """Keyword arguments, as a mapping or as texts 'num_classes=10'."""
+
+    metavar = "NAME=VALUE"
+    repeats = True
+
+    def checked(self, what: str, value: object) -> Config:
+        if isinstance(value, Mapping):
+            found = dict(value)
+        elif not isinstance(value, str | Sequence):
+            raise UsageError(f"{what} {value!r}: expected NAME=VALUE, e.g. num_classes=10")
+        else:
+            found = {}
+            for pair in [value] if isinstance(value, str) else value:
+                name, equals, text = str(pair).partition("=")
+                if not equals:
+                    raise UsageError(f"{what} {pair!r}: expected NAME=VALUE, e.g. num_classes=10")
+                if name in found:
+                    raise UsageError(f"{what} {pair!r}: {name} is given twice; give it once")
+                found[name] = _value(text)
+        for name in found:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise UsageError(f"{what} {name!r}: expected a name, e.g. num_classes")
+        return Config(found)
+
+    def texts(self, value: Config) -> list[str]:
+        return [f"{name}={_written(v)}" for name, v in value.items()]
+
+    def literal(self, value: Config) -> str:
+        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(v)}' for name, v in value.items())}}}"
+
+
+def _written(value: Value) -> str:
+    """As `_value` reads it back."""
+    if isinstance(value, str):
+        return f'"{value}"' if _value(value) != value else value
+    return "none" if value is None else str(value)
+
+
+def _value(text: str) -> Value:
+    """Numbers, true, false and none as such, anything else, and what is in "quotes", as text."""
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        return text[1:-1]
+    known: dict[str, Value] = {"true": True, "false": False, "none": None}
+    if text.lower() in known:
+        return known[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,279 @@
+"""Task: what is trained and what is permitted. One row a field, and everything else follows.
+
+A field's row says how it is written and checked, which option it is, whether a difference makes
+another key, and what a lookup that leaves it out means. The command line's options, the handling
+of arguments, the key, the worker's message, the lines that are printed for copying and 'already
+tuned?' are made of the rows: a new field is one row here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from advisor.cache import kinds
+from advisor.cache.config import Config
+from advisor.errors import UsageError
+
+PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp32")
+PERMITTED = ("default", "tf32", "bf16", "fp16")
+"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for."""
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
+OPTIMIZERS = ("sgd", "adamw")
+MODES = ("train", "infer")
+VOCABULARY = 1000
+TOLERANCE = 0.02
+
+NONE = Config()
+
+_KEY = "advisor row"
+DERIVED = "derived"
+"""Of an option: made of the keyword."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of one field.
+
+    Attributes:
+        kind: how it is written, checked and shown.
+        help: for people: one sentence; `switched` that of its switches, where it has an option too.
+        keyword: its name in Python; default: the field's.
+        option: its name on the command line; default: the keyword's; '' for none but `switches`.
+        switches: options that take no value, and what each sets.
+        decides: a difference makes another key, hence another record.
+        asked: a lookup may ask for it. Left out, any value does, and the default is preferred.
+        narrows: a permission: a record of more than is asked for can answer, from its trials.
+        printed: stands in the lines printed for copying where it is not the default.
+    """
+
+    kind: kinds.Kind[Any]
+    help: str
+    keyword: str = ""
+    option: str = DERIVED
+    switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    decides: bool = True
+    asked: bool = True
+    narrows: bool = False
+    printed: bool = True
+    switched: str = ""
+    name: str = ""
+    default: Any = dataclasses.MISSING
+
+
+def row(kind: kinds.Kind[Any], help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """A dataclass field with its row."""
+    return dataclasses.field(
+        default=default, metadata={_KEY: Row(kind=kind, help=help, default=default, **more)}
+    )
+
+
+@functools.cache
+def rows(cls: Hashable) -> dict[str, Row]:
+    """The rows of a dataclass by field, in its order; fields without one are left out."""
+    found = {}
+    for field in dataclasses.fields(cast(Any, cls)):
+        if known := field.metadata.get(_KEY):
+            keyword = known.keyword or field.name
+            option = known.option
+            if option == DERIVED:
+                option = "--" + keyword.replace("_", "-")
+            found[field.name] = dataclasses.replace(
+                known, name=field.name, keyword=keyword, option=option
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained and what is permitted.
+
+    `shapes`: each with its batch, the largest first. Made by `Task.of`, which checks.
+    """
+
+    target: str = row(
+        kinds.Text(),
+        "model.py, model.py:Net, package.module:factory or torchvision:resnet50.",
+        option="",
+        decides=False,
+        printed=False,
+    )
+    shapes: tuple[tuple[int, ...], ...] = row(
+        kinds.Shapes(),
+        "Your batch and the sample: 64x3x256x256; repeat for a job of several shapes.",
+        keyword="shape",
+    )
+    dtype: str = row(kinds.Choice(DTYPES), "Type of the input.", "float32")
+    vocab: int = row(kinds.Whole(), "Integer inputs are below this number.", VOCABULARY)
+    mode: str = row(kinds.Choice(MODES), "What a step does.", "train")
+    optimizer: str = row(kinds.Choice(OPTIMIZERS), "The one your script trains with.", "sgd")
+    model_args: Config = row(  # noqa: RUF009 # a row is no default
+        kinds.Arguments(),
+        "Keyword argument of the model's class or function; repeat for more.",
+        NONE,
+        option="--model-arg",
+        decides=False,
+    )
+    device: str = row(
+        kinds.Device(),
+        "Where it runs; default: the first CUDA device, else the CPU.",
+        "",
+        decides=False,
+    )
+    precisions: tuple[str, ...] = row(
+        kinds.Several(PRECISIONS),
+        "Number formats that are permitted; strict fp32 only if named.",
+        PERMITTED,
+        narrows=True,
+    )
+    deterministic: bool = row(
+        kinds.Switch(),
+        "Deterministic algorithms only.",
+        False,
+        option="",
+        switches={"--deterministic": True},
+    )
+    max_memory: int = row(
+        kinds.Bytes(), "Configs must run within this, e.g. 40GiB.", 0, narrows=True
+    )
+    batches: tuple[int, ...] | None = row(
+        kinds.Numbers(),
+        "Batch sizes to try beside yours; default: its doublings.",
+        None,
+        switches={"--fixed-batch": ()},
+        switched="No other batch size than yours.",
+        narrows=True,
+    )
+    compile: bool = row(
+        kinds.Switch(),
+        "Leave torch.compile out.",
+        True,
+        option="",
+        switches={"--no-compile": False},
+    )
+    step_graph: bool = row(
+        kinds.Switch(),
+        "Leave the CUDA graph over the whole step out.",
+        True,
+        option="",
+        switches={"--no-step-graph": False},
+        narrows=True,
+    )
+    tolerance: float = row(
+        kinds.Fraction(),
+        "Distance from strict fp32's loss that is always allowed.",
+        TOLERANCE,
+        switches={"--no-verify": 0.0},
+        switched="Leave the comparison with strict fp32 out.",
+        narrows=True,
+    )
+
+    def __post_init__(self) -> None:
+        for name, one in rows(Task).items():
+            value = getattr(self, name)
+            try:
+                sound = value == one.default or one.kind.checked(name, value) == value
+            except UsageError as exc:
+                raise ValueError(str(exc)) from None
+            if not sound:
+                raise ValueError(f"{name} {value!r}: not in its own form")
+
+    @classmethod
+    def of(cls, target: str, given: Mapping[str, object]) -> Task:
+        """A task from what was given by keyword; None is as good as left out.
+
+        Raises:
+            UsageError: a value is outside its domain, or two do not go together.
+        """
+        found = checked(cls, given)
+        if "shapes" not in found:
+            raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
+        task = cls(target=target, **found)
+        if len(task.shapes) > 1 and task.batches:
+            raise UsageError(
+                "batches: a mix of shapes is tuned at the batches given; leave them out"
+            )
+        if task.mode != "train":
+            task = dataclasses.replace(task, optimizer="sgd", tolerance=TOLERANCE)
+        if not task.dtype.startswith(("int", "uint")):
+            task = dataclasses.replace(task, vocab=VOCABULARY)
+        if len(task.shapes) > 1:
+            task = dataclasses.replace(task, batches=())
+        if task.batches:
+            others = tuple(sorted(set(task.batches) - {task.batch}))
+            task = dataclasses.replace(task, batches=others)
+        return task
+
+    @property
+    def batch(self) -> int:
+        """The user's."""
+        return self.shapes[0][0]
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one input without its batch dimension; of a mix the largest batch's."""
+        return self.shapes[0][1:]
+
+    @property
+    def mix(self) -> tuple[tuple[int, ...], ...]:
+        """All shapes with their batches where the inputs alternate between several, else none."""
+        return self.shapes if len(self.shapes) > 1 else ()
+
+    @property
+    def inputs(self) -> str:
+        """'3x224x224 float32', or the shapes of a mix: '64x3x224x224 + 17x3x224x224 float32'."""
+        shapes = self.mix or (self.sample,)
+        return f"{' + '.join('x'.join(map(str, shape)) for shape in shapes)} {self.dtype}"
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """What makes another key, by field: of a single shape only the sample does."""
+        found = {name: getattr(self, name) for name, one in rows(Task).items() if one.decides}
+        found["shapes"] = self.mix or self.sample
+        return found
+
+
+def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
+    """What was given by keyword, by field, in the form that the field holds; None is left out.
+
+    Raises:
+        UsageError: no field has this keyword, or a value is outside its domain.
+    """
+    keywords = {one.keyword: one for one in rows(cls).values()}
+    found = {}
+    for keyword, value in given.items():
+        if keyword not in keywords:
+            raise UsageError(f"{keyword}: expected one of {', '.join(keywords)}")
+        if value is not None:
+            one = keywords[keyword]
+            found[one.name] = one.kind.checked(keyword.replace("_", " "), value)
+    return found
+
+
+def changed(value: Any) -> Iterator[tuple[Row, Any]]:
+    """The rows of a Task, or of what else has rows, that are printed and not the default."""
+    for name, one in rows(cast(Hashable, type(value))).items():
+        held = getattr(value, name)
+        if one.printed and held != one.default:
+            yield one, held
+
+
+def shell(value: Any) -> list[str]:
+    """The command line's words for what is not the default, not quoted yet."""
+    words: list[str] = []
+    for one, held in changed(value):
+        switch = next((name for name, sets in one.switches.items() if sets == held), None)
+        if switch is not None:
+            words.append(switch)
+        elif one.option:
+            for text in one.kind.texts(held):
+                words += [one.option, text]
+    return words
+
+
+def python(value: Any) -> list[str]:
+    """The same as Python's keyword arguments, 'shape=(64, 3, 224, 224)', of what may be asked."""
+    return [f"{one.keyword}={one.kind.literal(held)}" for one, held in changed(value) if one.asked]

@@ -1,0 +1,51 @@
+"""What a field of a record may hold."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, get_args
+
+import pytest
+
+from advisor.cache import domain
+
+
+def holds(annotated: Any, value: object) -> bool:
+    return bool(get_args(annotated)[1].holds(value))
+
+
+def test_moments() -> None:
+    assert not domain.is_moment(domain.FIRST - 1)
+    assert domain.is_moment(domain.FIRST)
+    assert domain.is_moment(time.time() + domain.AHEAD_S - 60)
+    assert not domain.is_moment(time.time() + domain.AHEAD_S + 60)
+    assert holds(domain.MomentOr0, 0.0)
+    assert holds(domain.MomentOr0, domain.FIRST)
+    assert not holds(domain.MomentOr0, 1.0)
+
+
+def test_lines() -> None:
+    longest = "x" * domain.LONGEST
+    assert domain.is_line("") and domain.is_line(longest)
+    assert not domain.is_line(longest + "x")
+    assert not domain.is_line("a\nb") and not domain.is_line("\x1b[2J")
+    assert domain.line(longest) == longest
+    assert domain.line(longest + "x") == longest
+    assert domain.line("a\n\nb\r\nc\x07d") == "a b c?d"
+
+
+@pytest.mark.parametrize(
+    ("annotated", "held", "refused"),
+    [
+        (domain.Above0, [0.001], [0.0, -1.0]),
+        (domain.From0, [0.0, 1.0], [-0.001]),
+        (domain.Count, [0, 1], [-1]),
+        (domain.Positive, [1], [0, -1]),
+        (domain.Hex, ["", "0af", "a" * 128], ["g", "A", "a" * 129, "a\n"]),
+        (domain.Fingerprint, ["a" * 12, "0" * 128], ["a" * 11, "a" * 129, "", "x" * 12]),
+        (domain.StudyName, ["", "0a@-9"], ["../x", "x", "a" * 129]),
+    ],
+)
+def test_domains(annotated: Any, held: list[object], refused: list[object]) -> None:
+    assert all(holds(annotated, value) for value in held)
+    assert not any(holds(annotated, value) for value in refused)

@@ -1,0 +1,184 @@
+"""Whether something is tuned already: asked of all that narrows or widens a task, and of its code.
+
+Nothing is measured here; what would have been is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import advisor as package
+from advisor.cache.record import Record
+from advisor.cache.task import Task
+from tests.face.commands import MODEL, SHAPE, advisor
+from tests.face.test_apply import here, remember
+
+__all__ = ["here"]
+
+TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
+HOOKS = """
+def make_batch(batch_size, device):
+    x = torch.randn(batch_size, 3, 8, 8, device=device)
+    return x, torch.zeros(batch_size, dtype=torch.long)
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+DROPPING = MODEL.replace(
+    "        self.head =", "        self.dropout = nn.Dropout(0.1)\n        self.head ="
+).replace("self.head(self.conv(x)", "self.head(self.dropout(self.conv(x))")
+
+
+def tuned(folder: Path, *options: str) -> tuple[str, str]:
+    """(Status, id) of what `advisor tune` found."""
+    done = advisor(folder, *TUNE, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return found["status"], found["record"]["id"]
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        (("--no-compile",), ()),
+        (("--no-step-graph",), ()),
+        (("--batches", "2"), ("--batches", "2,8")),
+        (("--fixed-batch",), ("--batches", "2")),
+        (("--tolerance", "0.5"), ("--tolerance", "0.4")),
+        (("--no-verify",), ("--tolerance", "0.5")),
+        (("--max-memory", "1TiB"), ("--max-memory", "2TiB")),
+        (("--precisions", "default"), ("--precisions", "default,bf16")),
+        (("--deterministic",), ()),
+        (("--optimizer", "adamw"), ()),
+        (("--mode", "infer"), ()),
+        (("--dtype", "float64"), ("--dtype", "float16")),
+        (("--dtype", "int64", "--vocab", "50"), ("--dtype", "int64", "--vocab", "60")),
+        (("--dtype", "int64"), ("--dtype", "int64", "--vocab", "60")),
+    ],
+)
+def test_another_permission_is_not_tuned_already(
+    here: Path, unmeasured: list[Task], options: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    status, plain = tuned(here)
+    assert (status, tuned(here)) == ("tuned", ("known", plain))
+    status, narrow = tuned(here, *options)
+    assert status == "tuned" and narrow != plain
+    assert tuned(here, *options) == ("known", narrow)
+    if others:
+        status, other = tuned(here, *others)
+        assert status == "tuned" and other not in (narrow, plain)
+    assert tuned(here) == ("known", plain)
+    told = advisor(here, *TUNE, *options)
+    assert told.stdout.startswith("Already tuned, ")
+
+
+def test_vocab_says_nothing_of_other_inputs(here: Path, unmeasured: list[Task]) -> None:
+    _, plain = tuned(here)
+    assert tuned(here, "--vocab", "50") == ("known", plain)
+
+
+@pytest.mark.parametrize("narrow", [("default",), ("default", "tf32")])
+def test_a_narrow_record_hides_no_wider_one(here: Path, narrow: tuple[str, ...]) -> None:
+    wide = remember()
+    later = remember(precisions=narrow)
+    assert wide.id != later.id
+
+    def served(**asked: Any) -> Record | None:
+        return package.lookup("model.py:Net", device="cpu", strict=True, **asked).record
+
+    assert served() == wide
+    assert served(precisions=list(narrow)) == later
+    assert served(precisions=["default", "bf16"]) == wide
+
+
+class TestCodeThatChanged:
+    """Is another model, whatever it is called: a miss, and measured anew."""
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            (MODEL, MODEL.replace(".mean((2, 3))", ".amax((2, 3))")),
+            (MODEL, MODEL.replace("return self.head(", "x = x * 2\n        return self.head(")),
+            (DROPPING, DROPPING.replace("0.1", "0.5")),
+            (MODEL + HOOKS, (MODEL + HOOKS).replace("torch.randn(", "torch.rand(")),
+            (MODEL + HOOKS, (MODEL + HOOKS).replace("cross_entropy(output, target)",
+                                                    "cross_entropy(output, target) * 2")),
+            (MODEL, MODEL + HOOKS),
+        ],
+        ids=["forward", "a line more", "dropout", "make_batch", "loss", "hooks at all"],
+    )  # fmt: skip
+    def test_counts(self, here: Path, unmeasured: list[Task], before: str, after: str) -> None:
+        (here / "model.py").write_text(before)
+        status, first = tuned(here)
+        assert (status, tuned(here)) == ("tuned", ("known", first))
+        (here / "model.py").write_text(after)
+        status, second = tuned(here)
+        assert status == "tuned" and second != first
+        for command in ("verify", "explain"):
+            done = advisor(here, command, first, "--budget", "3s")
+            assert done.returncode == 2 and "has changed since" in done.stderr
+            assert "holds" not in done.stdout
+        (here / "model.py").write_text(before)
+        assert tuned(here) == ("known", first)
+
+    def test_does_not_where_nothing_is_computed_otherwise(
+        self, here: Path, unmeasured: list[Task]
+    ) -> None:
+        _, first = tuned(here)
+        formatted = MODEL.replace(
+            "        return self.head(self.conv(x).mean((2, 3)))",
+            '        """Says what it does."""\n'
+            "        # and why\n"
+            "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
+        )
+        (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
+        assert tuned(here) == ("known", first)
+
+
+class TestNames:
+    def test_a_folder_that_moved(self, here: Path, unmeasured: list[Task]) -> None:
+        """Is another target until `tune` has added its name, which measures nothing."""
+        _, first = tuned(here)
+        moved = here / "moved"
+        moved.mkdir()
+        shutil.move(here / "model.py", moved / "model.py")
+        asked = {"shape": (4, 3, 8, 8), "device": "cpu"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(moved)
+            with pytest.warns(package.AdvisorWarning, match="file another of this name"):
+                assert package.lookup("model.py:Net", **asked).status == "miss"  # type: ignore[arg-type]
+            done = advisor(moved, *TUNE)
+            assert done.stdout.startswith("Already tuned, ")
+            assert "now known as model.py:Net too" in done.stderr
+            found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+            assert (found.status, found.record and found.record.id) == ("exact", first)
+        assert len(unmeasured) == 1
+
+    def test_the_same_model_under_another_name(self, here: Path, unmeasured: list[Task]) -> None:
+        _, first = tuned(here)
+        (here / "other.py").write_text(MODEL)
+        done = advisor(here, *("tune", "other.py"), *TUNE[2:], "--json")
+        assert json.loads(done.stdout)["status"] == "known" and len(unmeasured) == 1
+        for name in ("model.py:Net", "other.py:Net", "other.py"):
+            advice = package.lookup(name, shape=SHAPE, device="cpu", strict=True)
+            assert advice.record is not None and advice.record.id == first
+        # It is one record, whatever it is called.
+        assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+
+    def test_another_model_of_the_name_is_not_served(
+        self, here: Path, unmeasured: list[Task]
+    ) -> None:
+        tuned(here)
+        project = here / "another"
+        project.mkdir()
+        (project / "model.py").write_text(MODEL.replace("width=8", "width=32"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            with pytest.warns(package.AdvisorWarning, match="advisor tune model.py:Net"):
+                advice = package.lookup("model.py:Net", shape=SHAPE, device="cpu")
+        assert advice.status == "miss"

@@ -1,0 +1,34 @@
+"""The corpus of tests/hostile.py through every command and apply(): refused alone, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import hostile
+from tests.face.through import COMMANDS, lost, through
+
+FINE = (0, 1, 2)
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Iterator[hostile.Case]:
+    yield request.param
+    while hostile.HELD:
+        hostile.HELD.pop().close()
+
+
+@pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.name, indirect=True)
+def test_hostile(case: hostile.Case, tmp_path: Path) -> None:
+    happened = through(case, tmp_path)
+    assert set(happened) == set(COMMANDS)
+    for command, one in happened.items():
+        assert one.code in FINE, (command, one)
+        assert "Traceback" not in one.said, (command, one.said)
+        assert all(char.isprintable() or char == "\n" for char in one.said), (command, one.said)
+        assert one.seconds < 30, command  # not for ever; on a busy host too
+    assert not list(tmp_path.rglob("ran"))
+    assert happened["apply"].said.count("\n") <= 1
+    assert not lost(case, tmp_path)

@@ -1,0 +1,216 @@
+"""Every line that is printed for copying works, copied literally, from where it was printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import advisor as package
+from advisor.cache.task import Task
+from advisor.opening import open_records
+from tests.face.commands import MODEL, SHAPE, advisor, script
+
+ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
+WORDS = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(128, 3))
+"""
+ODD = "it's a model $HOME.py"
+
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plain": ("model.py", ()),
+    "in a subfolder": ("examples/x.py:Net", ()),
+    "a blank and a quote": (ODD, ()),
+    "arguments": (
+        "argued.py:Net",
+        (
+            *("--model-arg", "width=4", "--model-arg", 'name=it\'s "so" a b'),
+            *("--model-arg", "scale=0.5", "--model-arg", "bias=false", "--model-arg", "extra=none"),
+        ),
+    ),
+    "adamw": ("model.py", ("--optimizer", "adamw")),
+    "inference": ("model.py", ("--mode", "infer")),
+    "words": ("words.py", ("--dtype", "int64", "--vocab", "50", "--shape", "4x16")),
+    "precisions": ("model.py", ("--precisions", "default,bf16")),
+    "max memory": ("model.py", ("--max-memory", "1.5GiB")),
+    "odd memory": ("model.py", ("--max-memory", "1234567891")),
+    "tolerance": ("model.py", ("--tolerance", "0.05")),
+    "not verified": ("model.py", ("--no-verify",)),
+    "not compiled": ("model.py", ("--no-compile", "--no-step-graph")),
+    "deterministic": ("model.py", ("--deterministic",)),
+    "batches": ("model.py", ("--batches", "2,16")),
+    "one batch": ("model.py", ("--fixed-batch",)),
+    "a mix": ("model.py", ("--shape", "2x3x10x10", "--shape", "6x3x6x6", "--shape", "4x3x8x8")),
+    "a job": ("model.py", ("--steps", "500", "--effort", "quick")),
+    "some time": ("model.py", ("--duration", "2h")),
+}
+every = pytest.mark.parametrize(("target", "options"), CASES.values(), ids=CASES)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]) -> Iterator[Path]:
+    (tmp_path / "examples").mkdir()
+    for name in ("model.py", "examples/x.py", ODD):
+        (tmp_path / name).write_text(MODEL)
+    (tmp_path / "argued.py").write_text(ARGUED)
+    (tmp_path / "words.py").write_text(WORDS)
+    monkeypatch.chdir(tmp_path)
+    # As a script in this folder, not as the runner of these tests.
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
+    )
+    yield tmp_path
+
+
+def tune(folder: Path, target: str, options: tuple[str, ...], *more: str) -> dict[str, Any]:
+    shape = () if "--shape" in options else ("--shape", SHAPE)
+    done = advisor(folder, "tune", target, *shape, *options, *more, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def pasted(line: str) -> Any:
+    """The advice of a line pasted into a script, without touching this process's flags."""
+    scope: dict[str, Any] = {"advisor": Unset()}
+    exec(line.strip(), scope)
+    return scope["advice"]
+
+
+class Unset:
+    apply = staticmethod(package.lookup)
+
+
+def typed(folder: Path, line: str) -> Any:
+    """What a line typed into a shell says, as JSON."""
+    name, *words = shlex.split(line)
+    assert name == "advisor"
+    done = advisor(folder, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def command_in(said: str) -> str:
+    """The command at the end of a sentence, as a person would copy it."""
+    found = re.search(r"advisor (?:tune|sync) .*?(?=\. Training goes on|$)", said, re.MULTILINE)
+    assert found, said
+    return found[0]
+
+
+def missed(target: str, **asked: Any) -> str:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        advice = package.lookup(target, **asked)
+    assert advice.status == "miss"
+    return str(seen[-1].message)
+
+
+@every
+def test_the_line_for_a_script(here: Path, target: str, options: tuple[str, ...]) -> None:
+    found = tune(here, target, options)
+    record = found["record"]
+    shown = advisor(here, "show", record["id"]).stdout
+    (line,) = (line for line in shown.splitlines() if "advisor.apply(" in line)
+    assert line.strip() == record["script"]
+    advice = pasted(line)
+    assert (advice.status, advice.record.id) == ("exact", record["id"])
+
+
+@every
+def test_the_command_that_measures_again(
+    here: Path, unmeasured: list[Task], target: str, options: tuple[str, ...]
+) -> None:
+    """As `verify` says it where the code has changed, and a stale record where it is served."""
+    record = tune(here, target, options)["record"]
+    records = open_records(None)
+    (held,) = records.all()
+    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert pasted(record["script"]).status == "stale"
+    command = command_in(str(seen[0].message))
+    again = typed(here, command)
+    assert (again["status"], again["record"]["id"]) == ("tuned", record["id"])
+    first, second = unmeasured
+    assert second == replace(first, target=second.target)
+    # What the file has is known by then.
+    assert second.target.partition(":")[0] == target.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "asked"),
+    [
+        ("model.py", {}),
+        ("examples/x.py:Net", {"optimizer": "adamw", "deterministic": True}),
+        (ODD, {"precisions": ["default", "bf16"], "max_memory": "2GiB"}),
+        ("model.py:Net", {"batches": [2], "compile": False, "step_graph": False, "tolerance": 0}),
+        ("argued.py:Net", {"model_args": {"name": 'it\'s "so"', "scale": 0.5, "bias": False}}),
+        ("words.py", {"shape": "4x16", "dtype": "int64", "vocab": 50}),
+        ("model.py", {"mode": "infer", "batch": 32}),
+        ("model.py", {"shape": [(4, 3, 8, 8), (2, 3, 6, 6)]}),
+    ],
+)
+def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, Any]) -> None:
+    asked = {"shape": (4, 3, 8, 8), **asked}
+    command = command_in(missed(target, **asked))
+    found = typed(here, command)
+    assert found["status"] == "tuned"
+    if target.endswith(".py"):  # what a file has is known once it was tuned
+        assert package.lookup(target, strict=True, **asked).record.id == found["record"]["id"]  # type: ignore[union-attr]
+    advice = package.lookup(target, strict=True, **asked)
+    assert (advice.status, advice.record.id) == ("exact", found["record"]["id"])  # type: ignore[union-attr]
+
+
+def test_the_command_that_ends_a_miss_beside_a_record(here: Path) -> None:
+    """Is as that record was tuned, but for what was asked for otherwise."""
+    tune(here, "examples/x.py:Net", ("--optimizer", "adamw", "--max-memory", "1GiB"))
+    said = missed("examples/x.py:Net", shape=(4, 3, 9, 9))
+    command = command_in(said)
+    assert "--optimizer adamw" in command and "4x3x9x9" in command
+    found = typed(here, command)["record"]
+    advice = package.lookup("examples/x.py:Net", shape=(4, 3, 9, 9), strict=True)
+    assert advice.record is not None and advice.record.id == found["id"]
+
+
+def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Task]) -> None:
+    record = tune(here, ODD, ("--optimizer", "adamw"))["record"]
+    (here / ODD).write_text(MODEL.replace(".mean((2, 3))", ".amax((2, 3))"))
+    done = advisor(here, "verify", record["id"])
+    assert done.returncode == 2 and "has changed since" in done.stderr
+    again = typed(here, command_in(done.stderr.strip()))
+    assert again["status"] == "tuned" and again["record"]["id"] != record["id"]
+
+
+def test_in_a_shell_and_in_a_script(here: Path) -> None:
+    """The same by a real shell and a real script: once, with all that wants quotes."""
+    record = tune(here, "argued.py:Net", CASES["arguments"][1])["record"]
+    ran = script(here, f"import advisor\n{record['script']}\nprint(advice.record.id)\n")
+    assert ran.stdout.split() == [record["id"]], ran.stderr
+    ran = script(
+        here,
+        "import subprocess, sys\n"
+        f"line = {command_in(missed(ODD, shape=(4, 3, 9, 9)))!r}\n"
+        "line = line.replace('advisor', 'printf \"%s\\\\n\"', 1)\n"
+        "print(subprocess.check_output(['sh', '-c', line], text=True), end='')\n",
+    )
+    assert ran.stdout.splitlines() == ["tune", ODD, "--shape", "4x3x9x9"]
+
+
+def test_a_store_elsewhere_stands_in_the_line(here: Path) -> None:
+    found = tune(here, "model.py", (), "--cache", "dir:else where")["record"]
+    advice = pasted(found["script"])
+    assert (advice.status, advice.record.id) == ("exact", found["id"])

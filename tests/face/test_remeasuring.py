@@ -1,0 +1,206 @@
+"""advisor explain and advisor verify, on records that were really tuned."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import advisor as package
+from advisor.cache.config import Config
+from advisor.cache.record import LOOP, Part, Record
+from advisor.cache.records import Records
+from advisor.opening import open_records
+from advisor.report.tables import part_name
+from tests.face.commands import LAYERED, SHAPE, advisor, own, take_over
+
+TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
+TRIALS = ("--budget", "15s", "--fixed-batch", "--trials", "3", "--effort", "quick")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("again")
+    (folder / "model.py").write_text(LAYERED)
+    done = advisor(folder, *TUNE, *TRIALS, "--json", **own(folder))
+    assert done.returncode == 0, done.stderr
+    (loop,) = [
+        w["choice"]
+        for w in json.loads(done.stdout)["record"]["winners"]
+        if (w["use"], w["free"]) == (LOOP, False)
+    ]
+    assert loop["config"]["channels_last"] and loop["speedup"] > 1.5
+    return folder
+
+
+@pytest.fixture
+def tuned(project: Path, own_surroundings: Path) -> Path:
+    take_over(project)
+    return project
+
+
+def held() -> tuple[Records, Record]:
+    records = open_records(None)
+    (record,) = records.all()
+    return records, record
+
+
+def advise(config: dict[str, object], speedup: float | None = None) -> Record:
+    """The record, made to say that its advice has these knobs too, and is so much faster."""
+    records, record = held()
+    loop = record.winner(LOOP)
+    choice = replace(loop, config=Config(loop.config | config))  # type: ignore[arg-type]
+    if speedup is not None:
+        choice = replace(
+            choice, speedup=speedup, speedup_low=0.99 * speedup, speedup_high=1.01 * speedup
+        )
+    winners = tuple(
+        replace(one, choice=choice) if one.choice.config == loop.config else one
+        for one in record.winners
+    )
+    changed = replace(record, winners=winners, stale="", parts=(), revised=time.time())
+    records.put(changed, revises=record)
+    assert held()[1] == changed
+    return changed
+
+
+def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
+    record = advise({"precision": "bf16"})
+    done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
+    assert done.returncode == 0, done.stderr
+    assert "Set back to torch's default, as no slower: precision" in done.stdout
+    assert (tuned / "why.png").stat().st_size > 1000
+    _, now = held()
+    parts = {next(iter(part.knob)): part for part in now.parts if part.stage == "compute"}
+    assert set(parts) == {"channels_last", "precision"}
+    assert all(part.low <= part.ratio <= part.high for part in parts.values())
+    assert parts["channels_last"].low > 1.3
+    assert parts["precision"].low <= 1 or parts["precision"].ratio < 1.01
+    assert now.winner(LOOP).config == record.winner(LOOP).config.replace(precision="default")
+    shown = advisor(tuned, "show", record.id).stdout
+    assert "contributes" in shown and "not needed, set back to torch's default" in shown
+
+
+def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: Path) -> None:
+    record = advise({}, 1e6)
+    done = advisor(tuned, "verify", record.id, "--budget", "3s")
+    assert done.returncode == 1 and "marked stale" in done.stdout, done.stdout + done.stderr
+    assert "stale" in advisor(tuned, "show").stdout
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        advice = package.lookup(str(tuned / "model.py"), shape=(4, 3, 8, 8), device="cpu")
+    assert advice.status == "stale" and "1000000.00x" in str(seen[0].message)
+    done = advisor(tuned, *TUNE, *TRIALS, "--budget", "5s")
+    assert "marked stale" in done.stderr and "Already tuned" not in done.stdout
+    assert held()[1].stale == ""
+
+
+def test_one_that_is_much_slower_than_it_was_does_not_hold(tuned: Path) -> None:
+    """Its speed-up is what it was: the samples a second are compared too."""
+    records, record = held()
+    fast = {w.choice.config: replace(w.choice, samples_per_s=1e7) for w in record.winners}
+    records.put(
+        replace(
+            record,
+            winners=tuple(replace(w, choice=fast[w.choice.config]) for w in record.winners),
+            revised=time.time(),
+        ),
+        revises=record,
+    )
+    done = advisor(tuned, "verify", record.id, "--budget", "3s")
+    assert done.returncode == 1 and "samples/s now, 10,000,000 when" in done.stdout, done.stderr
+
+
+def test_a_record_that_holds_says_so(tuned: Path) -> None:
+    _, record = held()
+    done = advisor(tuned, "verify", record.id, "--budget", "4s", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["holds"] and found["reason"] == ""
+    assert found["now"][LOOP]["ratio"] == pytest.approx(record.winner(LOOP).speedup, rel=0.25)
+    assert held()[1].stale == ""
+    told = advisor(tuned, "verify", record.id, "--budget", "4s")
+    assert told.returncode == 0 and told.stdout.endswith("the record holds\n")
+
+
+def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
+    records, record = held()
+    plain = tuple(replace(one, choice=record.baseline) for one in record.winners)
+    records.put(replace(record, winners=plain, input=Config(), revised=time.time()), revises=record)
+    done = advisor(tuned, "explain", record.id, "--budget", "3s")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Nothing to explain: the advice is torch's default.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", "ffffffffffff"), "no such record"),
+        (("explain", "KEY", "--plot", "why.txt"), "ends in .png or .svg"),
+        (("explain", "KEY", "--plot", "missing/why.png"), "there is no folder 'missing'"),
+        (("explain", "KEY", "--target", "other.py"), "has changed since"),
+        (("verify", "KEY", "--target", "nowhere.py"), "nowhere.py"),
+        (("verify", "KEY", "--budget", "soon"), "expected a time"),
+    ],
+)
+def test_wrong_input_is_one_line(tuned: Path, arguments: tuple[str, ...], said: str) -> None:
+    (tuned / "other.py").write_text(LAYERED.replace("width=8", "width=9"))
+    _, record = held()
+    given = [record.id if word == "KEY" else word for word in arguments]
+    done = advisor(tuned, *given)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert held()[1] == record
+
+
+def test_parts_are_shown_in_words() -> None:
+    part = Part(knob=Config(precision="bf16"), ratio=1.9, low=1.8, high=2.0)
+    assert part_name(part) == "bf16"
+
+
+class TestNothingARecordNamesIsRun:
+    """Only what the user names, or a file under this folder that the record is of."""
+
+    @pytest.mark.parametrize("command", ["verify", "explain"])
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            (
+                {"name": "subprocess:getoutput", "origin": ""},
+                "nothing imported: name it with",
+            ),
+            ({"name": "this:d", "origin": ""}, "nothing imported: name it with"),
+            ({"name": "torchvision:no_such_net", "origin": ""}, "no such model"),
+            ({"name": "elsewhere.py:Net"}, "this folder: name it with"),
+            ({"origin": "0" * 16}, "this folder: name it with"),
+            ({"model_args": Config(command="touch ran")}, "--target"),
+        ],
+    )
+    def test_planted(
+        self, tuned: Path, command: str, changes: dict[str, object], said: str
+    ) -> None:
+        (tuned / "this.py").write_text("open('ran', 'w').write('ran')\n")
+        records, record = held()
+        arguments = changes.get("model_args", Config())
+        target = replace(record.target, **{k: v for k, v in changes.items() if k != "model_args"})  # type: ignore[arg-type]
+        task = replace(record.key.task, target=target.name, model_args=arguments)
+        planted = replace(record, target=target, key=replace(record.key, task=task))
+        records.delete(record)
+        records.put(planted)
+        done = advisor(tuned, command, planted.id, "--budget", "3s")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr and done.stderr.count("\n") == 1
+        assert not (tuned / "ran").exists()
+
+    def test_a_moved_target_is_named(self, tuned: Path, tmp_path: Path) -> None:
+        _, record = held()
+        (tmp_path / "model.py").write_text(LAYERED)  # of that name, and not the one that was tuned
+        done = advisor(tmp_path, "verify", record.id)
+        assert done.returncode == 2 and "name it with --target" in done.stderr
+        named = advisor(
+            tmp_path, "verify", record.id, "--target", "model.py", "--budget", "4s", "--json"
+        )
+        assert json.loads(named.stdout)["holds"], named.stderr

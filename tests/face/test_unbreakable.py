@@ -1,0 +1,331 @@
+"""apply() never breaks a run and never waits: a warning, torch's defaults, and on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import advisor
+from advisor.cache import asking
+from advisor.cache.stores.dir import DirStore
+from advisor.tuners.knobs import TORCH
+from tests.face.commands import script
+from tests.face.test_apply import here, record, remember
+
+__all__ = ["here", "record"]
+
+
+def process() -> tuple[object, ...]:
+    """Everything that a flag of any knob sets."""
+    return (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+def unharmed(target: object = "model.py:Net", **asked: Any) -> str:
+    """apply() as a script calls it: the one warning, after torch's defaults were served."""
+    before = process()
+    asked = {"device": "cpu", **asked}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        advice = advisor.apply(target, **asked)  # type: ignore[arg-type]
+    assert (advice.status, advice.config) == ("miss", TORCH)
+    assert process() == before
+    model = advice.prepare(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **advice.optimizer)
+    with advice.autocast():
+        loss = model(torch.ones(1, 2)).sum()
+    advice.step(loss, optimizer)
+    (one,) = (w for w in seen if issubclass(w.category, advisor.AdvisorWarning))
+    said = str(one.message)
+    assert "Training goes on with torch's defaults" in said and "\n" not in said
+    return said
+
+
+def strictly(target: object = "model.py:Net", **asked: Any) -> None:
+    with pytest.raises(advisor.AdvisorError):
+        advisor.lookup(target, **{"device": "cpu", "strict": True, **asked})
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a user whom the system does not know, as in many containers."""
+
+    def unknown(*_args: object) -> object:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    for name in ("HOME", "ADVISOR_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_without_a_home(here: Path, no_home: None) -> None:
+    said = unharmed()
+    assert "ADVISOR_CACHE" in said
+    strictly()
+    for cache in ("~/.cache/x", "disk:~/x", "~nobody_of_that_name/x"):
+        unharmed(cache=cache)
+        strictly(cache=cache)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed there")
+def test_where_the_current_folder_is_gone(here: Path) -> None:
+    gone = here / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        unharmed()
+        unharmed(target=None)
+        strictly()
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
+def test_a_store_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
+    Path("store").symlink_to(own_surroundings)
+    assert advisor.lookup("model.py:Net", device="cpu", cache=given).status == "exact"
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [3, 3.5, b"store", [3], [None], {"a": 1}, object(), "", "\0", "dir:\0", "a" * 5000, ":"],
+)
+def test_no_store_at_all(here: Path, cache: Any) -> None:
+    unharmed(cache=cache)
+    strictly(cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ADVISOR_CACHE", "floppy:x"),
+        ("ADVISOR_CACHE", "\x01\x02"),
+        ("ADVISOR_CACHE", "dir:" + "x" * 5000),
+        ("ADVISOR_ON_MISS", "²"),
+        ("ADVISOR_LOG", "²"),
+        ("ADVISOR_LOG", "\udcff"),
+        ("ADVISOR_SECRET", "²"),
+        ("ADVISOR_SECRET", "\udcff" * 40),
+        ("ADVISOR_SECRET_FILE", "/nowhere"),
+        ("ADVISOR_SECRET_FILE", "/"),
+        ("ADVISOR_SIGNED_ONLY", "²"),
+        ("WORLD_SIZE", "²"),
+        ("WORLD_SIZE", "-3"),
+        ("WORLD_SIZE", "9" * 5000),
+        ("RANK", "²"),
+        ("LOCAL_RANK", "²"),
+        ("LOCAL_RANK", "-1"),
+        ("OMP_NUM_THREADS", "²"),
+        ("CUDA_VISIBLE_DEVICES", "²"),
+    ],
+)
+def test_odd_variables(
+    here: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    log = logging.getLogger("advisor")
+    monkeypatch.setattr(log, "handlers", list(log.handlers))
+    monkeypatch.setenv(variable, value)
+    before = process()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        advice = advisor.apply("model.py:Net", device="cpu")
+        advisor.apply("model.py:Net")
+    # A rank other than the first leaves the saying to that one.
+    assert advice.status == "miss" and len(seen) == (0 if variable == "RANK" else 2)
+    assert process() == before
+    strictly()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool.advisor\n",
+        "[tool]\nadvisor = 3\n",
+        "tool = 3\nadvisor = 1\n",
+        "[tool.advisor]\ncache = 3\n",
+        "[tool.advisor]\ncache = ['']\n",
+        "[tool.advisor]\ncache = [[1]]\n",
+        "[tool.advisor]\non-miss = 3\n",
+        "[tool.advisor]\ncahce = 'x'\n",
+        "[tool.advisor]\ncache = 'floppy:x'\n",
+        "[tool.advisor]\nx = " + "[" * 5000,
+        "advisor \udc80",
+    ],
+)
+def test_an_odd_project(here: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
+    (here / "pyproject.toml").write_text(text, errors="surrogateescape")
+    unharmed()
+    strictly()
+
+
+def test_a_project_that_is_no_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
+    os.mkfifo(here / "pyproject.toml")
+    unharmed()
+
+
+class Raising(nn.Linear):
+    def extra_repr(self) -> str:
+        raise RuntimeError("no words")
+
+
+class NoLength(nn.Module):
+    def named_modules(self, *_args: Any, **_more: Any) -> Iterator[Any]:
+        raise ValueError("not for you")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LazyLinear(3), lambda: Raising(2, 2), NoLength], ids=["lazy", "repr", "odd"]
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_odd_models(here: Path, make: Callable[[], nn.Module]) -> None:
+    unharmed(make(), shape=(4, 2))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: Raising(2, 2)])
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_odd_models_are_prepared(record: Any, make: Callable[[], nn.Module]) -> None:
+    with pytest.warns(advisor.AdvisorWarning, match=r"is not the one tuned|cannot be compared"):
+        advisor.lookup("model.py:Net", device="cpu").prepare(make())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"target": 3},
+        {"target": b"x"},
+        {"target": "\0"},
+        {"target": "a" * 5000},
+        {"target": "~nobody_of_that_name/x.py"},
+        {"shape": object()},
+        {"shape": [[]]},
+        {"shape": float("nan")},
+        {"batch": float("inf")},
+        {"batch": True},
+        {"model_args": 3},
+        {"model_args": {"a": object()}},
+        {"model_args": {3: 3}},
+        {"precisions": 3},
+        {"max_memory": float("nan")},
+        {"max_memory": 10**400},
+        {"tolerance": "x"},
+        {"steps": 10**400},
+        {"duration": float("inf")},
+        {"device": 3},
+        {"on_miss": 3},
+    ],
+)
+def test_odd_arguments(record: Any, asked: dict[str, Any]) -> None:
+    unharmed(**{"target": "model.py:Net", **asked})
+    strictly(**{"target": "model.py:Net", **asked})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
+def test_a_pipe_in_the_place_of_a_record(here: Path) -> None:
+    from advisor.opening import open_records
+
+    url = f"dir:{here}/store"
+    made = remember()
+    open_records(url).put(made)
+    (file,) = (here / "store").glob("record-*")
+    file.unlink()
+    os.mkfifo(file)
+    said = unharmed(cache=url)
+    assert "no regular file" in said or "not a regular file" in said or "regular" in said
+
+
+def test_a_store_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it hangs: a lookup has one deadline for all stores."""
+    released = threading.Event()
+    monkeypatch.setattr(DirStore, "keys", lambda _self: released.wait(60) and [])
+    try:
+        began = time.monotonic()
+        said = unharmed(cache=[f"dir:{here}/one", f"dir:{here}/two", f"dir:{here}/three"])
+        # Ten times the deadline, on a busy host; a minute if it is not kept.
+        assert time.monotonic() - began < 10 * asking.DEADLINE_S
+        assert "no answer within" in said
+    finally:
+        released.set()
+
+
+def test_the_catch_all_says_where_it_went_wrong(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: object, **_more: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr("advisor.finding.lookups.find", broken)
+    with caplog.at_level(logging.ERROR, logger="advisor"):
+        said = unharmed()
+    assert "ZeroDivisionError: of ours" in said
+    (logged,) = (one for one in caplog.records if one.exc_info)
+    assert logged.name == "advisor" and logged.levelno == logging.ERROR
+    assert logged.exc_info is not None and logged.exc_info[0] is ZeroDivisionError
+    assert "broken" in caplog.text  # the traceback
+    with pytest.raises(ZeroDivisionError):
+        advisor.apply("model.py:Net", device="cpu", strict=True)
+
+
+def test_a_miss_has_a_config(here: Path) -> None:
+    with pytest.warns(advisor.AdvisorWarning):
+        advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8), device="cpu")
+    assert (advice.config.precision, advice.config["precision"]) == ("default", "default")
+    assert (advice.config.channels_last, advice.config.compile) == (False, "none")
+    assert "precision='default'" in repr(advice.config)
+
+
+def test_an_advice_that_is_the_default_changes_nothing_at_all(here: Path) -> None:
+    """In a process where the user has set all of it otherwise."""
+    from dataclasses import replace
+
+    from advisor.cache.records import Records
+    from advisor.cache.stores import open_store
+
+    made = remember()
+    same = tuple(replace(one, choice=made.baseline) for one in made.winners)
+    Records(open_store(None)).put(replace(made, winners=same, revised=time.time()))
+    ran = script(
+        here,
+        "import torch, advisor\n"
+        "import torch.backends.cudnn as cudnn\n"
+        "def now():\n"
+        "    return (torch.get_num_threads(), torch.get_float32_matmul_precision(),\n"
+        "            torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled,\n"
+        "            cudnn.benchmark, cudnn.deterministic,\n"
+        "            torch.are_deterministic_algorithms_enabled())\n"
+        "for mine in (False, True):\n"
+        "    if mine:\n"
+        "        torch.set_num_threads(3)\n"
+        "        torch.set_float32_matmul_precision('medium')\n"
+        "        cudnn.benchmark, cudnn.enabled, cudnn.allow_tf32 = True, False, False\n"
+        "    before = now()\n"
+        "    advice = advisor.apply('model.py:Net', shape=(4, 3, 8, 8), device='cpu')\n"
+        "    assert advice.status == 'exact', advice.reason\n"
+        "    assert now() == before, (before, now())\n"
+        "print('unchanged')\n",
+    )
+    assert (ran.stdout, ran.stderr) == ("unchanged\n", "")

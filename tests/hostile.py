@@ -1,0 +1,300 @@
+"""Hostile records and stores: what somebody plants, or what a disk does, one case a line.
+
+    for case in CASES:
+        url = case.make(folder)          # a store with one honest record and the hostile thing
+        ... advisor show --cache URL ...
+
+The honest record, `examples.record()`, is by nobody known and of a device that is not here. After
+whatever was done with the store it can still be read where `case.honest` says so, no file called
+`ran` lies in `folder`, and nothing took longer than a few seconds. Nothing in a store is followed,
+opened, imported or run, and no text of it comes out raw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pickle
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from advisor.cache.codec import MAX_BYTES, encode, enveloped, plain
+from advisor.cache.name import Name
+from advisor.cache.record import Record
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
+from tests.cache.examples import KEY, changed, record
+
+OTHER = record(key=changed(KEY, "mode", "infer"))
+"""What the hostile record would be, were it honest: one that nothing else is in the place of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`make` builds a store below a folder and returns its URL. `honest`: the honest record is
+    there and can be read; `refused`: the text that says why the hostile one may not be used, or ''
+    where it does not count as a record at all."""
+
+    name: str
+    make: Callable[[Path], str]
+    honest: bool = True
+    refused: str = ""
+
+
+def _honest(url: str) -> str:
+    Records(open_store(url)).put(record())
+    return url
+
+
+def _put(url: str, data: bytes, like: Record = OTHER) -> str:
+    open_store(url).put(Name.of(like, data).text, data)
+    return url
+
+
+def _planted(path: str, value: object) -> Callable[[Path], str]:
+    """A record with one value in it that no encoder wrote."""
+
+    def make(folder: Path) -> str:
+        url = _honest(f"dir:{folder}/store")
+        content = plain(OTHER)
+        *owners, last = path.split(".")
+        here: Any = content
+        for owner in owners:
+            here = here[int(owner) if isinstance(here, list) else owner]
+        here[last] = value
+        data = enveloped(msgpack.packb(content))
+        # Under the name that it would have, as far as one can be made from what is planted.
+        return _put(url, data)
+
+    return make
+
+
+def _bytes(data: bytes) -> Callable[[Path], str]:
+    return lambda folder: _put(_honest(f"dir:{folder}/store"), data)
+
+
+def _file(make: Callable[[Path, Path], None]) -> Callable[[Path], str]:
+    """Something else in the place of a record's file."""
+
+    def made(folder: Path) -> str:
+        url = _honest(f"dir:{folder}/store")
+        _put(url, b"x")
+        (path,) = (one for one in (folder / "store").iterdir() if one.read_bytes() == b"x")
+        path.unlink()
+        make(folder, path)
+        return url
+
+    return made
+
+
+def _sparse(_folder: Path, path: Path) -> None:
+    for number in range(60):
+        other = path.with_name(path.name.replace(".msgpack", f"{number:04}.msgpack"))
+        name = Name.of(OTHER, str(number).encode()).text.replace("/", "-")
+        with other.with_name(f"{name}.msgpack").open("wb") as file:
+            file.truncate(10 * 2**30)
+
+
+def _many(_folder: Path, path: Path) -> None:
+    for number in range(2_000):
+        (path.parent / f"record-{number:012x}.msgpack").touch()
+
+
+def _link(folder: Path, path: Path) -> None:
+    path.symlink_to("/dev/zero" if os.path.exists("/dev/zero") else folder)  # noqa: PTH110
+
+
+def _sql(*statements: str) -> Callable[[Path], str]:
+    """A database in which somebody was, with an honest record in it."""
+
+    def make(folder: Path) -> str:
+        url = _honest(f"disk:{folder}/store")
+        _put(url, b"\x00")
+        connection = sqlite3.connect(folder / "store" / "records" / "cache.db")
+        with connection:
+            for statement in statements:
+                mark = Bomb(folder / "ran")
+                values = {"bomb": pickle.dumps(mark)} if ":bomb" in statement else {}
+                connection.execute(statement, values)
+        connection.close()
+        return url
+
+    return make
+
+
+class Bomb:
+    """A pickle that leaves a mark where it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, int]]:
+        return os.mkdir, (str(self.mark), 0o700)
+
+
+def _lying_name(folder: Path) -> str:
+    url = _honest(f"dir:{folder}/store")
+    data = encode(record())
+    name = Name.of(record(), data)
+    version = dataclasses.replace(name.version, effort=3, created=int((time.time() - 60) * 1e6))
+    open_store(url).put(dataclasses.replace(name, version=version).untagged, data)
+    return url
+
+
+def _pack(data: bytes) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        (folder / "records.pack").write_bytes(data)
+        return f"pack:{folder}/records.pack"
+
+    return make
+
+
+def _zip_bomb(folder: Path) -> str:
+    import zipfile
+
+    path = folder / "records.pack"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as pack:
+        pack.writestr("advisor-pack.json", '{"advisor pack": 2}')
+        data = encode(record())
+        pack.writestr(Name.of(record(), data).text, data)
+        pack.writestr(Name.of(OTHER, b"").text, b"\0" * (200 * MAX_BYTES))
+        pack.writestr("../../ran", b"1")
+    return f"pack:{path}"
+
+
+def _studies(folder: Path) -> str:
+    url = _honest(f"disk:{folder}/store")
+    outside = folder / "outside"
+    outside.mkdir()
+    (folder / "store" / "studies").symlink_to(outside)
+    return url
+
+
+def _exclusive(folder: Path) -> str:
+    """Locked by a transaction that never ends, in a process that is gone with the test's."""
+    url = _honest(f"disk:{folder}/store")
+    database = folder / "store" / "records" / "cache.db"
+    connection = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.execute("BEGIN EXCLUSIVE")
+    HELD.append(connection)
+    return url
+
+
+HELD: list[sqlite3.Connection] = []
+"""Connections that hold a lock; close them when the case is done."""
+
+_ENDLESS = (
+    "ALTER TABLE Cache RENAME TO Real",
+    "CREATE VIEW Cache AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+    "SELECT i AS rowid, 'record/' || i AS key, 1 AS raw, 1 AS mode, x'00' AS value FROM n",
+)
+_TEXT = "one line of at most 4096 printable"
+_TIME = "a time from 2020 until now"
+
+CASES = (
+    Case("made in the year 4253", _planted("provenance.created", 7.2e10), refused=_TIME),
+    Case("made at 1e305", _planted("provenance.created", 1e305), refused=_TIME),
+    Case("made in 1970", _planted("provenance.created", 1.0), refused=_TIME),
+    Case("made at no time", _planted("provenance.created", float("nan")), refused="finite"),
+    Case("revised in 4253", _planted("revised", 7.2e10), refused=_TIME),
+    Case("a speed below zero", _planted("baseline.samples_per_s", -1.0), refused="above 0"),
+    Case("an endless speed", _planted("baseline.speedup", float("inf")), refused="finite"),
+    Case("no speed", _planted("winners.0.choice.speedup", 0), refused="above 0"),
+    Case("less than no memory", _planted("baseline.peak_bytes", -1), refused="at least 0"),
+    Case("a batch of none", _planted("baseline.batch", 0), refused="at least 1"),
+    Case("a shape of none", _planted("key.task.shapes", [[64, 0]]), refused="shape"),
+    Case("no shape", _planted("key.task.shapes", []), refused="expected"),
+    Case("a huge shape", _planted("key.task.shapes", [[64] * 1000]), refused="shape"),
+    Case("colours in a name", _planted("target.name", "a\x1b[31mb.py"), refused=_TEXT),
+    Case("a name on two lines", _planted("target.name", "a.py\nrun: rm -rf"), refused=_TEXT),
+    Case("a name that turns round", _planted("target.name", "a\u202eyp.b"), refused=_TEXT),
+    Case("a long name", _planted("target.name", "a" * 60_000), refused=_TEXT),
+    Case("markup in a name", _planted("target.name", "[/bold][red]a.py"), refused="name"),
+    Case("a device in colours", _planted("key.environment.device.name", "\x9b31m"), refused=_TEXT),
+    Case("a reason in colours", _planted("trials.0.measurement.reason", "\x07"), refused=_TEXT),
+    Case("a knob in colours", _planted("input", {"\x1b[2J": True}), refused=_TEXT),
+    Case("a value in colours", _planted("input", {"a": "\x1b[2J"}), refused=_TEXT),
+    Case("a study elsewhere", _planted("provenance.study", "../../ran"), refused="hexadecimal"),
+    Case("an origin elsewhere", _planted("target.origin", "/etc/passwd"), refused="hexadecimal"),
+    Case("a family in colours", _planted("family", "\x1b[2J"), refused=_TEXT),
+    Case("a model that is none", _planted("key.model", "../" * 20), refused="hexadecimal"),
+    Case("a target that runs", _planted("target.name", "subprocess:getoutput"), refused="name"),
+    Case(
+        "a task that runs",
+        _planted("key.task.target", "subprocess:getoutput; touch ran"),
+    ),
+    Case(
+        "a measured trial without speed",
+        _planted("trials.0.measurement.samples_per_s", 0.0),
+        refused="without a speed",
+    ),
+    Case("a trial of no stage", _planted("trials.0.stage", "\x1b"), refused="expected"),
+    Case("rubbish", _bytes(os.urandom(500)), refused="not msgpack"),
+    Case("lists in lists", _bytes(b"\xdd\x00\x00\x07\xff" * 1000), refused="not msgpack"),
+    Case("an older format", _bytes(msgpack.packb({"format": 1, "record": plain(OTHER)}))),
+    Case("a newer format", _bytes(msgpack.packb({"format": 99})), refused="upgrade advisor"),
+    Case(
+        "changed since",
+        _bytes(msgpack.packb({"format": 3, "record": b"\x80", "sha256": b"\0" * 32})),
+        refused="checksum",
+    ),
+    Case(
+        "a pickle",
+        _bytes(pickle.dumps(Bomb(Path("ran")))),
+        refused="not msgpack",
+    ),
+    Case("another's name", _lying_name, refused="not what its name"),
+    Case("a pipe", _file(lambda _f, path: os.mkfifo(path)), refused="regular"),
+    Case("a folder", _file(lambda _f, path: path.mkdir()), refused="regular"),
+    Case("a device", _file(_link), refused="regular"),
+    Case("60 files of 10 GiB", _file(_sparse), refused="larger than"),
+    Case("2,000 files", _file(_many)),
+    Case(
+        "a pickle in the database", _sql("UPDATE Cache SET mode = 4, value = :bomb"), honest=False
+    ),
+    Case(
+        "a pickle as a key",
+        _sql("INSERT INTO Cache (key, raw, mode, value) VALUES (:bomb, 0, 1, x'00')"),
+    ),
+    Case("an endless view", _sql(*_ENDLESS), honest=False),
+    Case(
+        "a trigger",
+        _sql(
+            "CREATE TRIGGER gone AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END",
+        ),
+        honest=False,
+    ),
+    Case(
+        "a computed column",
+        _sql("ALTER TABLE Cache ADD COLUMN more AS (hex(zeroblob(1000000)))"),
+        honest=False,
+    ),
+    Case(
+        "a huge value",
+        _sql("UPDATE Cache SET value = zeroblob(100000000) WHERE value = x'00'"),
+        refused="larger than",
+    ),
+    Case("a text for a value", _sql("UPDATE Cache SET value = 'text'"), honest=False),
+    Case("an exclusive lock", _exclusive, honest=False),
+    Case("studies elsewhere", _studies),
+    Case("no pack", _pack(b"This is no pack. " * 100), honest=False),
+    Case("an empty pack", _pack(b""), honest=False),
+    Case("a zip bomb", _zip_bomb, refused="larger than"),
+)
+
+
+def digest(folder: Path) -> str:
+    """Of everything that a folder holds: that a command which only reads has changed nothing."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        found.update(f"{path.relative_to(folder)} {path.lstat().st_size}".encode())
+    return found.hexdigest()

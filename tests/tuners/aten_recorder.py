@@ -1,0 +1,135 @@
+"""A recorder for the CPU: the operations that a step ran, run again into the same tensors.
+
+What a CUDA graph is to its kernels, this is to ATen's operations: no Python runs in a replay, each
+result goes to the memory that it had, random numbers are drawn anew, and what a recording did to
+tensors that were there before it is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+"""What a device's host would have to wait for."""
+
+
+class AtenRecorder:
+    """Fits `advisor.tuners.act.recorder.Recorder`.
+
+    Args:
+        fault: leaves out an operation that it is true of, as a recorder with a fault would.
+    """
+
+    device = "cpu"
+
+    def __init__(self, fault: Callable[[str], bool] = lambda _name: False) -> None:
+        self.fault = fault
+        self.recordings = 0
+        self.replays = 0
+        self.exhausted = False
+
+    @contextmanager
+    def beside(self) -> Iterator[list[str]]:
+        waits: list[str] = []
+        with _Waits(waits):
+            yield waits
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.recordings += 1
+        state, tape = torch.get_rng_state(), _Tape(self.fault)
+        try:
+            with tape:
+                output = step()
+        finally:
+            tape.undo()
+            torch.set_rng_state(state)
+
+        def replay() -> None:
+            if self.exhausted:
+                raise torch.OutOfMemoryError("out of memory")
+            self.replays += 1
+            tape.replay()
+
+        return replay, output
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def host_state(self) -> bytes:
+        return b""  # the host is the device
+
+    def empty(self) -> None:
+        pass
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+class _Waits(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in WAITS:
+            self.found.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self, fault: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.fault = fault
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: set[int] = set()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in WAITS:
+            raise RuntimeError(f"operation not permitted during capture: {name}")
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(given.get(argument.name)):
+                    self._keep(tensor)
+        result = func(*args, **kwargs)
+        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self.made |= {_storage(t) for t in _tensors(result) if _storage(t) not in known}
+        if not self.fault(name):
+            self.calls.append((func, args, kwargs, result))
+        return result
+
+    def _keep(self, tensor: Tensor) -> None:
+        if _storage(tensor) not in self.made and id(tensor) not in self.before:
+            self.before[id(tensor)] = tensor, tensor.detach().clone()
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for tensor, held in reversed(self.before.values()):
+                tensor.detach().copy_(held)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, result in self.calls:
+                known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+                again = _tensors(func(*args, **kwargs))
+                for ours, theirs in zip(_tensors(result), again, strict=True):
+                    if _storage(ours) not in known and ours.numel():
+                        ours.detach().copy_(theirs)

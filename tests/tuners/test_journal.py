@@ -1,0 +1,231 @@
+"""The study's journal, whatever became of its file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages.journal import JournalFileBackend
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement, Trial
+from advisor.tuners.search.journal import Journal, open_study
+from advisor.tuners.search.space import Space
+
+SPACE = Space({"precision": ("default", "tf32"), "level": (0, 1, 2), "batch_size": (8, 16)})
+CONFIGS = [config for batch in SPACE.batches for config in SPACE.configs(batch)]
+
+
+def fill(folder: Path, count: int = 5) -> list[Trial]:
+    """A journal of some trials, each with a speed of its own."""
+    journal = Journal(open_study(folder, "s")[0], SPACE)
+    return [told(journal, number) for number in range(count)]
+
+
+def told(journal: Journal, number: int) -> Trial:
+    asked = journal.ask("guess", CONFIGS[number])
+    trial = Trial(
+        number=asked.number,
+        config=CONFIGS[number],
+        measurement=Measurement(outcome="ok", samples_per_s=100.0 + number, low=1.0, high=200.0),
+        stage="compute",
+        origin="guess",
+        seconds=1.5,
+    )
+    journal.tell(asked, trial)
+    return trial
+
+
+def again(folder: Path) -> tuple[dict[Config, float], str]:
+    """What the next run finds, and what it is told."""
+    study, notice = open_study(folder, "s")
+    trials, _interrupted = Journal(study, SPACE).resume()
+    return {t.config: t.measurement.samples_per_s for t in trials}, notice
+
+
+def test_a_whole_journal_is_read_back_as_it_was(tmp_path: Path) -> None:
+    trials = fill(tmp_path)
+    found, _ = Journal(open_study(tmp_path, "s")[0], SPACE).resume()
+    assert found == trials
+    assert again(tmp_path)[1] == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["s.journal"]
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def torn_at_the_end(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:-1], lines[-1][:20]]
+
+
+def garbage_in_the_middle(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:30], b"\x00\xff garbage\n", *lines[30:]]
+
+
+def a_line_lost(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:30], lines[30][:7] + lines[31], *lines[32:]]
+
+
+def a_beginning_lost(lines: list[bytes]) -> list[bytes]:
+    number = [n for n, line in enumerate(lines) if json.loads(line)["op_code"] == 4][1]
+    return [*lines[:number], b"{}}\n", *lines[number + 1 :]]
+
+
+def the_first_line_lost(lines: list[bytes]) -> list[bytes]:
+    return [b"\x00" * 40 + b"\n", *lines[1:]]
+
+
+def nonsense_that_is_json(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:9], b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 4}\n', *lines[9:]]
+
+
+DAMAGES = [
+    torn_at_the_end,
+    garbage_in_the_middle,
+    a_line_lost,
+    a_beginning_lost,
+    the_first_line_lost,
+    nonsense_that_is_json,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_can_be_read_of_a_damaged_journal_goes_on(
+    tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]]
+) -> None:
+    trials = fill(tmp_path)
+    path = tmp_path / "s.journal"
+    harmed = b"".join(damage(lines_of(path)))
+    path.write_bytes(harmed)
+    found, notice = again(tmp_path)
+    known = {trial.config: trial.measurement.samples_per_s for trial in trials}
+    assert len(found) >= len(known) - 1
+    assert found.items() <= known.items()
+    assert "s.journal.damaged-1" in notice and f"{len(found)} trials" in notice
+    assert (tmp_path / "s.journal.damaged-1").read_bytes() == harmed
+    # It goes on with these, and is whole from now on.
+    told(Journal(open_study(tmp_path, "s")[0], SPACE), 7)
+    found, notice = again(tmp_path)
+    assert CONFIGS[7] in found and notice == ""
+
+
+def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
+    trials = fill(tmp_path)
+    known = {trial.config: trial.measurement.samples_per_s for trial in trials}
+    path = tmp_path / "s.journal"
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    for _ in range(40):
+        at, length = draw.randrange(len(whole)), draw.randrange(1, 400)
+        path.write_bytes(whole[:at] + draw.randbytes(draw.randrange(9)) + whole[at + length :])
+        assert again(tmp_path)[0].items() <= known.items()
+        path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "sparse"])
+def test_what_is_no_plain_file_is_moved_aside(tmp_path: Path, kind: str) -> None:
+    path, outside = tmp_path / "s" / "s.journal", tmp_path / "outside"
+    path.parent.mkdir()
+    if kind == "link":
+        path.symlink_to(outside)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(10 * 2**30)
+    study, notice = open_study(path.parent, "s")
+    assert "damaged-1" in notice and study.trials == []
+    assert path.is_file() and not path.is_symlink()
+    assert not outside.exists()
+
+
+def test_a_link_is_not_followed_to_a_journal_either(tmp_path: Path) -> None:
+    fill(tmp_path / "theirs")
+    before = (tmp_path / "theirs" / "s.journal").read_bytes()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "s.journal").symlink_to(tmp_path / "theirs" / "s.journal")
+    assert again(tmp_path / "ours")[0] == {}
+    assert (tmp_path / "theirs" / "s.journal").read_bytes() == before
+
+
+def test_a_stale_lock_is_taken_over(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "s.journal.lock").symlink_to(tmp_path / "s.journal")
+    began = time.monotonic()
+    assert len(again(tmp_path)[0]) == 5
+    assert time.monotonic() - began < 20  # Optuna waits for 30 s
+    # Of a journal that is gone Optuna would wait for ever.
+    (tmp_path / "s.journal").unlink()
+    (tmp_path / "s.journal.lock").symlink_to(tmp_path / "s.journal")
+    assert again(tmp_path)[0] == {}
+
+
+class Full:
+    """A disk that fills after some lines, in the middle of one."""
+
+    def __init__(self, lines: int) -> None:
+        self.left = lines
+        self.real = JournalFileBackend.append_logs
+
+    def append_logs(self, backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            return self.real(backend, logs)
+        with Path(backend._file_path).open("ab") as file:
+            file.write(b'{"op_code": 8, "tri')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("lines", range(0, 24, 3))
+def test_a_disk_that_fills_loses_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
+) -> None:
+    notices: list[str] = []
+    journal = Journal(open_study(tmp_path, "s")[0], SPACE, notices.append)
+    disk = Full(lines)
+    monkeypatch.setattr(JournalFileBackend, "append_logs", lambda *given: disk.append_logs(*given))
+    for number in range(5):
+        told(journal, number)
+    assert len(notices) == 1 and "No space left on device" in notices[0]
+    assert [t.value for t in journal.study.trials if t.value] == [100.0 + n for n in range(5)]
+    assert journal.study.best_value == 104.0
+    # With space again the next run goes on with what was written.
+    monkeypatch.undo()
+    found, notice = again(tmp_path)
+    assert "damaged-1" in notice
+    assert found.items() <= {CONFIGS[n]: 100.0 + n for n in range(5)}.items()
+
+
+def test_a_folder_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    study, notice = open_study(tmp_path / "file", "s")
+    assert "cannot be saved" in notice
+    told(Journal(study, SPACE), 0)
+
+
+def test_what_was_in_flight_is_told_and_named(tmp_path: Path) -> None:
+    journal = Journal(open_study(tmp_path, "s")[0], SPACE)
+    journal.ask("guess", CONFIGS[3])
+    study, _ = open_study(tmp_path, "s")
+    study.enqueue_trial(dict(CONFIGS[4]))
+    trials, interrupted = Journal(study, SPACE).resume()
+    assert trials == [] and CONFIGS[3] in interrupted
+    assert {t.state for t in study.trials} == {optuna.trial.TrialState.FAIL}
+
+
+def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
+    fill(tmp_path)
+    narrow = Space({"precision": ("default", "tf32"), "level": (0, 1), "batch_size": (8,)})
+    trials, _ = Journal(open_study(tmp_path, "s")[0], narrow).resume()
+    assert all(narrow.holds(trial.config) for trial in trials) and len(trials) == 4

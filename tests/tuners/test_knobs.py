@@ -1,0 +1,600 @@
+"""The knob table, row by row: what each value is, needs, asks and may follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.record import Part, Record, Winner
+from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.tuners import knobs
+from advisor.tuners.environment import threads_set
+from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Domain, Situation
+from tests.cache import examples
+
+MODES = ("cudagraphs", "reduce-overhead", "default")
+AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
+STRICT = (*PERMITTED, "fp32")
+"""All of them permitted."""
+OFF_ON = (False, True)
+
+
+def on_cuda(**more: Any) -> Situation:
+    return Situation(**{"device": "cuda", "capability": (9, 0), "compiles": True, **more})
+
+
+def on_cpu(**more: Any) -> Situation:
+    return Situation(**{"device": "cpu", "cpu_bf16": True, "cores": 8, "threads": 4, **more})
+
+
+SITUATIONS = [
+    *(on_cuda(full=full, deterministic=fixed) for full in OFF_ON for fixed in OFF_ON),
+    on_cpu(),
+    on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
+]
+
+
+def test_the_rows() -> None:
+    """The order is that of the guesses, and every name stands once."""
+    assert [knob.name for knob in KNOBS] == [
+        *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
+        *("batch_size", "fused_optimizer", "compile", "step_graph", "threads", "pin_memory"),
+    ]
+    assert list(BY_NAME.values()) == list(KNOBS)
+
+
+def test_what_torch_does_by_itself() -> None:
+    assert dict(TORCH) == {
+        "precision": "default",
+        "channels_last": False,
+        "cudnn_benchmark": False,
+        "cudnn_deterministic": False,
+        "cudnn_enabled": True,
+        "fused_optimizer": False,
+        "compile": "none",
+        "step_graph": False,
+        "pin_memory": False,
+    }
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
+def test_every_value_offered_is_in_the_domain_and_torchs_own_is_first(knob: knobs.Knob) -> None:
+    offered = [knob.values(here) for here in SITUATIONS]
+
+    assert any(offered)
+    for values in filter(None, offered):
+        assert all(knob.domain.holds(value) for value in values), values
+        assert len(set(values)) == len(values)
+    if knob.default is not None:
+        assert knob.domain.holds(knob.default)
+        plain = [values for here, values in zip(SITUATIONS, offered, strict=True) if values]
+        free = [v for v in plain if knob.name != "cudnn_deterministic" or v == (False,)]
+        assert all(values[0] == knob.default for values in free)
+    if knob.strict is not None:
+        assert knob.domain.holds(knob.strict)
+
+
+@pytest.mark.parametrize(
+    ("here", "offered"),
+    [
+        (on_cuda(capability=(7, 5), precisions=STRICT), ("default", "fp16", "fp32")),
+        # An A100 is the first with TF32 and bf16.
+        (on_cuda(capability=(8, 0)), ("default", "tf32", "bf16", "fp16")),
+        (on_cuda(capability=(8, 0), precisions=STRICT), PRECISIONS),
+        (on_cuda(capability=(9, 0)), ("default", "tf32", "bf16", "fp16")),
+        (on_cuda(precisions=("bf16",)), ("default", "bf16")),
+        (on_cuda(precisions=()), ("default",)),
+        (on_cpu(), ("default", "bf16")),
+        (on_cpu(precisions=("default", "fp16")), ("default",)),
+        (on_cpu(cpu_bf16=False), ("default",)),
+        # What a GPU could do is nothing to the CPU.
+        (on_cpu(cpu_bf16=False, capability=(9, 0)), ("default",)),
+    ],
+)
+def test_precisions(here: Situation, offered: tuple[str, ...]) -> None:
+    assert BY_NAME["precision"].values(here) == offered
+
+
+OFF, FIXED_ON = (False,), (True,)
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "offered"),
+    [
+        ("channels_last", on_cuda(), OFF_ON),
+        ("channels_last", on_cuda(dimensions=5), OFF_ON),
+        ("channels_last", on_cuda(dimensions=3), ()),
+        ("channels_last", on_cuda(dimensions=6), ()),
+        ("channels_last", on_cuda(convolves=False), ()),
+        ("channels_last", on_cpu(), OFF_ON),
+        ("cudnn_benchmark", on_cuda(), OFF_ON),
+        ("cudnn_benchmark", on_cuda(deterministic=True), OFF),
+        ("cudnn_benchmark", on_cuda(convolves=False), ()),
+        ("cudnn_benchmark", on_cpu(), ()),
+        ("cudnn_deterministic", on_cuda(), OFF),
+        ("cudnn_deterministic", on_cuda(deterministic=True), FIXED_ON),
+        ("cudnn_deterministic", on_cpu(deterministic=True), FIXED_ON),
+        ("cudnn_enabled", on_cuda(), FIXED_ON),
+        ("cudnn_enabled", on_cuda(full=True), (True, False)),
+        ("cudnn_enabled", on_cpu(full=True), ()),
+        (BATCH, on_cuda(batches=(32, 16, 64)), (32, 16, 64)),
+        ("fused_optimizer", on_cuda(), OFF_ON),
+        ("fused_optimizer", on_cuda(training=False), ()),
+        ("fused_optimizer", on_cpu(), ()),
+        ("compile", on_cuda(), ("none", *MODES)),
+        ("compile", on_cuda(full=True), ("none", *MODES, *AUTOTUNED)),
+        ("compile", on_cuda(deterministic=True), ()),
+        ("compile", on_cuda(compiles=False), ()),
+        ("compile", on_cpu(compiles=False), ()),
+        ("step_graph", on_cuda(), OFF_ON),
+        ("step_graph", on_cuda(training=False), ()),
+        ("step_graph", on_cuda(step_graph=False), ()),
+        ("step_graph", on_cpu(), ()),
+        ("threads", on_cuda(threads=4, cores=8), ()),
+        ("threads", on_cpu(), (4, 8, 2, 1)),
+        ("threads", on_cpu(threads=8), (8, 4, 2, 1)),
+        ("threads", on_cpu(threads=3), (3, 8, 4, 2, 1)),
+        ("threads", on_cpu(cores=1, threads=1), (1,)),
+        ("threads", on_cpu(threads_set=True), (4,)),
+        ("pin_memory", on_cuda(), OFF_ON),
+        ("pin_memory", on_cpu(), ()),
+    ],
+)
+def test_what_is_offered(name: str, here: Situation, offered: tuple[Value, ...]) -> None:
+    assert BY_NAME[name].values(here) == offered
+
+
+def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def which(name: str) -> str | None:
+        asked.append(name)
+        return f"/bin/{name}" if name != "nothing" else None
+
+    monkeypatch.setattr(shutil, "which", which)
+    monkeypatch.delenv("CXX", raising=False)
+    assert BY_NAME["compile"].values(on_cpu(compiles=True, full=True)) == ("none", "default")
+    monkeypatch.setenv("CXX", "nothing")
+    assert BY_NAME["compile"].values(on_cpu(compiles=True)) == ()
+    assert asked == ["g++", "nothing"]
+
+
+# By knob and value: the use that can follow it, whether it is held against fp32, its weight.
+FOLLOWING = {
+    ("precision", "default"): ("flags", False, 1),
+    ("precision", "tf32"): ("flags", False, 1),
+    ("precision", "fp32"): ("flags", False, 1),
+    ("precision", "bf16"): ("pilot", True, 1),
+    ("precision", "fp16"): ("loop", True, 2),
+    ("channels_last", True): ("pilot", False, 1),
+    ("cudnn_benchmark", True): ("flags", False, 1),
+    ("cudnn_deterministic", True): ("flags", False, 1),
+    ("cudnn_enabled", False): ("flags", False, 1),
+    (BATCH, 32): ("loop", False, 1),
+    ("fused_optimizer", True): ("pilot", False, 1),
+    **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *AUTOTUNED)},
+    ("step_graph", True): ("capture", True, 1),
+    ("threads", 2): ("flags", False, 1),
+    ("pin_memory", True): ("loop", False, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), FOLLOWING)
+def test_what_a_value_needs(name: str, value: Value) -> None:
+    knob = BY_NAME[name]
+    assert (knob.needs(value), knob.numerics(value), knob.weight(value)) == FOLLOWING[name, value]
+
+
+def test_what_holds_of_a_row() -> None:
+    """Those not named here are the other way."""
+
+    def names(holds: Callable[[knobs.Knob], object]) -> set[str]:
+        return {knob.name for knob in KNOBS if holds(knob)}
+
+    assert names(lambda knob: knob.memory) == {
+        *("precision", "channels_last", "compile", "step_graph")
+    }
+    paying = {"cudnn_benchmark", "compile", "threads"}
+    assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
+    assert names(lambda knob: knob.dear) == {"compile"}
+    assert names(lambda knob: knob.carries) == {
+        *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
+        *("fused_optimizer", "pin_memory"),
+    }
+    assert names(lambda knob: knob.stage == "input") == {"pin_memory"}
+    assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
+    assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark"}
+    assert names(lambda knob: knob.guess == "") == {"cudnn_enabled", BATCH, "compile"}
+    assert names(lambda knob: knob.strict is not None) == {"precision"}
+    assert names(lambda knob: knob.layout) == {"channels_last"}
+    assert names(lambda knob: knob.chosen) == names(lambda knob: knob.own) == {"threads"}
+    assert BY_NAME["threads"].chosen is threads_set
+
+
+def test_what_does_not_go_together() -> None:
+    assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
+        "fused_optimizer": {"precision": ("fp16",)},
+        "step_graph": {
+            "precision": ("fp16",),
+            "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
+            "fused_optimizer": (True,),
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "permitted"),
+    [
+        ({}, {"precision": "fp16", "compile": "default", "step_graph": True}, True),
+        ({"precisions": ("tf32",)}, {"precision": "bf16"}, False),
+        ({"precisions": ("tf32",)}, {"precision": "tf32"}, True),
+        ({"precisions": ("tf32",)}, {"precision": "default"}, True),
+        ({"compile": False}, {"compile": "default"}, False),
+        ({"compile": False}, {"compile": "none"}, True),
+        ({"compile": True}, {"compile": "default"}, True),
+        ({"step_graph": False}, {"step_graph": True}, False),
+        ({"step_graph": False}, {"step_graph": False}, True),
+        ({"step_graph": True}, {"step_graph": True}, True),
+        # One that is not permitted is enough; what is not known here is not for a Task to permit.
+        ({"compile": False}, {"precision": "bf16", "compile": "default"}, False),
+        ({"compile": False}, {"a_new_one": True}, True),
+    ],
+)
+def test_what_is_permitted(
+    given: dict[str, Any], config: dict[str, Value], permitted: bool
+) -> None:
+    assert knobs.permits(given, Config(config)) is permitted
+
+
+def test_what_a_value_gives_to_the_script() -> None:
+    row = BY_NAME["pin_memory"]
+    assert row.loader is not None and row.non_blocking is not None
+    assert row.loader(True) == {"pin_memory": True} and row.non_blocking(True) is True
+    assert row.loader(False) == {"pin_memory": False} and row.non_blocking(False) is False
+
+    for name in ("fused_optimizer", "step_graph"):
+        optimizer = BY_NAME[name].optimizer
+        assert optimizer is not None
+        assert (optimizer(True), optimizer(False)) == ({"fused": True}, {})
+    loader, captured = BY_NAME[BATCH].loader, BY_NAME["step_graph"].captured
+    assert loader is not None and captured is not None
+    assert loader(48) == {"batch_size": 48}
+    assert (captured(True), captured(False)) == (True, False)
+
+    graphs = BY_NAME["compile"].graphs
+    assert graphs is not None
+    replayed = {mode: graphs(mode) for mode in ("none", *MODES, *AUTOTUNED)}
+    assert {mode for mode, replays in replayed.items() if replays} == {
+        *("cudagraphs", "reduce-overhead", "max-autotune")
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "scaled"),
+    [
+        ("default", None, False),
+        ("tf32", None, False),
+        ("fp32", None, False),
+        ("bf16", torch.bfloat16, False),
+        ("fp16", torch.float16, True),
+    ],
+)
+def test_what_a_precision_casts_to(value: str, dtype: torch.dtype | None, scaled: bool) -> None:
+    row = BY_NAME["precision"]
+    assert row.autocast is not None and row.scaled is not None
+    assert row.autocast(value) is dtype
+    assert row.scaled(value) is scaled
+
+
+@pytest.fixture
+def flags_restored() -> Iterator[None]:
+    backend = torch.backends.cudnn
+    held = backend.benchmark, backend.deterministic, backend.enabled
+    threads = torch.get_num_threads()
+    yield
+    backend.benchmark, backend.deterministic, backend.enabled = held
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def _set(name: str, value: Value) -> None:
+    flags = BY_NAME[name].flags
+    assert flags is not None
+    flags(value)
+
+
+def test_flags_set_the_process_and_set_it_back(
+    flags_restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    backend = torch.backends.cudnn
+    for value in (True, False):
+        _set("cudnn_benchmark", value)
+        assert backend.benchmark is value
+        _set("cudnn_enabled", value)
+        assert backend.enabled is value
+
+    _set("cudnn_deterministic", False)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    _set("cudnn_deterministic", True)
+    assert backend.deterministic and torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    _set("cudnn_deterministic", False)
+    assert not backend.deterministic and not torch.are_deterministic_algorithms_enabled()
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    _set("cudnn_deterministic", True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+    _set("threads", 2)
+    assert torch.get_num_threads() == 2
+    _set("threads", None)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [("default", "default"), ("fp32", "fp32"), *((v, "tf32") for v in ("tf32", "bf16", "fp16"))],
+)
+def test_autocast_runs_over_tf32(value: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(knobs, "set_float32", found.append)
+    _set("precision", value)
+    assert found == [setting]
+
+
+def test_only_what_has_four_or_five_dimensions_is_laid_out() -> None:
+    flat, deep = nn.Conv2d(1, 3, 3), nn.Conv3d(2, 3, 3)
+    net = nn.Sequential(flat, deep, nn.LazyConv2d(4, 3), nn.Linear(3, 2))
+    row = BY_NAME["channels_last"]
+    assert row.model is not None and row.layout is not None
+
+    before = deep.weight.stride()
+    assert row.model(net, False) is net
+    assert deep.weight.stride() == before
+    assert row.model(net, True) is net
+    # Of one channel contiguous() would leave the strides as they are.
+    assert (
+        flat.weight.stride()
+        == torch.empty(3, 1, 3, 3).to(memory_format=torch.channels_last).stride()
+    )
+    assert deep.weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+    images, clips = torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4, 4)
+    assert row.layout(images, True) is torch.channels_last
+    assert row.layout(clips, True) is torch.channels_last_3d
+    assert row.layout(images, False) is None
+    assert row.layout(images.int(), True) is None
+    assert row.layout(images[0], True) is None
+
+
+def test_compiling_is_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _self, **given: called.append(given))
+    net, row = nn.Linear(2, 2), BY_NAME["compile"]
+    assert row.model is not None
+
+    for value in ("none", "cudagraphs", "reduce-overhead"):
+        assert row.model(net, value) is net
+    assert called == [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}]
+
+
+@pytest.mark.parametrize(
+    ("domain", "held", "refused", "said"),
+    [
+        (Domain((False, True)), [False, True], [0, 1, None, "True"], "False, True"),
+        (Domain(("a", "b")), ["a", "b"], ["c", "", None], "a, b"),
+        (Domain(most=8), [1, 8], [0, 9, -1, True, 2.0, "2"], "1 to 8"),
+        (Domain(most=8, least=0), [0, 8], [-1, 9], "0 to 8"),
+        (Domain(), [], [0, None, False], ""),
+    ],
+)
+def test_domains(domain: Domain, held: list[Value], refused: list[Value], said: str) -> None:
+    assert all(domain.holds(value) for value in held)
+    assert not any(domain.holds(value) for value in refused)
+    assert str(domain) == said
+
+
+def test_the_domains_of_numbers() -> None:
+    assert BY_NAME[BATCH].domain == Domain(most=2**24)
+    assert BY_NAME["threads"].domain == Domain(most=2**12)
+
+
+@pytest.mark.parametrize("recipe", [one for one, _why in knobs.RECIPES] + list(knobs.HALF))
+def test_recipes_can_be_run(recipe: dict[str, Value]) -> None:
+    for name, value in recipe.items():
+        assert value in BY_NAME[name].values(on_cuda())
+        if value == BY_NAME[name].default:
+            continue
+        for other, values in BY_NAME[name].conflicts.items():
+            assert recipe.get(other) not in values
+
+
+def test_no_recipe_twice() -> None:
+    configs = [Config(one) for one, _why in knobs.RECIPES]
+    assert len(set(configs)) == len(configs)
+
+
+def test_what_torch_does_for_a_task() -> None:
+    task = Task.of("model.py", {"shape": "16x3x8x8"})
+    held = {name: TORCH[name] for name in TORCH}
+    gpu = knobs.plain(task, "cuda:1")
+    assert gpu == Config({**held, BATCH: 16}).without("compile")
+    cpu = knobs.plain(task, "cpu")
+    assert dict(cpu) == {
+        BATCH: 16,
+        "channels_last": False,
+        "cudnn_deterministic": False,
+        "precision": "default",
+    }
+    fixed = knobs.plain(dataclasses.replace(task, deterministic=True), "cpu")
+    assert fixed["cudnn_deterministic"] is True
+
+
+def test_a_space_of_convolutions_offers_another_layout() -> None:
+    assert knobs.convolving({"channels_last": (False, True)})
+    assert not knobs.convolving({"channels_last": (False,), "precision": ("default", "tf32")})
+    assert not knobs.convolving({})
+
+
+BASE = Config(TORCH | {BATCH: 64})
+
+
+@pytest.mark.parametrize(
+    ("changes", "use"),
+    [
+        ({}, "flags"),
+        ({BATCH: 128}, "flags"),
+        ({"precision": "tf32", "cudnn_benchmark": True}, "flags"),
+        ({"precision": "bf16"}, "pilot"),
+        ({"precision": "bf16", "cudnn_benchmark": True}, "pilot"),
+        ({"precision": "fp16", "channels_last": True}, "loop"),
+        ({"step_graph": True, "precision": "tf32"}, "capture"),
+        # One of a later version is followed by hand.
+        ({"a_new_one": True}, "loop"),
+    ],
+)
+def test_the_least_use(changes: dict[str, Value], use: str) -> None:
+    default = BASE | {"a_new_one": False}
+    config = default | changes
+    assert knobs.use_of(config, default) == use
+    uses = ("flags", "pilot", "loop", "capture")
+    follow = [one for one in uses if knobs.follows(one, config, default)]
+    assert follow == list(uses[uses.index(use) :])
+
+
+@pytest.mark.parametrize(
+    ("config", "doubts"),
+    [
+        ({}, False),
+        (dict(TORCH), False),
+        ({"precision": "tf32", "channels_last": True}, False),
+        ({"precision": "bf16"}, True),
+        ({"precision": "fp16"}, True),
+        ({"compile": "none"}, False),
+        ({"compile": "default"}, True),
+        ({"step_graph": False}, False),
+        ({"step_graph": True}, True),
+        ({"a_new_one": True, "precision": "default"}, False),
+        ({"a_new_one": True, "precision": "bf16"}, True),
+    ],
+)
+def test_doubtful(config: dict[str, Value], doubts: bool) -> None:
+    assert knobs.doubtful(Config(config)) is doubts
+
+
+def test_the_reference_is_strict() -> None:
+    assert knobs.strict(BASE) == BASE.replace(precision="fp32")
+    assert knobs.strict(Config(channels_last=False)) == Config(channels_last=False)
+
+
+def test_burden() -> None:
+    default = BASE | {"a_new_one": False}
+    assert knobs.burden(default, default) == 0
+    assert knobs.burden(default | {"precision": "bf16", "channels_last": True}, default) == 2
+    assert knobs.burden(default | {"precision": "fp16"}, default) == 2
+    assert knobs.burden(default | {"a_new_one": True, "precision": "fp16"}, default) == 3
+
+
+def test_described() -> None:
+    assert knobs.described(Config(TORCH)) == "torch default"
+    assert knobs.described(BASE | {"precision": "bf16", "channels_last": True}) == (
+        "channels_last, bf16"
+    )
+    assert knobs.described(TORCH | {"cudnn_enabled": False}) == "no cudnn_enabled"
+    assert knobs.described(TORCH | {"compile": "default"}) == "compile=default"
+    base = Config(threads=1, a_new_one=1)
+    assert knobs.described(Config(threads=4, a_new_one=2), base) == "a_new_one=2, threads=4"
+
+
+def _sound() -> Record:
+    """A record whose winner for flags is torch's default and for the rest a pilot's."""
+    return examples.record(trials=2)
+
+
+def _winner(record: Record, use: str, config: Config, *, free: bool = False) -> Record:
+    winners = [one for one in record.winners if (one.use, one.free) != (use, free)]
+    made = Winner(use=use, free=free, choice=examples.choice(config))
+    return dataclasses.replace(record, winners=(*winners, made))
+
+
+def test_a_sound_record_is_not_refused() -> None:
+    record = _sound()
+    assert knobs.refusal(record) == ""
+    other = examples.DEFAULT.replace(batch_size=128, precision="bf16")
+    assert knobs.refusal(_winner(record, "loop", other, free=True)) == ""
+    assert knobs.refusal(dataclasses.replace(record, raced=(examples.choice(other),))) == ""
+
+
+def _replaced(record: Record, field: str) -> Record:
+    """One whose `field` holds a precision that there is not."""
+    odd = examples.DEFAULT.replace(precision="int8")
+    match field:
+        case "baseline":
+            return dataclasses.replace(record, baseline=examples.choice(odd))
+        case "winner":
+            return _winner(record, "loop", odd)
+        case "raced":
+            return dataclasses.replace(record, raced=(examples.choice(odd),))
+        case "input":
+            return dataclasses.replace(record, input=Config(precision="int8"))
+        case "parts":
+            part = Part(knob=Config(precision="int8"), ratio=1.1, low=1.0, high=1.2)
+            return dataclasses.replace(record, parts=(part,))
+        case _:
+            return dataclasses.replace(record, trials=(examples.trial(0, odd),))
+
+
+@pytest.mark.parametrize("field", ["baseline", "winner", "raced", "input", "parts", "trials"])
+def test_a_value_out_of_its_domain_is_refused_wherever_it_stands(field: str) -> None:
+    said = knobs.refusal(_replaced(_sound(), field))
+    assert said == "precision 'int8': expected default, tf32, bf16, fp16, fp32"
+
+
+def test_a_knob_that_is_not_known_is_refused() -> None:
+    record = dataclasses.replace(_sound(), input=Config({"n" * 60: True}))
+    assert knobs.refusal(record) == (f"knob '{'n' * 40}' is not known to this version of advisor")
+
+
+def test_a_refused_value_is_said_shortly() -> None:
+    record = dataclasses.replace(_sound(), input=Config(precision="p" * 200))
+    assert knobs.refusal(record) == (
+        f"precision '{'p' * 59}: expected default, tf32, bf16, fp16, fp32"
+    )
+    assert knobs.refusal(dataclasses.replace(_sound(), input=Config(pin_memory=1))) == (
+        "pin_memory 1: expected False, True"
+    )
+
+
+@pytest.mark.parametrize("where", ["baseline", "winner", "raced"])
+def test_a_choice_of_two_batches_is_refused(where: str) -> None:
+    record = _sound()
+    odd = dataclasses.replace(record.baseline, batch=32)
+    if where == "baseline":
+        record = dataclasses.replace(record, baseline=odd)
+    elif where == "raced":
+        record = dataclasses.replace(record, raced=(odd,))
+    else:
+        winners = (Winner(use="flags", free=False, choice=odd), *record.winners[1:])
+        record = dataclasses.replace(record, winners=winners)
+    assert knobs.refusal(record) == "batch 64 in a config, 32 of its measurement"
+
+
+def test_a_fixed_choice_of_another_batch_is_refused() -> None:
+    other = examples.DEFAULT.at(32)
+    said = "batch 64, and its choices are of another"
+    assert knobs.refusal(_winner(_sound(), "flags", other)) == said
+    assert knobs.refusal(dataclasses.replace(_sound(), baseline=examples.choice(other))) == said
+
+
+def test_a_winner_that_needs_more_than_its_use_is_refused() -> None:
+    record = _winner(_sound(), "flags", examples.DEFAULT.replace(precision="bf16"))
+    assert knobs.refusal(record) == "the winner for flags needs more than that"

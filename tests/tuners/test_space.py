@@ -1,0 +1,140 @@
+"""Which configs a space holds, and what goes together in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.tuners.knobs import Situation
+from advisor.tuners.search.space import Space, ladder
+
+
+def on_cuda(**more: Any) -> Space:
+    given = {"capability": (9, 0), "compiles": True, "batches": (32, 64), **more}
+    return Space.of(Situation(device="cuda", **given))
+
+
+def test_of_a_gpu() -> None:
+    space = on_cuda()
+    assert space.inputs == {"pin_memory": (False, True)}
+    assert "pin_memory" not in space.choices and "threads" not in space.choices
+    assert space.dear == ("compile",)
+    assert (space.batch, space.batches) == (32, (32, 64))
+    assert space.default_input == Config(pin_memory=False)
+    assert space.is_choice
+    assert space.uses == ("capture", "loop", "flags")
+    # tf32 is the default of nothing, and fp32 is not offered: the reference is beside the space.
+    assert space.reference == space.default.replace(precision="fp32")
+    offered = on_cuda(precisions=("default", "fp32"))
+    assert offered.reference is None
+    assert offered.holds(offered.default.replace(precision="fp32"))
+
+
+def test_of_a_cpu() -> None:
+    space = Space.of(Situation(device="cpu", batches=(8,), convolves=False, training=False))
+    assert space.reference is None
+    assert space.default == Config(
+        batch_size=8, cudnn_deterministic=False, precision="default", threads=1
+    )
+    assert not space.is_choice
+    assert space.uses == ("flags",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "combines"),
+    [
+        ({}, True),
+        ({"precision": "fp16"}, True),
+        ({"precision": "bf16", "fused_optimizer": True}, True),
+        ({"precision": "fp16", "fused_optimizer": True}, False),
+        ({"precision": "fp16", "step_graph": True}, False),
+        ({"compile": "reduce-overhead", "step_graph": True}, False),
+        ({"compile": "default", "step_graph": True}, True),
+        ({"fused_optimizer": True, "step_graph": True}, False),
+    ],
+)
+def test_what_the_table_says_does_not_go_together(changes: dict[str, Any], combines: bool) -> None:
+    space = on_cuda()
+    config = space.default.replace(**changes)
+    assert space.holds(config) is combines
+    assert (config in set(space.configs(32, dear=True))) is combines
+
+
+def small(**more: Any) -> Space:
+    choices: dict[str, Any] = {
+        "a": (False, True),
+        "b": ("x", "y", "z"),
+        "batch_size": (4,),
+        "none": (),
+        "slow": ("no", "yes"),
+    }
+    conflicts = {"a": {"b": ("z",)}, "gone": {"a": (True,)}}
+    return Space(choices, conflicts=conflicts, dear=("slow", "gone"), **more)
+
+
+def test_what_it_holds() -> None:
+    space = small()
+    assert set(space.choices) == {"a", "b", "batch_size", "slow"}
+    assert space.inputs == {} and space.default_input == Config()
+    assert space.dear == ("slow",)
+    assert space.holds(space.default)
+    assert not space.holds(space.default.without("a"))
+    assert not space.holds(space.default.replace(more=1))
+    assert not space.holds(space.default.replace(a=1))
+    assert not space.holds(space.default.at(8))
+    assert space.offers("a", True) and not space.offers("a", 1) and not space.offers("c", 1)
+
+
+def test_setting_a_knob_takes_back_what_conflicts_with_it() -> None:
+    space = small()
+    both = space.default.replace(a=True)
+    assert space.combined(both, "b", "z") == space.default.replace(b="z")
+    assert space.combined(both, "b", "y") == both.replace(b="y")
+    assert space.combined(space.default, "a", True) == both
+
+
+def test_all_of_them() -> None:
+    space = small()
+    # Five of six: a and z conflict.
+    cheap = list(space.configs(8))
+    assert len(cheap) == len(set(cheap)) == 5
+    assert all(config.batch == 8 and config["slow"] == "no" for config in cheap)
+    every = list(space.configs(4, dear=True))
+    assert len(every) == 10
+    assert sum(map(space.is_dear, every)) == 5
+
+
+def test_what_is_nearest() -> None:
+    space = small()
+    assert space.near({"a": True, "b": "q", "c": 1, "batch_size": 64}) == space.default.replace(
+        a=True
+    )
+    assert space.near({}, 2) == space.default.at(2)
+
+
+def test_the_digest_is_of_the_choices() -> None:
+    assert len(small().digest) == 12
+    assert small().digest == small(inputs={"pin": (False, True)}).digest
+    assert small().digest != Space({"a": (False, True)}).digest
+    assert Space({"a": (False, True)}).digest != Space({"a": (0, 1)}).digest
+
+
+def test_uses() -> None:
+    def of(**choices: tuple[Any, ...]) -> tuple[str, ...]:
+        return Space({"batch_size": (4, 8), **choices}).uses
+
+    assert of() == ("flags",)
+    assert of(precision=("default", "tf32")) == ("flags",)
+    assert of(precision=("default", "bf16")) == ("loop", "flags")
+    assert of(precision=("default", "fp16")) == ("loop", "flags")
+    assert of(step_graph=(False, True)) == ("capture", "flags")
+
+
+def test_the_ladder() -> None:
+    assert ladder(4, fits=4) == (4,)
+    assert ladder(4, fits=3) == (4,)
+    assert ladder(4, fits=16) == (4, 8, 16)
+    assert ladder(4, fits=31) == (4, 8, 16)
+    assert ladder(1, fits=10**6) == tuple(2**power for power in range(9))

@@ -1,0 +1,96 @@
+"""Models compiled to replay CUDA graphs: outputs and gradients lie where the next replay writes.
+
+PyTorch raises where such a tensor is used after it was written over
+(https://github.com/pytorch/pytorch/issues/169545). What a script may still need is moved out in
+time: gradients that are accumulated, the outputs of evaluation, a loss that is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
+
+KEPT = 2**20
+"""Bytes up to which an output is copied in training too, as a loss that a script collects."""
+
+
+class Replays:
+    """What all prepared models of one advice share: where a step begins, whose gradients are whose.
+
+    `begin` says that a batch begins, `stepped` that gradients have done their duty.
+    """
+
+    def __init__(self) -> None:
+        self._open = False  # a forward pass whose backward may be to come
+        self._own: dict[int, weakref.ref[Tensor]] = {}
+        self._spent: list[torch.optim.Optimizer] = []
+        self._hooked = False
+
+    def attach(self, model: nn.Module) -> None:
+        """Wraps the compiled call of a model, not its hooks: they are compiled with it."""
+        inner = model._compiled_call_impl
+        if inner is None:
+            return
+        if not self._hooked:
+            self._hooked = True
+            itself = weakref.ref(self)
+
+            def close(*_args: Any) -> None:
+                if (one := itself()) is not None:
+                    one._open = False
+
+            handle = register_optimizer_step_post_hook(close)
+            weakref.finalize(self, handle.remove)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        model._compiled_call_impl = self._around(inner, weights)
+
+    def begin(self) -> None:
+        """From here on outputs of before may be written over."""
+        torch.compiler.cudagraph_mark_step_begin()
+        self._open = False
+
+    def stepped(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Their gradients can be read until the next forward pass, and are gone after it."""
+        self._spent += optimizers
+
+    def _around(self, inner: Callable[..., Any], weights: list[nn.Parameter]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                # Within a step, as a teacher's pass, the step's own tensors must stay.
+                if not self._open:
+                    torch.compiler.cudagraph_mark_step_begin()
+                return tree_map(_moved, inner(*args, **kwargs))
+            self._open = True
+            self._move_gradients(weights)
+            return tree_map(_moved_if_small, inner(*args, **kwargs))
+
+        return call
+
+    def _move_gradients(self, weights: list[nn.Parameter]) -> None:
+        for optimizer in self._spent:
+            optimizer.zero_grad(set_to_none=True)
+        self._spent.clear()
+        for weight in weights:
+            held = weight.grad
+            if held is None:
+                continue
+            own = self._own.get(id(weight))
+            if own is None or own() is not held:
+                # The backward pass gave its output away; what is added to must not be its buffer.
+                moved = held.detach().clone()
+                weight.grad = moved
+                self._own[id(weight)] = weakref.ref(moved)
+
+
+def _moved(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _moved_if_small(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.nbytes <= KEPT else value

@@ -1,0 +1,174 @@
+"""The process between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY COMMAND`.
+
+It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
+gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
+started, daemons that left its session included; it keeps the last of what they print, and no more;
+and it ends them when together they hold more than MEMORY bytes. Its last words, one line of JSON
+on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import host_memory  # type: ignore[import-not-found]
+
+PRINTED = 2**20
+"""Bytes of output that are kept."""
+WORDS = 4000
+"""Bytes of it that are handed on."""
+LOOK_S = 0.1
+"""Between two looks at the memory in use."""
+FAMILY_S = 1.0
+"""Between two searches for what the worker started: each reads all of /proc."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _control(option: int, value: int) -> None:
+    """prctl(2), where there is one."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Guard:
+    """Starts a worker, and outlives it only to end what it left.
+
+    Args:
+        lifeline: the reading end of a pipe that the tuning process holds.
+        pipe: the worker's own connection to it, which it inherits.
+        memory: bytes for the worker and all that it starts, 0 for no limit.
+    """
+
+    def __init__(self, lifeline: int, pipe: int, memory: int, command: list[str]) -> None:
+        self._lifeline = lifeline
+        self._memory = memory
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self._over = 0
+        # What loses its parent becomes this process's child, wherever it went.
+        _control(_PR_SET_CHILD_SUBREAPER, 1)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        self._wake, wake = os.pipe()
+        for end in (self._wake, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._output, theirs = os.pipe()
+        os.set_blocking(self._output, False)
+        self._worker = self._start(command, theirs)
+        os.close(theirs)
+        os.close(pipe)  # the tuning process is to see the worker's end of it close
+        self._heard = [self._lifeline, self._output, self._wake]
+        self._status: int | None = None
+
+    def _start(self, command: list[str], output: int) -> int:
+        guard = os.getpid()
+        process = os.fork()
+        if process:
+            return process
+        try:
+            os.setsid()
+            _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:
+                os._exit(1)
+            with contextlib.suppress(OSError):
+                # Where memory runs out this one is to go, not the tuning process.
+                Path("/proc/self/oom_score_adj").write_text("1000")
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.set_inheritable(self._lifeline, False)
+            os.execv(command[0], command)
+        finally:
+            os._exit(127)
+
+    def run(self) -> None:
+        family, searched = [self._worker], 0.0
+        while self._status is None:
+            ready, _, _ = select.select(self._heard, [], [], LOOK_S if self._memory else None)
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+            self._reap()
+            if self._output in ready:
+                self._drain()
+            if self._lifeline in ready:
+                break
+            if self._memory:
+                if time.monotonic() - searched >= FAMILY_S:
+                    family, searched = host_memory.family(self._worker), time.monotonic()
+                if self._holds_too_much(family):
+                    break
+        self._end()
+        self._drain()
+        self._report()
+
+    def _holds_too_much(self, family: list[int]) -> bool:
+        if sum(map(host_memory.resident, family)) <= self._memory:
+            return False
+        # Forked processes share most of what each of them holds.
+        held = sum(map(host_memory.proportional, family))
+        self._over = held if held > self._memory else 0
+        return bool(self._over)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                process, status = os.waitpid(-1, os.WNOHANG)
+                if process == 0:
+                    return
+                if process == self._worker:
+                    self._status = status
+
+    def _end(self) -> None:
+        """End all descendants, until there are none: what is forked meanwhile is found too."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._worker, signal.SIGKILL)
+        while True:
+            self._reap()
+            others = host_memory.family(os.getpid())[1:]
+            if not others and self._status is not None:
+                return
+            for process in others:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.002)
+
+    def _drain(self) -> None:
+        # Bounded, or a worker that prints without end would keep it from everything else.
+        for _ in range(64):
+            try:
+                said = os.read(self._output, 65536)
+            except BlockingIOError:
+                return
+            if not said:
+                self._heard = [self._lifeline, self._wake]
+                return
+            self._kept.append(said)
+            self._size += len(said)
+            while self._size - len(self._kept[0]) >= PRINTED:
+                self._size -= len(self._kept.popleft())
+
+    def _report(self) -> None:
+        words = b"".join(self._kept)[-WORDS:].decode(errors="replace")
+        status = self._status or 0
+        code = os.waitstatus_to_exitcode(status)
+        said = {"code": code, "over": self._over, "words": words}
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(said).encode())
+
+
+if __name__ == "__main__":
+    _lifeline, _pipe, _memory = map(int, sys.argv[1:4])
+    Guard(_lifeline, _pipe, _memory, sys.argv[4:]).run()
