@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from search_efficiency import NEAR, Question, TableSpace, by_advisor, readable
 
-from advisor.cache.arguments import parse_duration
 from advisor.cache.config import Config
+from advisor.cache.kinds import Seconds
 from advisor.cache.record import Record
 from advisor.tuners.search.plan import Progress
 from advisor.tuning import tune
@@ -88,7 +88,7 @@ def measure(source: str, target: str, given: argparse.Namespace) -> dict[str, An
         record = tune(
             name,
             given.shape,
-            budget_s=parse_duration(given.budget),
+            budget_s=Seconds().checked("budget", given.budget),
             effort=given.effort,
             fixed_batch=True,
             device=given.device,

@@ -165,12 +165,13 @@ def _from_trials(record: Record, limits: Limits) -> Answer:
     best = max(better, key=lambda one: one.rate)
     speedup = best.rate / base.rate
     how = "each measured once" if best.faster is None else "raced"
+    flags = _flags(record, limits)
     return Answer(
         config=Config(best.config | record.input),
         reason=f"{speedup:.2f}x torch's default at batch {limits.batch}, {how}"
         + unverified(record, best.config),
-        gains={limits.use: speedup},
-        flags=_restricted(record, best.config),
+        gains={**({FLAGS: flags.speedup} if flags else {}), limits.use: speedup},
+        flags=flags.config if flags else record.baseline.config.at(limits.batch),
     )
 
 
@@ -203,9 +204,11 @@ def _seen(record: Record, batch: int) -> dict[Config, _Seen]:
     return found
 
 
-def _restricted(record: Record, config: Config) -> Config:
-    """For a script that only calls apply(): nothing was raced for it here, so torch's default."""
-    return record.baseline.config.at(config.batch)
+def _flags(record: Record, limits: Limits) -> Choice | None:
+    """What was raced for a script that only calls apply(), of this batch and allowed, if any."""
+    raced = record.winner(FLAGS)
+    fits = raced.batch == limits.batch and limits.allow(record, raced.config, raced.peak_bytes)
+    return raced if fits else None
 
 
 def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answer:
@@ -248,7 +251,8 @@ def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answ
         f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates})"
         + unverified(record, best.config),
         gains={limits.use: gain},
-        flags=_restricted(record, best.config),
+        # Over a job nothing was raced for a script that only calls apply().
+        flags=record.baseline.config.at(best.config.batch),
     )
 
 

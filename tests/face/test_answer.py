@@ -176,6 +176,16 @@ class TestRaced:
 class TestFromTrials:
     """Where the race's winner is not what is asked, each measured once."""
 
+    def test_flags_that_were_raced_serve_a_narrower_permission(self) -> None:
+        made = record(
+            trial(BASE, 1000.0),
+            trial(TF32, 1250.0),
+            flags=choice(TF32, 1250.0),
+            loop=choice(LAID, 1500.0, 2.0, 3 * GIB),
+        )
+        found = answer(made, request(max_memory=2 * GIB))
+        assert (found.flags, found.gains["flags"]) == (TF32, 1.25)
+
     def test_another_batch(self) -> None:
         made = record(
             trial(BASE.at(32), 800.0),
