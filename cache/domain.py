@@ -46,7 +46,12 @@ def line(text: str) -> str:
     if is_line(text):
         return text
     flat = " ".join(part for part in text.splitlines() if part)
-    return "".join(char if char.isprintable() else "?" for char in flat[:LONGEST])
+    return printable(flat[:LONGEST])
+
+
+def printable(text: str) -> str:
+    """The text with '?' for each character that could steer a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
+from advisor.cache.domain import printable
 from advisor.cache.explanation import Explanation
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Match, Query
@@ -343,8 +344,7 @@ def _warn(message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         _log.debug(message)
         return
-    # What a setting or a store says may not steer the terminal.
-    message = "".join(char if char.isprintable() else "?" for char in message)
+    message = printable(message)  # a setting or a store may have said it
     level, frame = 1, sys._getframe()
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
         level, frame = level + 1, frame.f_back
