@@ -81,6 +81,39 @@ class Choice(_Plain[str]):
         return name
 
 
+class Known(Choice):
+    """One of some names, or another name: the names are those that advisor can make itself."""
+
+    def checked(self, what: str, value: object) -> str:
+        if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value):
+            return value
+        return super().checked(what, value)
+
+
+class Line(_Plain[str]):
+    """One line of printable characters, or none."""
+
+    def checked(self, what: str, value: object) -> str:
+        return "" if value == "" else Text().checked(what, value)
+
+
+class Words(_Plain["tuple[str, ...]"]):
+    """The words of a command."""
+
+    repeats = True
+
+    def checked(self, what: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UsageError(f"{what} {value!r}: expected the words of a command")
+        return tuple(Text().checked(what, one) for one in value)
+
+    def texts(self, value: Any) -> list[str]:
+        return list(value)
+
+    def literal(self, value: Any) -> str:
+        return repr(tuple(value))
+
+
 class Several(Choice):
     """Some of some names, in their own order; as text with commas between."""
 

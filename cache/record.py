@@ -28,8 +28,8 @@ EFFORTS = ("quick", "normal", "exhaustive")
 USES = ("flags", "pilot", "loop", "capture")
 """What a script lets advice do, the least first; what one can follow the next can too."""
 FLAGS, PILOT, LOOP, CAPTURE = USES
-RACED = (FLAGS, LOOP, CAPTURE)
-"""Uses for which the race names a winner."""
+RACED = USES
+"""Uses for which the race names a winner: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ class Row:
         asked: a lookup may ask for it. Left out, any value does, and the default is preferred.
         narrows: a permission: a record of more than is asked for can answer, from its trials.
         printed: stands in the lines printed for copying where it is not the default.
+        shown: by a run's own first steps, where there is a command: not asked for and not printed.
     """
 
     kind: kinds.Kind[Any]
@@ -59,6 +60,7 @@ class Row:
     asked: bool = True
     narrows: bool = False
     printed: bool = True
+    shown: bool = False
     switched: str = ""
     name: str = ""
     default: Any = dataclasses.MISSING
@@ -105,11 +107,14 @@ class Task:
         kinds.Shapes(),
         "Your batch and the sample: 64x3x256x256; repeat for a job of several shapes.",
         keyword="shape",
+        shown=True,
     )
-    dtype: str = row(kinds.Choice(DTYPES), "Type of the input.", "float32")
-    vocab: int = row(kinds.Whole(), "Integer inputs are below this number.", VOCABULARY)
-    mode: str = row(kinds.Choice(MODES), "What a step does.", "train")
-    optimizer: str = row(kinds.Choice(OPTIMIZERS), "The one your script trains with.", "sgd")
+    dtype: str = row(kinds.Choice(DTYPES), "Type of the input.", "float32", shown=True)
+    vocab: int = row(kinds.Whole(), "Integer inputs are below this number.", VOCABULARY, shown=True)
+    mode: str = row(kinds.Choice(MODES), "What a step does.", "train", shown=True)
+    optimizer: str = row(
+        kinds.Known(OPTIMIZERS), "The one your script trains with.", "sgd", shown=True
+    )
     model_args: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Arguments(),
         "Keyword argument of the model's class or function; repeat for more.",
@@ -146,6 +151,7 @@ class Task:
         switches={"--fixed-batch": ()},
         switched="No other batch size than yours.",
         narrows=True,
+        shown=True,
     )
     compile: bool = row(
         kinds.Switch(),
@@ -171,6 +177,38 @@ class Task:
         narrows=True,
     )
 
+    command: tuple[str, ...] = row(
+        kinds.Words(),
+        "The command that was tuned as it is.",
+        (),
+        option="",
+        decides=False,
+        asked=False,
+        printed=False,
+        shown=True,
+    )
+    processes: int = row(
+        kinds.Whole(), "Of one job.", 1, option="", asked=False, printed=False, shown=True
+    )
+    others: str = row(
+        kinds.Line(),
+        "Other inputs of a run's model, and what else makes another job.",
+        "",
+        option="",
+        asked=False,
+        printed=False,
+        shown=True,
+    )
+    script: str = row(
+        kinds.Line(),
+        "What a run's script does itself.",
+        "",
+        option="",
+        asked=False,
+        printed=False,
+        shown=True,
+    )
+
     def __post_init__(self) -> None:
         for name, one in rows(Task).items():
             value = getattr(self, name)
@@ -191,6 +229,10 @@ class Task:
         found = checked(cls, given)
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
+        if found.get("optimizer", OPTIMIZERS[0]) not in OPTIMIZERS:
+            raise UsageError(
+                f"optimizer {found['optimizer']!r}: expected one of {', '.join(OPTIMIZERS)}"
+            )
         task = cls(target=target, **found)
         if len(task.shapes) > 1 and task.batches:
             raise UsageError(
@@ -255,9 +297,10 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 def changed(value: Any) -> Iterator[tuple[Row, Any]]:
     """The rows of a Task, or of what else has rows, that are printed and not the default."""
+    run = bool(getattr(value, "command", ()))
     for name, one in rows(cast(Hashable, type(value))).items():
         held = getattr(value, name)
-        if one.printed and held != one.default:
+        if one.printed and held != one.default and not (run and one.shown):
             yield one, held
 
 

@@ -52,6 +52,12 @@ class Situation:
     compiles: bool = False
     step_graph: bool = True
     """Whether the script can have its whole step captured."""
+    use: str = USES[-1]
+    """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
+    own: Config = Config()  # noqa: RUF009 # immutable
+    """What a running script sets itself: the baseline is that."""
+    kept: tuple[str, ...] = ()
+    """Knobs that stay as the script, or torch, has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import fingerprint
-from advisor.cache.record import RACED, USES
+from advisor.cache.record import PILOT, RACED, USES
 from advisor.tuners import knobs
 from advisor.tuners.knobs import COMPUTE, INPUT, Situation
 
@@ -43,7 +43,7 @@ class Space:
         """The space of KNOBS in a situation."""
         by_stage: dict[str, dict[str, tuple[Value, ...]]] = {COMPUTE: {}, INPUT: {}}
         for knob in knobs.KNOBS:
-            by_stage[knob.stage][knob.name] = knob.values(here)
+            by_stage[knob.stage][knob.name] = _offered(knob, here)
         found = cls(
             by_stage[COMPUTE],
             inputs=by_stage[INPUT],
@@ -156,6 +156,20 @@ class Space:
     def is_dear(self, config: Config) -> bool:
         """Whether a config takes many seconds before its first step."""
         return any(not _same(config[name], self.default[name]) for name in self.dear)
+
+
+def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
+    """A knob's values in a situation, the script's own first, as far as its use can follow."""
+    found = knob.values(here)
+    if knob.stage == INPUT and here.use == PILOT:
+        return ()
+    if found and knob.name in here.own:
+        own = here.own[knob.name]
+        found = (own, *(value for value in found if not _same(value, own)))
+    if knob.name in here.kept:
+        return found[:1]
+    widest = USES.index(here.use)
+    return tuple(v for v in found if v is found[0] or USES.index(knob.needs(v)) <= widest)
 
 
 def _same(ours: Value, theirs: Value) -> bool:

@@ -1,9 +1,9 @@
-"""The process between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY COMMAND`.
+"""Between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG COMMAND`.
 
 It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
 gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
 started, daemons that left its session included; it keeps the last of what they print, and no more;
-and it ends them when together they hold more than MEMORY bytes. Its last words, one line of JSON
+and it ends them when together they hold more than MEMORY bytes. What is printed goes to the file LOG too, where one is named. Its last words, one line of JSON
 on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
 """
 
@@ -27,6 +27,8 @@ import host_memory  # type: ignore[import-not-found]
 
 PRINTED = 2**20
 """Bytes of output that are kept."""
+LOGGED = 2**26
+"""Bytes of output that are written to the log."""
 WORDS = 4000
 """Bytes of it that are handed on."""
 LOOK_S = 0.1
@@ -49,14 +51,16 @@ class Guard:
         lifeline: the reading end of a pipe that the tuning process holds.
         pipe: the worker's own connection to it, which it inherits.
         memory: bytes for the worker and all that it starts, 0 for no limit.
+        log: a file for what they print, '' for none.
     """
 
-    def __init__(self, lifeline: int, pipe: int, memory: int, command: list[str]) -> None:
+    def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
         self._lifeline = lifeline
         self._memory = memory
         self._kept: deque[bytes] = deque()
         self._size = 0
         self._over = 0
+        self._log = open(log, "ab", buffering=0) if log else None  # noqa: SIM115 - to the end
         # What loses its parent becomes this process's child, wherever it went.
         _control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -155,6 +159,8 @@ class Guard:
             if not said:
                 self._heard = [self._lifeline, self._wake]
                 return
+            if self._log is not None and self._log.tell() < LOGGED:
+                self._log.write(said)
             self._kept.append(said)
             self._size += len(said)
             while self._size - len(self._kept[0]) >= PRINTED:
@@ -171,4 +177,4 @@ class Guard:
 
 if __name__ == "__main__":
     _lifeline, _pipe, _memory = map(int, sys.argv[1:4])
-    Guard(_lifeline, _pipe, _memory, sys.argv[4:]).run()
+    Guard(_lifeline, _pipe, _memory, sys.argv[4], sys.argv[5:]).run()

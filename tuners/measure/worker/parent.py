@@ -234,7 +234,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
-                    *(lifeline, pipe, str(self._most())),
+                    *(lifeline, pipe, str(self._most()), ""),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
                     *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker.child", pipe),
                 ],

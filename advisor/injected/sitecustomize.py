@@ -1,0 +1,56 @@
+"""Brings advisor's pilot into a command that advisor starts: Python imports this by its name.
+
+Nothing happens in a process that loads no torch, beyond this file. The user's own sitecustomize
+is run as if this one was not there.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _own() -> None:
+    """Run the sitecustomize that this one hides, if there is one."""
+    others = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Waits for torch, and attaches the pilot once it is loaded."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def loaded(module):  # type: ignore[no-untyped-def]
+            load(module)
+            _attach()
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        return spec
+
+
+def _attach() -> None:
+    try:
+        from advisor.piloting import attach
+    except ImportError as exc:
+        sys.stderr.write(f"advisor: not in this Python environment ({exc}); it runs as it is\n")
+        return
+    attach()
+
+
+sys.meta_path.insert(0, _Finder())
+_own()

@@ -1,0 +1,162 @@
+"""What trains in a script: its models, its optimizers, and where a step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from advisor.tuners.fingerprint import unwrapped
+
+LEAST_STEPS = 4
+"""Of optimizers, before it is told which of them make a step together."""
+MOST_PERIOD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor that a model is called with: where it stands, its shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True, eq=False)
+class Trained:
+    """One model that trains.
+
+    Attributes:
+        outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
+        inputs: of its first call.
+        calls: with gradients, and `samples` of them, since they were last looked at.
+    """
+
+    outer: nn.Module
+    model: nn.Module
+    inputs: tuple[Input, ...]
+    calls: int = 0
+    samples: int = 0
+
+    def size(self) -> int:
+        """Of its parameters, in elements."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+@dataclass(slots=True, eq=False)
+class Crew:
+    """Gathers what the first steps of a script show.
+
+    Attributes:
+        called: every outermost module that was called with gradients, in order.
+        autocast: the number format of the script's own autocast, seen within such a call.
+        optimizers: in the order of their first steps; `order` is that of all steps.
+    """
+
+    called: dict[nn.Module, Trained] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+
+    def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module was called by no other one."""
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        one = self.called.get(module)
+        if one is None:
+            found = inputs_of(args, kwargs)
+            one = self.called[module] = Trained(module, unwrapped(module), found)
+        one.calls += 1
+        one.samples += batch_of(args, kwargs)
+
+    def saw_within(self, module: nn.Module) -> None:
+        """A module is called, by another one or not."""
+        kind = next((p.device.type for p in module.parameters(recurse=False)), "")
+        if kind and torch.is_autocast_enabled(kind):
+            self.autocast = torch.get_autocast_dtype(kind)
+
+    def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer made a step."""
+        if not any(optimizer is one for one in self.optimizers):
+            self.optimizers.append(optimizer)
+        at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
+        self.order.append(at)
+        del self.order[: -2 * MOST_PERIOD]
+
+    def period(self) -> int:
+        """Optimizer steps that make one step of the script; 0 while that is not known.
+
+        The shortest group in which every optimizer steps, and which came twice.
+        """
+        if len(self.order) < LEAST_STEPS:
+            return 0
+        return period(self.order, len(self.optimizers))
+
+    def trained(self) -> list[Trained]:
+        """The models whose parameters an optimizer holds, the largest first."""
+        held = {
+            id(parameter)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        found = [
+            one
+            for module, one in self.called.items()
+            if any(id(parameter) in held for parameter in module.parameters())
+        ]
+        return sorted(found, key=lambda one: -one.size())
+
+    @staticmethod
+    def compiled(one: Trained) -> bool:
+        """Whether the script has compiled a model itself, whole or in part."""
+        return any(
+            hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
+            for module in one.outer.modules()
+        )
+
+    def looked_at(self) -> None:
+        """Count anew."""
+        for one in self.called.values():
+            one.calls = one.samples = 0
+
+
+def period(order: Sequence[int], kinds: int) -> int:
+    """The shortest length of a group of all kinds with which a sequence ends twice; else 0."""
+    for length in range(kinds, len(order) // 2 + 1):
+        last, before = order[-length:], order[-2 * length : -length]
+        if list(last) == list(before) and len(set(last)) == kinds:
+            return length
+    return 0
+
+
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...]:
+    """The tensors of a call, positional ones first."""
+    flat, _ = tree_flatten_with_path((args, kwargs))
+    return tuple(
+        Input(_name(path), tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for path, value in flat
+        if isinstance(value, Tensor)
+    )
+
+
+def _name(path: Any) -> str:
+    """'0' of the first positional argument, 'mask' of that keyword, '0.x' of what lies deeper."""
+    text = keystr(path[1:])
+    return text.replace("']['", ".").replace("][", ".").strip("[]'").replace("'", "")
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Samples of a call: the first dimension of its first tensor."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return int(value.shape[0]) if value.dim() else 1
+    flat, _ = tree_flatten_with_path((args, kwargs))
+    for _path, value in flat:
+        if isinstance(value, Tensor):
+            return int(value.shape[0]) if value.dim() else 1
+    return 1

@@ -1,0 +1,138 @@
+"""Where the pilot holds on to PyTorch: its public hooks, and the few places that have none.
+
+What is not a hook of PyTorch's own, and why:
+
+- `nn.Module._compiled_call_impl`: the slot through which `Module.compile` replaces the call of one
+  module. PyTorch leaves it out of pickles and deep copies, so that a checkpoint of a whole model
+  or an EMA copy never holds anything of advisor's. Hooks on the module would be copied, and would
+  be traced by torch.compile.
+- `_BaseDataLoaderIter.__next__`: what the step waits for its data cannot be seen from elsewhere.
+  The iterator keeps its class, which frameworks look at.
+- `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
+- `sys.excepthook`: why a script ended, before it does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+Remove = Callable[[], None]
+"""Takes a hook away again."""
+
+
+def on_calls(
+    called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    within: Callable[[nn.Module], None],
+) -> Remove:
+    """Tell of every module that is called by no other one, once its call is over; and of every
+    one that is called, before it.
+
+    It slows the call of every module: for the first steps only.
+    """
+    inside: list[nn.Module] = []
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        within(module)
+        if not inside:
+            inside.append(module)
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        if inside and inside[0] is module:
+            inside.clear()
+            called(module, args, kwargs)
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def on_step(stepped: Callable[[torch.optim.Optimizer], None]) -> Remove:
+    """Tell of every step of every optimizer, once it is over."""
+    return register_optimizer_step_post_hook(
+        lambda optimizer, _args, _kwargs: stepped(optimizer)
+    ).remove
+
+
+def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Call a module through something else; None: as it is by itself."""
+    if call is None:
+        vars(model).pop("_compiled_call_impl", None)
+    else:
+        model._compiled_call_impl = call
+
+
+class Waits:
+    """Seconds that the script has waited for its data loaders."""
+
+    def __init__(self) -> None:
+        from torch.utils.data import dataloader
+
+        self.seconds = 0.0
+        self._class = dataloader._BaseDataLoaderIter
+        self._next = self._class.__next__
+
+        def timed(iterator: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return self._next(iterator)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        self._class.__next__ = timed  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        self._class.__next__ = self._next  # type: ignore[method-assign]
+
+
+def on_backward(begins: Callable[[Tensor], None]) -> Remove:
+    """Tell what `backward` is called on, before it runs."""
+    plain = Tensor.backward
+
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        begins(self)
+        return plain(self, *args, **kwargs)
+
+    Tensor.backward = backward  # type: ignore[method-assign]
+
+    def remove() -> None:
+        Tensor.backward = plain  # type: ignore[method-assign]
+
+    return remove
+
+
+def on_failure(failed: Callable[[BaseException], None]) -> Remove:
+    """Tell what ends the script, before Python prints it."""
+    plain = sys.excepthook
+
+    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
+        failed(exc)
+        return plain(kind, exc, trace)
+
+    sys.excepthook = hook
+
+    def remove() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = plain
+
+    return remove

@@ -1,0 +1,63 @@
+"""A pilot's line to the process that tunes: a local socket, asked at the boundaries of steps."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import msgpack
+import torch
+
+from advisor.cache.codec import from_plain, to_plain
+from advisor.cache.config import Config
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+
+ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
+"""Environment variables: where the tuning process listens, and what it knows its children by."""
+MOST = 2**20
+MOST_SAID = 300
+
+
+class Line:
+    """A Guide that asks the tuning process; without it the script goes on as it is."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._address, self._secret = address, secret
+        self._pipe: Connection | None = None
+
+    def begin(self, seen: Seen) -> Order:
+        """As `Guide.begin`."""
+        self._pipe = Client(self._address, authkey=self._secret)
+        return self._ask({"seen": to_plain(seen)})
+
+    def next(self, lap: Lap) -> Order:
+        """As `Guide.next`."""
+        return self._ask({"lap": to_plain(lap)})
+
+    def failed(self, exc: BaseException) -> None:
+        """As `Guide.failed`."""
+        memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
+        first = str(exc).strip().partition("\n")[0]
+        outcome = "out_of_memory" if memory else "failed"
+        said = f"{type(exc).__name__}: {first}"[:MOST_SAID]
+        self._send({"failed": {"outcome": outcome, "reason": said}})
+
+    def _ask(self, message: dict[str, Any]) -> Order:
+        try:
+            self._send(message)
+            assert self._pipe is not None
+            return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
+        except (OSError, EOFError):
+            return Order(config=Config(), own=Config())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._pipe is not None:
+            self._pipe.send_bytes(msgpack.packb(message))
+
+
+def from_environment() -> Line | None:
+    """The line to the tuning process that started this one, if any."""
+    address = os.environ.get(ADDRESS)
+    return Line(address, bytes.fromhex(os.environ[SECRET])) if address else None

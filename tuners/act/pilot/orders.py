@@ -1,0 +1,48 @@
+"""What a pilot is told, and what it tells: plain data, over a local socket or within a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from advisor.cache.config import Config
+from advisor.cache.domain import Count, From0
+from advisor.tuners.act.pilot.seen import Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Train on with a config; after `steps` the pilot asks again, after 0 never.
+
+    `own`: in the first order, the config that the script itself has; empty: it is left alone.
+    """
+
+    config: Config
+    steps: Count = 0
+    own: Config = Config()  # noqa: RUF009 # immutable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """The steps of one order. `seconds` by the wall clock, the device's work included; `waited_s`
+    of them for data; `samples` of this process; `first_s` of the first step alone."""
+
+    steps: Count
+    samples: Count
+    seconds: From0
+    first_s: From0
+    waited_s: From0
+    peak_bytes: Count
+
+
+class Guide(Protocol):
+    """Whoever knows which config is next; every process of a job asks, and hears the same."""
+
+    def begin(self, seen: Seen) -> Order:
+        """The first order, to a script of which this was seen."""
+
+    def next(self, lap: Lap) -> Order:
+        """The next one, once the steps of the last are over."""
+
+    def failed(self, exc: BaseException) -> None:
+        """The script ends with this."""

@@ -1,0 +1,145 @@
+"""The pilot of one process: looks at the first steps, then does what its guide says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from advisor.cache.config import Config
+from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.pilot.crew import Crew, Trained
+from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.switch import Switch
+
+LOOKED = 256
+"""Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
+
+
+class Watch(Protocol):
+    """Looks at a script's steps, from the first one on that has an order's config."""
+
+    def began(self, trained: Sequence[Trained], device: torch.device) -> None:
+        """A config is set; the next step is the first one."""
+
+    def stepped(self) -> None:
+        """A step is over."""
+
+
+class Pilot:
+    """Attached to a script, until `release`."""
+
+    def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
+        self._guide = guide
+        self._watch = watch
+        self._crew = Crew()
+        self._looked = 0
+        self._switch: Switch | None = None
+        self._order = Order(config=Config())
+        self._period = 0
+        self._at = self._done = 0
+        self._began = self._first_s = self._waited_s = 0.0
+        self._fresh = False
+        self._waits = hooks.Waits()
+        self._watching = hooks.on_calls(self._crew.saw_call, self._crew.saw_within)
+        self._removes: list[Callable[[], None]] = [
+            hooks.on_step(self._stepped),
+            hooks.on_failure(guide.failed),
+            self._waits.remove,
+        ]
+
+    def release(self) -> None:
+        """Leave the script as it was found, and everything of PyTorch's too."""
+        self._watching()
+        if self._switch is not None:
+            self._switch.release()
+            self._switch = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._removes:
+            self._removes.pop()()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._switch is None:
+            self._look(optimizer)
+            return
+        self._at += 1
+        if self._at >= self._period:
+            self._at = 0
+            self._step(self._switch)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        self._crew.saw_step(optimizer)
+        self._looked += 1
+        self._period = self._crew.period()
+        if not self._period:
+            if self._looked >= LOOKED:
+                self._guide.failed(RuntimeError("the optimizers' steps follow no order"))
+                self.release()
+            return
+        trained = self._crew.trained()
+        if not trained:
+            self._guide.failed(RuntimeError("no module whose parameters the optimizer holds ran"))
+            self.release()
+            return
+        self._watching()
+        seen = Seen.of(self._crew, self._looked // self._period)
+        self._device = torch.device(seen.device)
+        self._main: Trained = trained[0]
+        self._per_step = seen.shape[0] // seen.processes
+        order = self._guide.begin(seen)
+        if not order.own:
+            self.release()
+            return
+        self._switch = Switch(trained, self._crew.optimizers, order.own, self._device)
+        self._obey(self._switch, order)
+        if self._watch is not None:
+            self._watch.began(trained, self._device)
+
+    def _step(self, switch: Switch) -> None:
+        switch.began()
+        self._done += 1
+        if self._watch is not None:
+            self._watch.stepped()
+        if not self._order.steps:
+            return
+        if self._done == 1 and self._fresh:
+            self._synchronize()
+            self._first_s = time.perf_counter() - self._began
+        if self._done >= self._order.steps:
+            self._synchronize()
+            self._obey(switch, self._guide.next(self._lap()))
+
+    def _lap(self) -> Lap:
+        cuda = self._device.type == "cuda"
+        return Lap(
+            steps=self._done,
+            samples=self._main.samples or self._per_step * self._done,
+            seconds=time.perf_counter() - self._began,
+            first_s=self._first_s,
+            waited_s=self._waits.seconds - self._waited_s,
+            peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+        )
+
+    def _obey(self, switch: Switch, order: Order) -> None:
+        self._fresh = order.config != switch.config
+        if self._fresh:
+            switch.set(order.config)
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+        self._order = order
+        self._done, self._first_s = 0, 0.0
+        self._crew.looked_at()
+        self._waited_s = self._waits.seconds
+        if not order.steps and not switch.counts_steps:
+            self._let_go()
+        self._synchronize()
+        self._began = time.perf_counter()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,185 @@
+"""What a script is, as its first steps show: what makes its key, and what it does itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from advisor.cache import key as keys
+from advisor.cache.config import BATCH, Config
+from advisor.cache.task import DTYPES, OPTIMIZERS, Task
+from advisor.tuners import fingerprint, tf32
+from advisor.tuners.act.pilot.crew import Crew, Input, Trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One process of a running script.
+
+    Attributes:
+        model: fingerprint of all that trains.
+        family, libraries, modules, parameters, convolves: as in a worker's `Facts`.
+        shape: of the first input of the largest model with the job's samples a step before it.
+        others: its other inputs, and what else makes another job.
+        own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
+        limits: knobs that cannot be tuned here, and why, for people.
+        rank, processes: of the job.
+    """
+
+    model: str
+    family: str
+    libraries: tuple[str, ...]
+    modules: int
+    parameters: int
+    convolves: bool
+    shape: tuple[int, ...]
+    dtype: str
+    others: str
+    optimizer: str
+    own: Config
+    kept: tuple[str, ...]
+    limits: tuple[str, ...]
+    rank: int
+    processes: int
+    device: str
+    threads: int
+
+    @classmethod
+    def of(cls, crew: Crew, steps: int) -> Seen:
+        """After some steps of a crew whose period is known."""
+        trained = crew.trained()
+        main = trained[0]
+        models = [fingerprint.of_model(one.model) for one in trained]
+        sizes = [fingerprint.size(one.model) for one in trained]
+        samples = max(1, round(main.samples / max(1, steps)))
+        processes, rank = _place()
+        first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
+        own, kept, limits = _own(crew, trained)
+        return cls(
+            model=models[0] if len(models) == 1 else keys.fingerprint(models),
+            family=fingerprint.family(main.model),
+            libraries=tuple(
+                sorted({x for one in trained for x in fingerprint.libraries(one.model)})
+            ),
+            modules=sum(modules for modules, _parameters in sizes),
+            parameters=sum(parameters for _modules, parameters in sizes),
+            convolves=any(_convolves(one.model) for one in trained),
+            shape=(samples * processes, *first.shape[1:]),
+            dtype=first.dtype if first.dtype in DTYPES else "float32",
+            others=_others(crew, main, samples),
+            optimizer=_called(crew.optimizers[0]),
+            own=own,
+            kept=kept,
+            limits=limits,
+            rank=rank,
+            processes=processes,
+            device=_device(main.model),
+            threads=torch.get_num_threads(),
+        )
+
+    def task(self, command: Sequence[str], given: dict[str, object]) -> Task:
+        """The task that a command is, with what its user permits."""
+        return Task(
+            target=" ".join(command),
+            command=tuple(command),
+            shapes=(self.shape,),
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            processes=self.processes,
+            others=self.others,
+            script=self.script,
+            **given,  # type: ignore[arg-type]
+        )
+
+    @property
+    def script(self) -> str:
+        """What the script does itself: 'bf16, fused_optimizer'."""
+        from advisor.tuners.knobs import described
+
+        return described(self.own.without(BATCH)) if self.own else ""
+
+
+def _place() -> tuple[int, int]:
+    """(Processes of this job, this one's rank.)"""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0
+
+
+def _called(optimizer: torch.optim.Optimizer) -> str:
+    """'adamw' of torch.optim.AdamW; what Accelerate and others wrap is looked into."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    name = type(inner).__name__.lower()
+    return name if name in OPTIMIZERS else name[:32]
+
+
+def _others(crew: Crew, main: Trained, samples: int) -> str:
+    """What else of the job makes another key, on one line."""
+    parts = [
+        f"{one.name} {'x'.join(map(str, one.shape[1:])) or '1'} {one.dtype}"
+        for one in main.inputs[1:]
+    ]
+    if main.inputs and samples != main.inputs[0].shape[0]:
+        parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} micro-batches")
+    if len(crew.optimizers) > 1:
+        parts.append(", ".join(_called(one) for one in crew.optimizers))
+    return "; ".join(parts)[:500]
+
+
+def _convolves(model: nn.Module) -> bool:
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def _device(model: nn.Module) -> str:
+    first = next(model.parameters(), None)
+    return "cpu" if first is None else str(first.device)
+
+
+def _own(crew: Crew, trained: Sequence[Trained]) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
+    """What a script has set itself, what of it is kept, and why some knobs cannot be tuned."""
+    found: dict[str, object] = {}
+    kept: list[str] = []
+    limits: list[str] = []
+    weights = [p for one in trained for p in one.model.parameters()]
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    dtypes = [crew.autocast, *(p.dtype for p in weights)]
+    own_half = next((half[d] for d in dtypes if d in half), None)
+    if own_half is not None:
+        found["precision"] = own_half
+        kept.append("precision")
+    elif "matmul=tf32" in tf32.describe():
+        found["precision"] = "tf32"
+    if any(_is_channels_last(p) for p in weights):
+        found["channels_last"] = True
+        kept.append("channels_last")
+    if any(crew.compiled(one) for one in trained):
+        found["compile"] = "default"
+        kept.append("compile")
+    groups = [group for one in crew.optimizers for group in one.param_groups]
+    if any(group.get("fused") for group in groups):
+        found["fused_optimizer"] = True
+        kept.append("fused_optimizer")
+    elif not all("fused" in group for group in groups):
+        kept.append("fused_optimizer")
+        limits.append("the optimizer has no fused kernels")
+    if torch.backends.cudnn.benchmark:
+        found["cudnn_benchmark"] = True
+    if any(isinstance(one.outer, nn.DataParallel) for one in trained):
+        kept += ["precision", "channels_last", "compile"]
+        limits.append("nn.DataParallel copies the model at every step: flags and optimizer only")
+    if any(type(one.outer).__name__.startswith("FullyShardedDataParallel") for one in trained):
+        kept += ["precision", "channels_last", "compile", "fused_optimizer"]
+        limits.append("FSDP shards the weights: flags only")
+    return Config(found), tuple(dict.fromkeys(kept)), tuple(limits)  # type: ignore[arg-type]
+
+
+def _is_channels_last(weight: torch.Tensor) -> bool:
+    return (
+        weight.dim() == 4
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and not weight.is_contiguous()
+    )

@@ -1,0 +1,234 @@
+"""Sets configs in a running script, at the boundary of a step, through the knobs' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from advisor.cache.config import Config
+from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.pilot.crew import Trained, batch_of
+from advisor.tuners.act.replays import Replays
+from advisor.tuners.knobs import KNOBS, Knob
+
+RECOMPILATIONS = 64
+"""Of one function: each config is another one to torch.compile, and eight is its own limit."""
+
+
+class Call:
+    """What a trained model is called through: it counts, and acts where a config says so.
+
+    Evaluation is left to the script, as it is.
+    """
+
+    def __init__(self, one: Trained, plain: Callable[..., Any]) -> None:
+        self._one = one
+        self.plain = plain
+        self.act = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not self._one.model.training:
+            return self.plain(*args, **kwargs)
+        self._one.calls += 1
+        self._one.samples += batch_of(args, kwargs)
+        return self.act(*args, **kwargs)
+
+
+class Switch:
+    """One script's models and optimizers, and what is set in them.
+
+    Args:
+        own: the config that the script itself has: what it sets is set back to that.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        optimizers: Sequence[torch.optim.Optimizer],
+        own: Config,
+        device: torch.device,
+    ) -> None:
+        self.own = self.config = own
+        self._device = device
+        self._optimizers = list(optimizers)
+        self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
+        self._formats = [
+            (tensor, tensor.stride())
+            for one in trained
+            for tensor in (*one.model.parameters(), *one.model.buffers())
+            if tensor.dim() > 3
+        ]
+        self._steps_on_host = not any(
+            group.get("fused") or group.get("capturable")
+            for groups in self._groups
+            for group in groups
+        )
+        self._replays = Replays()
+        self._graphed = False
+        self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
+        self._calls: dict[nn.Module, Call] = {}
+        for one in trained:
+            seat = seat_of(one.outer)
+            if seat is not None:
+                there = vars(seat).get("_compiled_call_impl")
+                call = Call(one, seat._call_impl if there is None else there)
+                self._calls[seat] = call
+                hooks.through(seat, call)
+
+    def set(self, config: Config) -> None:
+        """Have the script train with a config from here on."""
+        for knob in KNOBS:
+            if knob.flags is not None and knob.name in config:
+                value = config[knob.name]
+                if value != self.config[knob.name]:
+                    knob.flags(value)
+        rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
+        with torch.no_grad():
+            self._lay_out(rows, config)
+            self._set_optimizers(rows, config)
+        for seat, call in self._calls.items():
+            call.act = self._act(seat, call, rows, config)
+        self.config = config
+        self._graphed = self.counts_steps
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether what is set must be told where a step begins."""
+        return any(
+            k.graphs and k.name in self.config and k.graphs(self.config[k.name]) for k in KNOBS
+        )
+
+    def began(self) -> None:
+        """A step begins."""
+        if self._graphed:
+            self._replays.begin()
+
+    def release(self) -> None:
+        """Leave the script as it was found."""
+        self.set(self.own)
+        for seat, call in self._calls.items():
+            hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
+        self._calls.clear()
+        self._kept.clear()
+
+    def _lay_out(self, rows: Sequence[Knob], config: Config) -> None:
+        for tensor, stride in self._formats:
+            if tensor.stride() != stride:
+                tensor.data = _strided(tensor.data, stride)
+        for seat in self._calls:
+            for knob in rows:
+                if knob.layout is not None and knob.model is not None:
+                    knob.model(seat, config[knob.name])
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[name] = _strided(value, parameter.stride())
+        for tensor, _stride in self._formats:
+            if tensor.grad is not None:
+                tensor.grad = _strided(tensor.grad, tensor.stride())
+
+    def _set_optimizers(self, rows: Sequence[Knob], config: Config) -> None:
+        found: dict[str, object] = {}
+        for knob in rows:
+            if knob.optimizer is not None:
+                found |= knob.optimizer(config[knob.name])
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            for group, own in zip(optimizer.param_groups, groups, strict=False):
+                group |= {n: own[n] for n in ("fused", "foreach") if n in own}
+                if found and "fused" in own:
+                    group |= found | {"foreach": False}
+            for parameter, state in optimizer.state.items():
+                step = state.get("step")
+                if isinstance(step, Tensor) and self._steps_on_host:
+                    state["step"] = step.to(parameter.device if found else "cpu")
+
+    def _act(
+        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
+    ) -> Callable[..., Any]:
+        """What a model's training calls go through under a config."""
+        called = Config({k.name: config[k.name] for k in rows if k.model or k.autocast})
+        if not called:
+            return call.plain
+        if (seat, called) not in self._kept:
+            inner = self._compiled(seat, call, rows, config)
+            self._kept[seat, called] = _around(inner, rows, config, self._device)
+        return self._kept[seat, called]
+
+    def _compiled(
+        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
+    ) -> Callable[..., Any]:
+        acting = [k for k in rows if k.model is not None and k.layout is None]
+        if not acting:
+            return call.plain
+        torch._dynamo.config.recompile_limit = RECOMPILATIONS
+        hooks.through(seat, None)
+        for knob in acting:
+            assert knob.model is not None
+            knob.model(seat, config[knob.name])
+            if knob.graphs is not None and knob.graphs(config[knob.name]):
+                self._replays.attach(seat)
+        found = vars(seat).get("_compiled_call_impl") or call.plain
+        hooks.through(seat, call)
+        return found
+
+
+def seat_of(outer: nn.Module) -> nn.Module | None:
+    """The module whose call is the pilot's: the user's own under DistributedDataParallel.
+
+    What the script compiled itself is called as compiled. None where replicas are made of a
+    module at each call, as DataParallel does: what is set in it would be in none of them.
+    """
+    if isinstance(outer, nn.DataParallel):
+        return None
+    while isinstance(outer, nn.parallel.DistributedDataParallel):
+        outer = outer.module
+    return outer
+
+
+def _around(
+    inner: Callable[..., Any], rows: Sequence[Knob], config: Config, device: torch.device
+) -> Callable[..., Any]:
+    """A call with its inputs laid out, in autocast, its outputs in float32.
+
+    The loss is the script's and stays outside: over all of a script autocast reaches into losses
+    that forbid it, as BCELoss (so do Accelerate's prepared models).
+    """
+    dtype = next((d for k in rows if k.autocast and (d := k.autocast(config[k.name]))), None)
+    layouts = [(k.layout, config[k.name]) for k in rows if k.layout]
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            for layout, wanted in layouts:
+                if (found := layout(value, wanted)) is not None:
+                    value = value.to(memory_format=found)
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if layouts:
+            args, kwargs = tree_map(placed, (args, kwargs))
+        if dtype is None:
+            return inner(*args, **kwargs)
+        with torch.autocast(device.type, dtype=dtype):
+            found = inner(*args, **kwargs)
+        return tree_map(_in_float32, found)
+
+    return call
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same values with another memory format."""
+    if tensor.stride() == stride:
+        return tensor
+    other = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return other.copy_(tensor)
