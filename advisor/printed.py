@@ -24,8 +24,11 @@ MOST_FOLDERS = 500
 
 
 def script_line(record: Record, cache: Cache = None) -> str:
-    """The line that applies a record in a script; `cache`: where it is, as `lookup` takes it."""
+    """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
+    takes it."""
     task = here(record)
+    if task.command:
+        return shlex.join(["advisor", "run", *_elsewhere(cache), "--", *task.command])
     given = [_python_text(task.target), *python(task)]
     if cache is not None and _urls(cache) != _urls(None):
         urls = _urls(cache)
@@ -78,7 +81,10 @@ def _as_dict(task: Task) -> dict[str, Any]:
 
 
 def _tune(task: Task, more: list[str] | None = None) -> str:
-    return shlex.join(["advisor", "tune", task.target, *shell(task), *(more or [])])
+    words = [*shell(task), *(more or [])]
+    if task.command:
+        return shlex.join(["advisor", "tune", *words, "--", *task.command])
+    return shlex.join(["advisor", "tune", task.target, *words])
 
 
 def here(record: Record) -> Task:

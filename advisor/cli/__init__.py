@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import measuring, reading, sharing
+from advisor.cli import measuring, reading, running, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -30,6 +30,7 @@ def cli(ctx: click.Context) -> None:
 
 for _command in (
     measuring.tune,
+    running.run,
     reading.show,
     reading.why,
     measuring.explain,

@@ -44,11 +44,11 @@ def _how(
 ) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
     """How a store is read for a target, and which of what comes back is of it."""
     target = request.target
-    if target is None:
-        sought = Sought(origins=frozenset(origins()))
+    if query.model is not None:
+        sought = Sought(model=query.model)
         return functools.partial(records.look_into, sought=sought), sought.fits
     if not isinstance(target, str):
-        sought = Sought(model=query.model)
+        sought = Sought(origins=frozenset(origins()))
         return functools.partial(records.look_into, sought=sought), sought.fits
     spec = spec_of(target)
     if spec.attribute:

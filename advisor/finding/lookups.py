@@ -154,7 +154,18 @@ def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> 
             status="disabled",
             reason="ADVISOR_DISABLE is set",
         )
-    here = _Lookup(target, asked)
+    return served(Lookup(target, asked), device=device, batch=batch, strict=strict)
+
+
+def served(
+    here: Lookup, *, device: str, batch: int | None = None, strict: bool = False
+) -> Advice:
+    """What a lookup finds, on every rank alike; torch's defaults and one warning where that is
+    nothing, or fails in any way.
+
+    Raises:
+        AdvisorError: with strict=True, why there is no advice.
+    """
     try:
         # In a process group one rank decides for all: ranks that train differently hang.
         return decided_by_first(here.advice, device=device, batch=batch)
@@ -169,7 +180,7 @@ def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> 
         return here.nothing(f"the lookup failed ({type(exc).__name__}: {exc})", device, batch)
 
 
-class _Lookup:
+class Lookup:
     """One lookup, as far as it came: for what is said of it where it fails."""
 
     def __init__(self, target: object, asked: Mapping[str, object]) -> None:
@@ -181,8 +192,8 @@ class _Lookup:
 
     def advice(self) -> Advice:
         """Raises AdvisorError where there is none."""
-        request = self._request = Request.of(self._target, self._asked)
-        query = self._query = request.query()
+        request = self._request = self._requested()
+        query = self._query = self._queried(request)
         records = open_records(request.cache, patient=False, fallback=True)
         found = self._found = find(records, request, query)
         match = the_one([one.record for one in found.held], request, query)
@@ -198,13 +209,20 @@ class _Lookup:
             raise NoRecord(f"{exc}; run: {tune_first(request, match.record)}") from None
         return self._served(request, query, match, answered)
 
+    def _requested(self) -> Request:
+        return Request.of(self._target, self._asked)
+
+    def _queried(self, request: Request) -> Query:
+        return request.query()
+
     def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
         record = match.record
         assert record is not None
         reason, said = answered.reason, []
         ranks = processes()
-        if ranks > 1:
-            reason += f"; measured in one process, this job has {ranks}"
+        if ranks != record.key.task.processes:
+            reason += f"; measured in {record.key.task.processes} process"
+            reason += f"{'es' * (record.key.task.processes > 1)}, this job has {ranks}"
             if self._asked.get("capture"):
                 reason += ": no step is captured in it"
         name = record.target.name
@@ -289,7 +307,9 @@ class _Lookup:
         )
 
     def _missed(self, request: Request, query: Query, match: Match) -> str:
-        if request.target is None:
+        if request.given.get("command"):
+            what = "this run was not tuned"
+        elif request.target is None:
             what = f"nothing was tuned for {script().name} or a module beside it"
         else:
             this = "" if isinstance(request.target, str) else "this "

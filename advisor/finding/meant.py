@@ -44,7 +44,7 @@ def the_one(found: Sequence[Record], request: Request, query: Query) -> Match:
     match = matched(mine, query)
     if match.record is None:
         return match if mine else _elsewhere(match, found)
-    if not isinstance(request.target, str | None):
+    if query.model is not None:
         return match
     loose = query.without(*_NARROWING)
     fitting = [record for record in mine if best(loose, [record]).record is not None]
