@@ -24,6 +24,7 @@ from advisor.finding.meant import script, the_one
 from advisor.finding.request import Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
+from advisor.tuners.act.served import STALE, Served
 
 if TYPE_CHECKING:
     import torch
@@ -151,8 +152,7 @@ def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> 
             Config(),
             device=device,
             batch_size=batch,
-            status="disabled",
-            reason="ADVISOR_DISABLE is set",
+            served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
         )
     return served(Lookup(target, asked), device=device, batch=batch, strict=strict)
 
@@ -242,7 +242,7 @@ class Lookup:
         answered = Answer(
             config=answered.config, reason=reason, gains=answered.gains, flags=answered.flags
         )
-        status = "stale" if match.differs or record.stale else "exact"
+        status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 
     def _near(self, request: Request, query: Query, match: Match) -> Advice:
@@ -276,15 +276,17 @@ class Lookup:
             config,
             device=request.device,
             batch_size=config.batch or request.batch,
-            status=status,
-            reason=answered.reason,
-            record=record,
-            explanation=self._explained(status, answered.reason, record.id),
-            use=request.use,
-            # What the task itself asks for, as determinism, is no default of torch's.
-            default=Config(record.baseline.config | TORCH),
-            flags=answered.flags or None,
-            gains=answered.gains,
+            served=Served(
+                status=status,
+                reason=answered.reason,
+                record=record,
+                explanation=self._explained(status, answered.reason, record.id),
+                use=request.use,
+                # What the task itself asks for, as determinism, is no default of torch's.
+                default=Config(record.baseline.config | TORCH),
+                flags=answered.flags or None,
+                gains=answered.gains,
+            ),
         )
 
     def nothing(self, why: str, device: str, batch: int | None) -> Advice:
@@ -300,10 +302,12 @@ class Lookup:
             TORCH,
             device=device,
             batch_size=batch,
-            status="miss",
-            reason=why,
-            explanation=self._explained("miss", why, ""),
-            default=TORCH,
+            served=Served(
+                status="miss",
+                reason=why,
+                explanation=self._explained("miss", why, ""),
+                default=TORCH,
+            ),
         )
 
     def _missed(self, request: Request, query: Query, match: Match) -> str:
