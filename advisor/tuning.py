@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import advisor
 from advisor.cache.config import Config, Value
-from advisor.cache.key import Key
+from advisor.cache.key import Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
-from advisor.cache.record import Provenance, Record, Target
+from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote
 from advisor.cache.stores.filesystem import beside, make_folder
@@ -28,10 +30,10 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 
 if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
-    from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import Facts
-    from advisor.tuners.search.verdict import Decided, Terms
+    from advisor.tuners.search.verdict import Decided, Terms, Tester
 
 MOST_KIN = 2
 """Configs of near records that are tried first."""
@@ -127,68 +129,77 @@ def measured(
     """As `tune`, from a task and a plan that were checked."""
     set_up_logging()
     # What can be refused without torch, which takes seconds to import, is refused before.
-    return _Tuning(task, plan, open_records(cache, fallback=True), progress or Progress()).run()
+    records = open_records(cache, fallback=True)
+    return _OfTarget(task, plan, records, progress or Progress()).run()
+
+
+def measured_run(
+    command: Sequence[str],
+    permitted: Mapping[str, Any],
+    plan: Plan,
+    *,
+    cache: Cache = None,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Measure a command as it is, with a pilot inside; else as `tune`.
+
+    Args:
+        command: its words, as ['torchrun', '--nproc-per-node', '4', 'train.py'].
+        permitted: fields of a Task by name, checked: precisions, tolerance and their like.
+
+    Raises:
+        UsageError: there is no such program. TargetFailed: no training step was seen in it, or it
+        failed by itself. The others as `tune`.
+    """
+    set_up_logging()
+    records = open_records(cache, fallback=True)
+    return _OfRun(command, permitted, plan, records, progress or Progress()).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took."""
 
-    worker: Worker
+    worker: Tester
     facts: Facts
     key: Key
     target: Target
     process_s: float
+    situation: Situation
+
+    @property
+    def task(self) -> Task:
+        return self.key.task
 
 
-class _Tuning:
-    """One call of tune()."""
+class _Tuning(ABC):
+    """One call of tune(), whatever it is that is tuned."""
 
-    def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect
-        from advisor.tuners.target import parse
-
-        self._spec = parse(task.target)
-        self._device = task.device or default_device()
-        self._environment = detect(self._device)
-        self._task, self._plan = task, plan
+    def __init__(self, plan: Plan, records: Records, progress: Progress) -> None:
+        self._plan = plan
         self._records, self._progress = records, progress
 
-    def run(self) -> Tuned:
-        from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import Job
+    @abstractmethod
+    def _subject(self) -> AbstractContextManager[_Subject]:
+        """What is tuned, once it has run a step; what measures it ends with the context."""
 
+    def run(self) -> Tuned:
         _check_writable(self._records, self._progress)
-        plan = self._plan
-        job = Job(task=self._task, device=self._device, seed=plan.seed)
-        with Worker(job, deadline_s=max(30.0, plan.seconds / 3)) as worker:
-            subject = self._described(worker)
+        with self._subject() as subject:
             akin = self._records.all()  # of other models too: what is near is worth trying first
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
-            fresh = plan.force
+            fresh = self._plan.force
             if not fresh:
                 known, fresh = self._known(subject.key, akin)
                 if known is not None:
-                    return Tuned(record=self._under_this_name(known, subject.target), known=True)
+                    return Tuned(record=self._under_this_name(known, subject), known=True)
             near = _first_guesses(subject, akin, self._progress)
             return Tuned(record=self._tune(subject, near, fresh), known=False)
 
-    def _described(self, worker: Worker) -> _Subject:
-        began = time.monotonic()
-        facts = worker.describe()
-        process_s = time.monotonic() - began
-        _same_device(self._device, facts.device_uuid)
-        key = Key(
-            environment=self._environment,
-            model=facts.model,
-            hooks=facts.hooks,
-            task=self._task,
-            libraries=facts.libraries,
-            threads=facts.threads if self._device == "cpu" else 0,
-        )
-        target = Target(name=facts.name, origin=self._spec.origin)
-        return _Subject(worker=worker, facts=facts, key=key, target=target, process_s=process_s)
+    @property
+    def _deadline_s(self) -> float:
+        return max(30.0, self._plan.seconds / 3)
 
     def _known(self, key: Key, akin: Sequence[Record]) -> tuple[Record | None, bool]:
         """A record that answers already; whether what was tried before is to be left alone."""
@@ -210,43 +221,22 @@ class _Tuning:
             self._progress.notice("tuned for a job of another length; the choice is made again")
         return None, False
 
-    def _under_this_name(self, known: Record, target: Target) -> Record:
+    def _under_this_name(self, known: Record, subject: _Subject) -> Record:
         """A record with the name that it was asked for by, so that apply() finds it by that."""
-        if known.target == target and known.key.task.model_args == self._task.model_args:
+        target, asked = subject.target, subject.task
+        if known.target == target and known.key.task.model_args == asked.model_args:
             return known
         task = dataclasses.replace(
-            known.key.task, target=self._task.target, model_args=self._task.model_args
+            known.key.task,
+            target=asked.target,
+            model_args=asked.model_args,
+            command=asked.command,
         )
         key = dataclasses.replace(known.key, task=task)
         named = dataclasses.replace(known, key=key, target=target)
         self._records.put(named, revises=known)
         self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
         return named
-
-    def _situation(self, facts: Facts) -> Situation:
-        """What decides which values make sense here."""
-        from advisor.tuners.environment import cpu_has_bf16, threads_set
-        from advisor.tuners.knobs import Situation
-
-        task, device = self._task, self._environment.device
-        much = self._plan.much
-        return Situation(
-            device=device.kind,
-            capability=device.compute_capability,
-            cpu_bf16=cpu_has_bf16(),
-            cores=device.multiprocessors,
-            threads=facts.threads,
-            threads_set=threads_set(),
-            dimensions=len(task.shapes[0]),
-            convolves=facts.convolves,
-            training=task.mode == "train",
-            batches=_batches(task, facts, device.memory_gib),
-            deterministic=task.deterministic,
-            precisions=task.precisions,
-            full=much.full,
-            compiles=task.compile and much.compiles,
-            step_graph=task.step_graph,
-        )
 
     def _tune(self, subject: _Subject, near: Sequence[Config], fresh: bool) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
@@ -256,9 +246,9 @@ class _Tuning:
         from advisor.tuners.search.verdict import decide
 
         facts, plan, studies = subject.facts, self._plan, self._records.studies
-        space = Space.of(self._situation(facts))
+        space = Space.of(subject.situation)
         self._refuse_too_small(facts)
-        name = f"{subject.key.id}@{self._task.batch}-{space.digest}"
+        name = f"{subject.key.id}@{subject.task.batch}-{space.digest}"
         with locked(studies, name):
             study, damage = open_study(studies, name, fresh=fresh)
             if damage:
@@ -266,7 +256,7 @@ class _Tuning:
             scope = Scope(
                 clock=Clock(plan.seconds),
                 trials=plan.trials,
-                memory=self._memory(facts),
+                memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
             )
@@ -283,10 +273,10 @@ class _Tuning:
         from advisor.tuners.search.verdict import Terms
 
         return Terms(
-            length=self._plan.length(self._task.batch),
-            tolerance=self._task.tolerance if self._task.mode == "train" else 0.0,
+            length=self._plan.length(subject.task.batch),
+            tolerance=subject.task.tolerance if subject.task.mode == "train" else 0.0,
             process_s=subject.process_s,
-            memory=self._memory(subject.facts),
+            memory=_memory(subject),
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
@@ -318,10 +308,169 @@ class _Tuning:
                 f"{max(30.0, 60 * facts.step_s):.0f}s"
             )
 
-    def _memory(self, facts: Facts) -> int:
-        """Bytes that a config may take; 0 where that is not known."""
-        limits = [one for one in (self._task.max_memory, facts.memory_bytes) if one]
-        return min(limits, default=0)
+
+class _OfTarget(_Tuning):
+    """A model on made-up data, in a worker."""
+
+    def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
+        from advisor.tuners.environment import default_device, detect
+        from advisor.tuners.target import parse
+
+        super().__init__(plan, records, progress)
+        self._spec = parse(task.target)
+        self._device = task.device or default_device()
+        self._environment = detect(self._device)
+        self._task = task
+
+    @contextlib.contextmanager
+    def _subject(self) -> Iterator[_Subject]:
+        from advisor.tuners.measure.worker.parent import Worker
+        from advisor.tuners.measure.worker.wire import Job
+
+        job = Job(task=self._task, device=self._device, seed=self._plan.seed)
+        with Worker(job, deadline_s=self._deadline_s) as worker:
+            began = time.monotonic()
+            facts = worker.describe()
+            process_s = time.monotonic() - began
+            _same_device(self._device, facts.device_uuid)
+            key = Key(
+                environment=self._environment,
+                model=facts.model,
+                hooks=facts.hooks,
+                task=self._task,
+                libraries=facts.libraries,
+                threads=facts.threads if self._device == "cpu" else 0,
+            )
+            batches = _batches(self._task, facts, self._environment.device.memory_gib)
+            yield _Subject(
+                worker=worker,
+                facts=facts,
+                key=key,
+                target=Target(name=facts.name, origin=self._spec.origin),
+                process_s=process_s,
+                situation=_situation(key, self._plan, facts, batches),
+            )
+
+
+class _OfRun(_Tuning):
+    """A command as it is, with a pilot inside."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        permitted: Mapping[str, Any],
+        plan: Plan,
+        records: Records,
+        progress: Progress,
+    ) -> None:
+        super().__init__(plan, records, progress)
+        self._command, self._permitted = tuple(command), dict(permitted)
+
+    @contextlib.contextmanager
+    def _subject(self) -> Iterator[_Subject]:
+        from advisor.piloting import INJECTED
+        from advisor.tuners.environment import detect
+        from advisor.tuners.measure.run.run import Run
+        from advisor.tuners.search.space import Space
+
+        log = _log_of(self._records, self._command)
+        self._progress.notice(
+            f"the command runs, and is ended, several times; what it prints goes to {log}. "
+            "Reports to wandb, comet and their like are off, temporary files go to a folder that "
+            "is removed; files that it writes itself, as checkpoints, it writes"
+        )
+        with Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run:
+            began = time.monotonic()
+            seen = run.describe()
+            for line in seen.lines():
+                self._progress.notice(line)
+            environment = detect(seen.device)
+            task = seen.task(self._command, self._permitted)
+            key = Key(
+                environment=environment,
+                model=seen.model,
+                task=task,
+                libraries=seen.libraries,
+                threads=seen.threads if seen.device == "cpu" else 0,
+            )
+            facts = _facts(seen, task, environment)
+            situation = dataclasses.replace(
+                _situation(key, self._plan, facts, (task.batch,)),
+                use=PILOT,
+                own=seen.own,
+                kept=seen.kept,
+            )
+            run.own = Space.of(situation).default
+            yield _Subject(
+                worker=run,
+                facts=facts,
+                key=key,
+                target=Target(name=task.target, origin=""),
+                process_s=time.monotonic() - began,
+                situation=situation,
+            )
+
+
+def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
+    from advisor.tuners.environment import device_uuid
+    from advisor.tuners.measure.worker.wire import Facts
+
+    device = environment.device
+    return Facts(
+        name=task.target,
+        model=seen.model,
+        hooks="",
+        libraries=seen.libraries,
+        family=seen.family,
+        modules=seen.modules,
+        parameters=seen.parameters,
+        convolves=seen.convolves,
+        threads=seen.threads,
+        device_uuid=device_uuid(seen.device),
+        memory_bytes=device.memory_gib * 2**30 if device.kind != "cpu" else 0,
+        peak_bytes=0,
+        step_s=0.0,
+    )
+
+
+def _log_of(records: Records, command: tuple[str, ...]) -> Path:
+    """Where what a command prints goes, begun anew."""
+    folder = records.studies.parent / "runs"
+    make_folder(folder)
+    file = folder / f"{fingerprint(list(command))[:12]}.log"
+    file.unlink(missing_ok=True)
+    return file
+
+
+def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> Situation:
+    """What decides which values make sense here."""
+    from advisor.tuners.environment import cpu_has_bf16, threads_set
+    from advisor.tuners.knobs import Situation
+
+    task, device, much = key.task, key.environment.device, plan.much
+    return Situation(
+        device=device.kind,
+        capability=device.compute_capability,
+        cpu_bf16=cpu_has_bf16(),
+        cores=device.multiprocessors,
+        threads=facts.threads,
+        threads_set=threads_set(),
+        dimensions=len(task.shapes[0]),
+        convolves=facts.convolves,
+        training=task.mode == "train",
+        batches=batches,
+        deterministic=task.deterministic,
+        precisions=task.precisions,
+        full=much.full,
+        compiles=task.compile and much.compiles,
+        step_graph=task.step_graph,
+    )
+
+
+def _memory(subject: _Subject) -> int:
+    """Bytes that a config may take; 0 where that is not known."""
+    limits = [one for one in (subject.task.max_memory, subject.facts.memory_bytes) if one]
+    return min(limits, default=0)
 
 
 def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:

@@ -121,12 +121,14 @@ class Task:
         NONE,
         option="--model-arg",
         decides=False,
+        shown=True,
     )
     device: str = row(
         kinds.Device(),
         "Where it runs; default: the first CUDA device, else the CPU.",
         "",
         decides=False,
+        shown=True,
     )
     precisions: tuple[str, ...] = row(
         kinds.Several(PRECISIONS),
@@ -167,6 +169,7 @@ class Task:
         option="",
         switches={"--no-step-graph": False},
         narrows=True,
+        shown=True,
     )
     tolerance: float = row(
         kinds.Fraction(),
@@ -292,6 +295,20 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
         if value is not None:
             one = keywords[keyword]
             found[one.name] = one.kind.checked(keyword.replace("_", " "), value)
+    return found
+
+
+def permissions(given: Mapping[str, object]) -> dict[str, Any]:
+    """What a user may say of a run, by field; the rest it shows itself.
+
+    Raises:
+        UsageError: something else was given, or a value is outside its domain.
+    """
+    found = checked(Task, given)
+    for name in found:
+        one = rows(Task)[name]
+        if one.shown:
+            raise UsageError(f"{one.option or one.keyword}: a run shows it itself; leave it out")
     return found
 
 

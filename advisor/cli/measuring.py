@@ -10,11 +10,13 @@ from typing import Any
 import click
 
 from advisor.cache.record import LOOP
-from advisor.cache.task import Task
+from advisor.cache.task import Task, permissions
 from advisor.cli.options import (
+    COMMAND,
     DONE,
     FAILED,
     Command,
+    OrCommand,
     Time,
     cache_option,
     collected,
@@ -23,23 +25,41 @@ from advisor.cli.options import (
     json_option,
     row_options,
 )
+from advisor.errors import UsageError
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
 
-@click.command()
-@click.argument("target", shell_complete=complete_files)
+@click.command(cls=OrCommand)
+@click.argument("target", required=False, shell_complete=complete_files)
 @row_options(Task)
 @row_options(Plan)
 @cache_option
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
-def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Measure TARGET and remember the fastest safe config.
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    /,
+    target: str | None,
+    cache: str | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Measure TARGET, or your own run as it is, and remember the fastest safe config.
 
     TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
+
+    A run: advisor tune -- python train.py --epochs 1, the command as you would type it. It trains
+    on its own data; its steps are timed, and it is ended.
     """
-    task = Task.of(target, collected(Task, options))
+    command = ctx.meta[COMMAND]
+    if bool(command) == bool(target):
+        raise UsageError("give a TARGET and --shape, or your command after --, one of them")
     plan = Plan.of(collected(Plan, options))
+    given = collected(Task, options)
+    permitted = permissions(given) if command else {}
+    task = Task.of(target, given) if target else None
     # What can be refused without torch, which takes seconds to import, was refused.
     from advisor import tuning
     from advisor.report import data, tables
@@ -47,7 +67,10 @@ def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: 
     from advisor.report.text import age
 
     with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
-        found = tuning.measured(task, plan, cache=cache, progress=progress)
+        if task is None:
+            found = tuning.measured_run(command, permitted, plan, cache=cache, progress=progress)
+        else:
+            found = tuning.measured(task, plan, cache=cache, progress=progress)
     if as_json:
         status = "known" if found.known else "tuned"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))

@@ -17,6 +17,7 @@ from advisor.errors import UsageError
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 Command = Callable[..., None]
+COMMAND = "advisor.command"
 
 
 def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
@@ -74,6 +75,15 @@ def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
                     )
                 found[row.keyword] = value
     return found
+
+
+class OrCommand(click.Command):
+    """A command of advisor's that takes another one after '--': in `ctx.meta[COMMAND]`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[COMMAND] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
 
 
 class Time(click.ParamType):  # type: ignore[type-arg] # generic in newer click only

@@ -157,9 +157,7 @@ def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> 
     return served(Lookup(target, asked), device=device, batch=batch, strict=strict)
 
 
-def served(
-    here: Lookup, *, device: str, batch: int | None = None, strict: bool = False
-) -> Advice:
+def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool = False) -> Advice:
     """What a lookup finds, on every rank alike; torch's defaults and one warning where that is
     nothing, or fails in any way.
 

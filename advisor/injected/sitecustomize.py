@@ -10,12 +10,13 @@ import importlib.util
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+# Not pathlib: every Python that the command starts would import it.
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 def _own() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
-    others = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    others = [path for path in sys.path if os.path.abspath(path) != _HERE]  # noqa: PTH100
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)

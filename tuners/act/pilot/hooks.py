@@ -99,7 +99,7 @@ class Waits:
             finally:
                 self.seconds += time.perf_counter() - began
 
-        self._class.__next__ = timed  # type: ignore[method-assign]
+        self._class.__next__ = timed  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
         self._class.__next__ = self._next  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def on_backward(begins: Callable[[Tensor], None]) -> Remove:
 
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         begins(self)
-        return plain(self, *args, **kwargs)
+        return plain(self, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     Tensor.backward = backward  # type: ignore[method-assign]
 

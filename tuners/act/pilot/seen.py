@@ -13,6 +13,7 @@ from advisor.cache.config import BATCH, Config
 from advisor.cache.task import DTYPES, OPTIMIZERS, Task
 from advisor.tuners import fingerprint, tf32
 from advisor.tuners.act.pilot.crew import Crew, Input, Trained
+from advisor.tuners.environment import threads_set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +95,23 @@ class Seen:
             **given,  # type: ignore[arg-type]
         )
 
+    def lines(self) -> list[str]:
+        """What is seen, for people."""
+        found = []
+        if self.script:
+            found.append(f"your script already: {self.script}")
+        return found + [f"not tuned: {line}" for line in self.limits]
+
     @property
     def script(self) -> str:
         """What the script does itself: 'bf16, fused_optimizer'."""
         from advisor.tuners.knobs import described
 
-        return described(self.own.without(BATCH)) if self.own else ""
+        return described(self.own.without(BATCH), Config()) if self.own else ""
+
+
+def _libraries(trained: Sequence[Trained]) -> tuple[str, ...]:
+    return tuple(sorted({name for one in trained for name in fingerprint.libraries(one.model)}))
 
 
 def _place() -> tuple[int, int]:
@@ -166,6 +178,8 @@ def _own(crew: Crew, trained: Sequence[Trained]) -> tuple[Config, tuple[str, ...
     elif not all("fused" in group for group in groups):
         kept.append("fused_optimizer")
         limits.append("the optimizer has no fused kernels")
+    if threads_set():
+        kept.append("threads")
     if torch.backends.cudnn.benchmark:
         found["cudnn_benchmark"] = True
     if any(isinstance(one.outer, nn.DataParallel) for one in trained):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
+from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.replays import Replays
@@ -69,6 +70,7 @@ class Switch:
         )
         self._replays = Replays()
         self._graphed = False
+        self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
         for one in trained:
@@ -81,12 +83,10 @@ class Switch:
 
     def set(self, config: Config) -> None:
         """Have the script train with a config from here on."""
-        for knob in KNOBS:
-            if knob.flags is not None and knob.name in config:
-                value = config[knob.name]
-                if value != self.config[knob.name]:
-                    knob.flags(value)
         rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
+        IN_FORCE.release(self._flags)
+        self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
+        IN_FORCE.put(self._flags)
         with torch.no_grad():
             self._lay_out(rows, config)
             self._set_optimizers(rows, config)

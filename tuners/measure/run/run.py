@@ -25,7 +25,6 @@ from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
 from advisor.tuners.measure.run.command import PYTHON, Command, how
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
-from advisor.tuners.search.space import Space
 
 START_S = 300.0
 """Until a command's first steps: it may read its data first."""
@@ -84,7 +83,8 @@ class Run:
         self.deadline_s = deadline_s
         self._command: Command | None = None
         self._pipes: list[Connection] = []
-        self._own: Config | None = None
+        self.own = Config()
+        """What the script does itself; set once its space is known."""
         self._failed: dict[str, str] = {}
         self._cuda = False
         self._traces: dict[tuple[Config, int, float], Trace] = {}
@@ -112,10 +112,6 @@ class Run:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
             raise TargetFailed(str(exc), "") from exc
-
-    def among(self, space: Space) -> None:
-        """What a config is set back to: the script's own."""
-        self._own = space.default
 
     def measure(
         self,
@@ -269,7 +265,7 @@ class Run:
                 break
         rates = [one.samples / one.seconds for one in blocks]
         low, high = median_interval(rates)
-        if config == self._own:
+        if config == self.own:
             self.waited = statistics.median(one.waited / one.seconds for one in blocks)
         return Measurement(
             outcome="ok",
@@ -301,9 +297,7 @@ class Run:
 
     def _lap(self, config: Config, steps: int, until: float) -> _Block:
         """Have every process make these steps with a config."""
-        order = msgpack.packb(
-            to_plain(Order(config=config, steps=steps, own=self._own or Config()))
-        )
+        order = msgpack.packb(to_plain(Order(config=config, steps=steps, own=self.own)))
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(order)

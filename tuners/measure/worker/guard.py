@@ -2,9 +2,10 @@
 
 It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
 gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
-started, daemons that left its session included; it keeps the last of what they print, and no more;
-and it ends them when together they hold more than MEMORY bytes. What is printed goes to the file LOG too, where one is named. Its last words, one line of JSON
-on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
+started, daemons that left its session included; it keeps the last of what they print, and no more,
+or has it in the file LOG too; and it ends them when together they hold more than MEMORY bytes. Its
+last words, one line of JSON on stdout, say how the worker ended. The standard library alone: it
+starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Guard:
         self._kept: deque[bytes] = deque()
         self._size = 0
         self._over = 0
-        self._log = open(log, "ab", buffering=0) if log else None  # noqa: SIM115 - to the end
+        self._log = Path(log).open("ab", buffering=0) if log else None  # noqa: SIM115
         # What loses its parent becomes this process's child, wherever it went.
         _control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
