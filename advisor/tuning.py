@@ -400,7 +400,7 @@ class _OfRun(_Tuning):
                 own=seen.own,
                 kept=seen.kept,
             )
-            run.own = Space.of(situation).default
+            run.own, run.memory = Space.of(situation).default, facts.memory_bytes
             yield _Subject(
                 worker=run,
                 facts=facts,

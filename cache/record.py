@@ -44,6 +44,7 @@ class Measurement:
         peak_bytes: device memory at its peak.
         steps: how many were timed.
         blocks: raw seconds per step of each block that was timed.
+        waited: share of the time in which a run waited for its data, from 0 to 1.
     """
 
     outcome: str
@@ -57,6 +58,7 @@ class Measurement:
     peak_bytes: Count = 0
     steps: Count = 0
     blocks: tuple[From0, ...] = ()
+    waited: From0 = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:

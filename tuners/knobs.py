@@ -509,6 +509,15 @@ def follows(use: str, config: Config, default: Config) -> bool:
     return USES.index(use_of(config, default)) <= USES.index(use)
 
 
+def is_half(config: Config) -> bool:
+    """Whether a config computes in half precision."""
+    return any(
+        knob.autocast is not None and knob.autocast(config[knob.name]) is not None
+        for knob in KNOBS
+        if knob.name in config
+    )
+
+
 def doubts(config: Config) -> set[tuple[str, Value]]:
     """The values of a config that change what is computed, by knob."""
     return {

@@ -266,7 +266,8 @@ class Search:
         """What dear knobs are tried on, at the user's batch.
 
         Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
-        for the device at every step, and shuts graphs out.
+        for the device at every step, and shuts graphs out. Where no other batch shows what the
+        device could do, what leads there usually is: half precision, which the host may hide.
         """
         user, default = self._space.batch, self._space.default
         best = self.best(None, uses[0])
@@ -279,6 +280,9 @@ class Search:
             and self._covers(_Aim(uses[0], None), t.config)
             and not knobs.heavy(t.config, default)
         ]
+        if len(self._space.batches) == 1:
+            half = [t for t in light if knobs.is_half(t.config)]
+            light = half or light
         found = [max(light, key=lambda t: t.measurement.samples_per_s)] if light else []
         found += [self.best(user, use) for use in uses]
         return [trial.config.at(user) for trial in (*found, best)]

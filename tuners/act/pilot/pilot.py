@@ -135,8 +135,10 @@ class Pilot:
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
         self._waited_s = self._waits.seconds
-        if not order.steps and not switch.counts_steps:
-            self._let_go()
+        if not order.steps:
+            switch.stay()
+            if not switch.counts_steps:
+                self._let_go()
         self._synchronize()
         self._began = time.perf_counter()
 

@@ -107,13 +107,23 @@ class Switch:
         if self._graphed:
             self._replays.begin()
 
+    def stay(self) -> None:
+        """No other config will be set: what acts on no call is out of its way."""
+        for seat, call in self._calls.items():
+            if call.act is call.plain:
+                self._leave(seat, call)
+
     def release(self) -> None:
         """Leave the script as it was found."""
         self.set(self.own)
         for seat, call in self._calls.items():
-            hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
+            self._leave(seat, call)
         self._calls.clear()
         self._kept.clear()
+
+    @staticmethod
+    def _leave(seat: nn.Module, call: Call) -> None:
+        hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
 
     def _lay_out(self, rows: Sequence[Knob], config: Config) -> None:
         for tensor, stride in self._formats:

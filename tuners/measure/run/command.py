@@ -66,6 +66,8 @@ class Command:
         environment = {
             **os.environ,
             **{name: value for name, value in CONTAINED.items() if value},
+            # Here and not in the scratch folder: what one start compiles the next one loads.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
             "TMPDIR": str(scratch),
             "PYTHONPATH": os.pathsep.join(path),
             ADDRESS: str(self.listener.address),
@@ -122,6 +124,13 @@ class Command:
         with contextlib.suppress(OSError):
             self.listener.close()
         self._folder.cleanup()
+
+
+def compiled() -> str:
+    """Where Inductor keeps what it compiled, by itself."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 def how(code: int) -> str:

@@ -1,0 +1,184 @@
+"""One start of a command, and the pilots in it: they are told which steps to make, and answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from advisor.cache.codec import from_plain, to_plain
+from advisor.cache.config import Config
+from advisor.errors import RecordDamaged
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.run.command import PYTHON, Command, how
+
+START_S = 300.0
+"""Until a command's first steps: it may read its data first."""
+LOOK_S = 0.2
+"""Between two looks whether a command that says nothing still runs."""
+END_S = 15.0
+"""For a command one of whose processes is gone to be over."""
+
+
+class Ended(Exception):
+    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well."""
+
+    def __init__(self, outcome: str, reason: str, code: int = 1) -> None:
+        super().__init__(reason)
+        self.outcome, self.code = outcome, code
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One lap of all processes. `samples` of all; `seconds` of the slowest; `waited` of them."""
+
+    steps: int
+    samples: int
+    seconds: float
+    first_s: float
+    waited: float
+    peak_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step."""
+        return self.seconds / self.steps
+
+
+class Session:
+    """A command that runs, until `end`; its processes wait for orders between two laps.
+
+    Args:
+        words: of the command; `log` for what it prints.
+        injected: the folder with the sitecustomize that brings the pilot.
+        more: environment variables.
+
+    Raises:
+        UsageError: there is no such program.
+        Ended: it was over before its first steps, or none came in time.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        injected: Path,
+        log: Path,
+        more: Mapping[str, str] | None = None,
+        start_s: float = START_S,
+    ) -> None:
+        self._words, self._log = tuple(words), log
+        self._failed: dict[str, str] = {}
+        self._pipes: list[Connection] = []
+        self._command = Command(words, injected=injected, log=log, more=more)
+        try:
+            self.seen = self._all_seen(time.monotonic() + start_s, start_s)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def over(self) -> bool:
+        """Whether it is over by itself."""
+        return self._command.ended
+
+    def lap(self, config: Config, own: Config, steps: int, until: float) -> Block:
+        """Have every process make these steps with a config.
+
+        Args:
+            own: what the script does itself.
+            until: by time.monotonic(), when it is given up.
+
+        Raises:
+            Ended: it is over.
+        """
+        order = msgpack.packb(to_plain(Order(config=config, steps=steps, own=own)))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(order)
+        except OSError:
+            raise self._why() from None
+        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
+        slowest = max(laps, key=lambda lap: lap.seconds)
+        return Block(
+            steps=slowest.steps,
+            samples=sum(lap.samples for lap in laps),
+            seconds=slowest.seconds,
+            first_s=max(lap.first_s for lap in laps),
+            waited=max(lap.waited_s for lap in laps),
+            peak_bytes=max(lap.peak_bytes for lap in laps),
+        )
+
+    def end(self) -> None:
+        """End it, and everything it started."""
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+        self._command.end()
+
+    def _all_seen(self, until: float, start_s: float) -> Seen:
+        seen: list[Seen] = []
+        while not seen or len(seen) < seen[0].processes:
+            pipe = self._accepted(until, start_s)
+            seen.append(self._heard(pipe, "seen", Seen, until))
+            self._pipes.append(pipe)
+        return min(seen, key=lambda one: one.rank)
+
+    def _accepted(self, until: float, start_s: float) -> Connection:
+        listener = self._command.listener
+        socket = listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        while not wait([socket], LOOK_S):
+            if self._command.ended:
+                raise self._why()
+            if time.monotonic() > until:
+                raise Ended(
+                    "timed_out",
+                    f"no training step within {start_s:.0f} s; what it printed is in {self._log}",
+                )
+        return listener.accept()
+
+    def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
+        try:
+            while not pipe.poll(LOOK_S):
+                if self._command.ended and not pipe.poll(0):
+                    raise self._why()
+                if time.monotonic() > until:
+                    raise Ended("timed_out", "no step within the deadline")
+            message = msgpack.unpackb(pipe.recv_bytes())
+            if "failed" in message:
+                self._failed = message["failed"]
+                raise self._why()
+            return from_plain(cls, message[what])
+        except (EOFError, OSError):
+            raise self._why() from None
+        except (KeyError, ValueError, RecordDamaged) as exc:
+            raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
+
+    def _why(self) -> Ended:
+        """Why the command is over, or one of its processes is."""
+        if self._failed:
+            return Ended(self._failed["outcome"], self._failed["reason"])
+        until = time.monotonic() + END_S
+        while not self._command.ended and time.monotonic() < until:
+            time.sleep(0.05)
+        if not self._command.ended:
+            return Ended("crashed", "one of its processes is gone, others are not")
+        code, said = self._command.obituary()
+        if not self._pipes:
+            return Ended("failed", self._never(code, said), code or 1)
+        return Ended("crashed", f"the command ended with {how(code)}: {said}", code)
+
+    def _never(self, code: int, said: str) -> str:
+        """What to say of a command in which no step was seen."""
+        if any(word in PYTHON for word in self._words):
+            return "python -I and -E keep advisor out: it comes by PYTHONPATH; leave them out"
+        seen = f"it ended with {how(code)}{f': {said}' if said else ''}"
+        return (
+            f"no training step was seen in the command: {seen}. What it printed is in {self._log}"
+        )
