@@ -1,4 +1,4 @@
-"""BERT-base, 32 texts of 128 tokens, by Hugging Face's Trainer.
+"""BERT-base, 32 texts of 128 tokens, by Hugging Face's Trainer: its AdamW is fused as it is.
 
 python benchmarks/runs/bert_trainer.py
 """
@@ -66,7 +66,6 @@ def main() -> None:
             bf16=by_hand,
             tf32=True if by_hand and torch.cuda.is_available() else None,
             torch_compile_mode=None if args.by_hand == "none" else args.by_hand,
-            optim="adamw_torch_fused" if by_hand else "adamw_torch",
         )
         trainer = Trainer(
             model=BertForSequenceClassification(BertConfig(num_labels=2)),
