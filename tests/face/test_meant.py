@@ -73,6 +73,160 @@ class TestWanted:
         assert Meant(request(model_args=Config())).wanted_of([plain, wide]) == [plain]
 
 
+NET = """
+import torch
+from parts import Block
+from torch import nn
+
+WIDTH = 64
+LR = 0.1
+
+def scaled(x):
+    return x * WIDTH
+
+class Data:
+    size = 10
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+        self.block = Block()
+
+    def forward(self, x):
+        return self.drop(scaled(self.block(x)))
+
+def build_model():
+    return Net()
+
+def make_batch(batch_size, device):
+    return torch.randn(batch_size, 4, device=device), None
+
+def loss(output, target):
+    return output.mean()
+
+def main(lr=LR):
+    train(Net(), lr, Data())
+
+if __name__ == "__main__":
+    main()
+"""
+PARTS = "from torch import nn\nclass Block(nn.Linear): pass\ndef metric(x): return x + 1\n"
+
+
+class TestCode:
+    """What is served by a name is what was tuned, as far as its code says."""
+
+    @pytest.fixture
+    def tuned(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+        """A record of NET's factory, beside the running script."""
+        monkeypatch.setitem(
+            sys.modules, "__main__", SimpleNamespace(__file__=str(here / "train.py"))
+        )
+        (here / "train.py").touch()
+        (here / "parts.py").write_text(PARTS)
+        (here / "model.py").write_text(NET)
+        spec = parse("model.py:build_model")
+        return record(spec.name, origin=spec.origin, code=spec.code)
+
+    @staticmethod
+    def says(tuned: Record) -> list[str]:
+        """What differs, by each way of naming it; where all agree, once."""
+        said = []
+        for target in ("model.py:build_model", "model.py", None):
+            match = Meant(request(target)).the_one([tuned], QUERY)
+            assert (match.record is None) == (match.kind == "miss") == bool(match.differs)
+            assert (match.record or match.nearest) is tuned
+            said.append([str(one) for one in match.differs])
+        assert said[0] == said[1] == said[2]
+        return said[0]
+
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("model.py", "scaled(self.block(x))", "scaled(self.block(x) + 1)"),
+            ("model.py", "Dropout(0.1)", "Dropout(0.5)"),
+            ("model.py", "torch.randn(", "torch.rand("),
+            ("model.py", "output.mean()", "output.sum()"),
+            ("model.py", "WIDTH = 64", "WIDTH = 32"),
+            ("model.py", "return x * WIDTH", "return x + WIDTH"),
+            ("model.py", "return Net()", "return Net().half()"),
+            ("model.py", "from parts import Block", "from torch.nn import Identity as Block"),
+            ("model.py", "def main(", "Net.forward = scaled\ndef main("),
+            ("model.py", "def main(", "torch.set_default_dtype(torch.float64)\ndef main("),
+            ("model.py", "def loss(", "def no_loss("),
+            ("parts.py", "nn.Linear", "nn.Bilinear"),
+        ],
+    )
+    def test_that_changed_is_a_miss(
+        self, tuned: Record, here: Path, file: str, before: str, after: str
+    ) -> None:
+        text = (here / file).read_text()
+        assert before in text and self.says(tuned) == []
+        (here / file).write_text(text.replace(before, after))
+        assert self.says(tuned) == ["code as tuned -> edited since"]
+        (here / file).write_text(text)
+        assert self.says(tuned) == []
+
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("model.py", "import torch\n", '"""A net."""\n\n# Why.\nimport torch\n'),
+            ("model.py", "    def forward", '    """Says."""\n\n    def forward'),
+            ("model.py", "x * WIDTH", "(\n        x\n        * WIDTH  # wide\n    )"),
+            ("model.py", "0.1)", "1e-1)"),
+            ("model.py", "train(Net(), lr, Data())", "train(Net(), 2 * lr, Data())"),
+            ("model.py", "    main()\n", "    main(0.3)\n    print('done')\n"),
+            ("model.py", "LR = 0.1", "LR = 0.2"),
+            ("model.py", "size = 10", "size = 20"),
+            ("parts.py", "return x + 1", "return x + 2"),
+        ],
+    )
+    def test_of_the_rest_of_the_script_does_not_count(
+        self, tuned: Record, here: Path, file: str, before: str, after: str
+    ) -> None:
+        text = (here / file).read_text()
+        assert before in text
+        (here / file).write_text(text.replace(before, after))
+        assert self.says(tuned) == []
+
+    def test_that_cannot_be_read_is_not_known(self, tuned: Record, here: Path) -> None:
+        (here / "model.py").write_text("def model(:\n")
+        fault = "code as tuned -> not known, model.py cannot be read: SyntaxError"
+        assert self.says(tuned) == [fault]
+        # Nor is that of which a record says nothing.
+        (here / "model.py").write_text(NET)
+        assert self.says(replace(tuned, target=replace(tuned.target, code="")))
+
+    def test_what_else_differs_is_said_too(self, tuned: Record, here: Path) -> None:
+        (here / "model.py").write_text(NET.replace("0.1", "0.5"))
+        match = Meant(request("model.py", model_args=WIDE)).the_one(
+            [tuned], asking(deterministic=True)
+        )
+        assert [str(one) for one in match.differs] == [
+            "code as tuned -> edited since",
+            "model args none -> width=2",
+            "deterministic False -> True",
+        ]
+
+    def test_of_another_file_comes_after_it(self, tuned: Record, here: Path) -> None:
+        other = replace(tuned, target=replace(tuned.target, origin="0123456789abcdef"))
+        (here / "model.py").write_text(NET.replace("0.1", "0.5"))
+        for found in ([other, tuned], [tuned, other]):
+            assert Meant(request("model.py")).the_one(found, QUERY).nearest is tuned
+
+    def test_tuned_again_is_served(self, tuned: Record, here: Path) -> None:
+        (here / "model.py").write_text(NET.replace("0.1", "0.5"))
+        code = parse("model.py:build_model").code
+        again = replace(tuned, target=replace(tuned.target, code=code))
+        for target in ("model.py", None):
+            assert Meant(request(target)).the_one([tuned, again], QUERY).record is again
+
+    def test_a_model_in_hand_has_its_own(self, tuned: Record, here: Path) -> None:
+        (here / "model.py").write_text("def model(:\n")
+        assert Meant(request(nn.Linear(1, 1))).the_one([tuned], QUERY).record is tuned
+
+
 class TestMatched:
     def test_as_asked(self) -> None:
         made, wider = record(precisions=("default", "tf32")), record()
@@ -214,6 +368,25 @@ class TestScript:
         train.unlink()
         # Of one that is not there nothing beside it is meant.
         assert Meant(request()).origins == {origin_of(train)}
+
+    def test_of_a_package_all_around_it(self, train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        inner = train.parent / "package" / "inner"
+        inner.mkdir(parents=True)
+        for folder in (inner, inner.parent):
+            (folder / "__init__.py").touch()
+        (inner.parent / "net.py").touch()
+        file = inner / "train.py"
+        file.touch()
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(file)))
+        around = [file, inner.parent / "net.py", train.parent / "model.py"]
+        assert {origin_of(one) for one in around} <= Meant(request()).origins
+        monkeypatch.chdir(train.parent)
+        made = parse("package.net:Net")
+        one = record(made.name, origin=made.origin, code=made.code)
+        assert Meant(request()).the_one([one], QUERY).record is one
+        (inner.parent / "net.py").write_text("Net = 1\n")
+        assert Meant(request()).the_one([one], QUERY).record is None
+        assert "package" not in sys.modules
 
     def test_a_file_beside_the_script(
         self, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
