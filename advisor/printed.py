@@ -137,10 +137,13 @@ def staleness(record: Record) -> tuple[Difference, ...]:
 
 
 def _edited(record: Record) -> Iterator[Difference]:
-    """The code of its target, where that lies near this folder and is other code now."""
+    """The code of its target, where that is a file near this folder and other code now."""
     from advisor.tuners.target import parse
 
+    text = reach(record)
+    if not text.partition(":")[0].endswith(".py"):
+        return  # no module that a record names is looked for
     with contextlib.suppress(UsageError):
-        spec = parse(reach(record))
+        spec = parse(text)
         if spec.origin == record.target.origin and (edited := spec.edited(record.target.code)):
             yield Difference(field="code", wanted=edited, found="as tuned")

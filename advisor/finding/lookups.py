@@ -69,7 +69,7 @@ def apply(
 
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            running script or a module beside it.
+            running script or a module beside it, or around the package that it lies in.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
