@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -13,6 +14,7 @@ from advisor.cache.match import Difference, compare
 from advisor.cache.record import Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
+from advisor.errors import UsageError
 from advisor.opening import Cache
 
 if TYPE_CHECKING:
@@ -123,11 +125,25 @@ def _candidates(typed: str, file: str) -> Iterator[Path]:
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:
-    """What has changed on this machine since a record of its device was measured."""
+    """What has changed here since a record of this machine's device was measured."""
     from advisor.tuners.environment import default_device, detect
 
     device = record.key.environment.device
     now = detect("cpu" if device.kind == "cpu" else default_device())
     if now.device != device:
         return ()
-    return compare(dataclasses.replace(record.key, environment=now), record.key)[1]
+    differs = compare(dataclasses.replace(record.key, environment=now), record.key)[1]
+    return (*_edited(record), *differs)
+
+
+def _edited(record: Record) -> Iterator[Difference]:
+    """The code of its target, where that is a file near this folder and other code now."""
+    from advisor.tuners.target import parse
+
+    text = reach(record)
+    if not text.partition(":")[0].endswith(".py"):
+        return  # no module that a record names is looked for
+    with contextlib.suppress(UsageError):
+        spec = parse(text)
+        if spec.origin == record.target.origin and (edited := spec.edited(record.target.code)):
+            yield Difference(field="code", wanted=edited, found="as tuned")

@@ -358,7 +358,7 @@ def _target(record: Record, named: str | None) -> str:
     with contextlib.suppress(UsageError):
         spec = parse(here)
     mine = spec is not None and (
-        spec.kind == "torchvision" or (bool(spec.origin) and spec.origin == record.target.origin)
+        spec.kind == "torchvision" or (spec.kind == "file" and spec.origin == record.target.origin)
     )
     if mine and not task.model_args:
         return here

@@ -17,7 +17,7 @@ from advisor.cache.key import Key
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
 from advisor.cache.record import Provenance, Record, Target
-from advisor.cache.records import Records
+from advisor.cache.records import Records, Sought
 from advisor.cache.stores import Remote
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
@@ -186,7 +186,7 @@ class _Tuning:
             libraries=facts.libraries,
             threads=facts.threads if self._device == "cpu" else 0,
         )
-        target = Target(name=facts.name, origin=self._spec.origin)
+        target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
         return _Subject(worker=worker, facts=facts, key=key, target=target, process_s=process_s)
 
     def _known(self, key: Key, akin: Sequence[Record]) -> tuple[Record | None, bool]:
@@ -211,15 +211,20 @@ class _Tuning:
 
     def _under_this_name(self, known: Record, target: Target) -> Record:
         """A record with the name that it was asked for by, so that apply() finds it by that."""
-        if known.target == target and known.key.task.model_args == self._task.model_args:
-            return known
-        task = dataclasses.replace(
-            known.key.task, target=self._task.target, model_args=self._task.model_args
-        )
+        arguments = self._task.model_args
+        sought = Sought(target=target.name, id=known.key.id, batch=known.batch)
+        for one in [known, *(held.record for held in self._records.held(sought))]:
+            if (one.target, one.key.task.model_args) == (target, arguments):
+                return one
+        task = dataclasses.replace(known.key.task, target=self._task.target, model_args=arguments)
         key = dataclasses.replace(known.key, task=task)
-        named = dataclasses.replace(known, key=key, target=target)
+        # Of several versions under one name the one that was revised last counts.
+        named = dataclasses.replace(known, key=key, target=target, revised=time.time())
         self._records.put(named, revises=known)
-        self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
+        if (known.target.name, known.target.origin) == (target.name, target.origin):
+            self._progress.notice(f"what was edited in {target.name} computes the same")
+        else:
+            self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
         return named
 
     def _situation(self, facts: Facts) -> Situation:

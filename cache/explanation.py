@@ -36,7 +36,8 @@ class Explanation:
         status: 'exact', 'stale', 'nearest' or 'miss'.
         reason: as `advice.reason`.
         refused: one line for each record that may not be used.
-        seen: the records of this target, each with its store's URL.
+        seen: the records of this target, each with its store's URL and in what it is of another
+            file or of other code than is meant.
     """
 
     target: str
@@ -46,7 +47,7 @@ class Explanation:
     status: str
     reason: str
     refused: tuple[str, ...]
-    seen: tuple[tuple[str, Record], ...]
+    seen: tuple[tuple[str, Record, tuple[Difference, ...]], ...]
 
     @property
     def near_misses(self) -> tuple[NearMiss, ...]:
@@ -56,9 +57,9 @@ class Explanation:
                 id=record.id,
                 target=record.target.name,
                 store=store,
-                differs=compare(self.query, record.key)[1],
+                differs=(*apart, *compare(self.query, record.key)[1]),
             )
-            for store, record in self.seen
+            for store, record, apart in self.seen
             if record.id != self.served
         ]
         return tuple(sorted(found, key=lambda one: len(one.differs)))

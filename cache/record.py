@@ -130,10 +130,12 @@ class Winner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or ''."""
+    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or '', and
+    `code` that of what decides the model in it, '' where that is not known."""
 
     name: str
     origin: Hex
+    code: Hex = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,8 @@ class Record:
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why it no longer holds, as `advisor verify` found; empty while it does.
         family: digest of the kinds of modules that the model is built of; '' where not known.
-        revised: when `explain` or `verify` last changed it, in Unix seconds; 0 for never.
+        revised: when `explain`, `verify` or another name last changed it, in Unix seconds; 0 for
+            never.
     """
 
     key: Key

@@ -11,11 +11,11 @@ from advisor.cache.match import Query
 from advisor.cache.record import Record
 from advisor.cache.records import Held, Listing, Marks, Records, Sought
 from advisor.cache.stores import Store
-from advisor.finding.meant import matched, origins, spec_of, wanted_of
+from advisor.finding.meant import Meant, matched, spec_of
 from advisor.finding.request import Request
 
 
-def find(records: Records, request: Request, query: Query) -> Said:
+def find(records: Records, request: Request, meant: Meant, query: Query) -> Said:
     """Look into one store after another until a record fits exactly.
 
     See `ask` for how long that takes and what is copied where.
@@ -23,7 +23,7 @@ def find(records: Records, request: Request, query: Query) -> Said:
     Raises:
         UsageError: the target is wrong.
     """
-    look, fits = _how(records, request, query)
+    look, fits = _how(records, request, meant, query)
 
     def read(store: Store, marks: Marks) -> Listing:
         listing = look(store, marks=marks)
@@ -32,7 +32,7 @@ def find(records: Records, request: Request, query: Query) -> Said:
         )
 
     def choose(held: Sequence[Held]) -> tuple[Held | None, bool]:
-        match = matched(wanted_of([one.record for one in held], request), query)
+        match = matched(meant.wanted_of(one.record for one in held), query)
         chosen = next((one for one in held if one.record is match.record), None)
         return chosen, match.kind == "exact" and chosen is not None and not chosen.record.stale
 
@@ -40,12 +40,12 @@ def find(records: Records, request: Request, query: Query) -> Said:
 
 
 def _how(
-    records: Records, request: Request, query: Query
+    records: Records, request: Request, meant: Meant, query: Query
 ) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
     """How a store is read for a target, and which of what comes back is of it."""
     target = request.target
     if target is None:
-        sought = Sought(origins=frozenset(origins()))
+        sought = Sought(origins=meant.origins)
         return functools.partial(records.look_into, sought=sought), sought.fits
     if not isinstance(target, str):
         sought = Sought(model=query.model)

@@ -20,10 +20,11 @@ from advisor.errors import AdvisorError, AdvisorWarning, NoRecord
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, answer, carried
 from advisor.finding.find import find
-from advisor.finding.meant import script, the_one
+from advisor.finding.meant import CODE, Meant, script
 from advisor.finding.request import Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
+from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from advisor.tuners.act.advice import Advice
 
+IN_HAND = "give the model itself: advisor.apply(model)"
+"""What can be looked up where a file's code cannot be compared."""
 _log = logging.getLogger("advisor")
 
 
@@ -66,7 +69,7 @@ def apply(
 
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            running script or a module beside it.
+            running script or a module beside it, or around the package that it lies in.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
@@ -176,6 +179,7 @@ class _Lookup:
         self._target = target
         self._asked = asked
         self._request: Request | None = None
+        self._meant: Meant | None = None
         self._query: Query | None = None
         self._found: Said | None = None
 
@@ -184,8 +188,9 @@ class _Lookup:
         request = self._request = Request.of(self._target, self._asked)
         query = self._query = request.query()
         records = open_records(request.cache, patient=False, fallback=True)
-        found = self._found = find(records, request, query)
-        match = the_one([one.record for one in found.held], request, query)
+        meant = self._meant = Meant(request)
+        found = self._found = find(records, request, meant, query)
+        match = meant.the_one([one.record for one in found.held], query)
         if match.record is None:
             if request.on_miss == "nearest" and akin(query, match.nearest):
                 return self._near(request, query, match)
@@ -289,19 +294,25 @@ class _Lookup:
         )
 
     def _missed(self, request: Request, query: Query, match: Match) -> str:
-        if request.target is None:
-            what = f"nothing was tuned for {script().name} or a module beside it"
+        near, differs = match.nearest, match.differs
+        if near is not None and differs and differs[0].field == CODE:
+            first, differs = differs[0], differs[1:]
+            if first.wanted != EDITED:
+                return f"the code of {near.target.name} is {first.wanted}; {IN_HAND}"
+            what = f"the code of {near.target.name} has changed since it was tuned"
         else:
             this = "" if isinstance(request.target, str) else "this "
             what = f"{this}{request.called} was not tuned for this"
-        what += f" on {query.environment.device.name}"
-        if match.differs:
-            what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
-        return f"{what}; run: {tune_first(request, match.nearest)}"
+            if request.target is None:
+                what = f"nothing was tuned for {script().name} or a module beside it"
+            what += f" on {query.environment.device.name}"
+        if differs:
+            what += f" (the nearest record differs in {', '.join(map(str, differs))})"
+        return f"{what}; run: {tune_first(request, near)}"
 
     def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
         """None where it did not come as far as looking."""
-        if self._request is None or self._query is None or self._found is None:
+        if not (self._request and self._meant and self._query and self._found):
             return None
         return Explanation(
             target=self._request.called,
@@ -311,7 +322,10 @@ class _Lookup:
             status=status,
             reason=reason,
             refused=tuple(self._found.damaged),
-            seen=tuple((one.store.url, one.record) for one in self._found.held),
+            seen=tuple(
+                (one.store.url, one.record, self._meant.apart(one.record))
+                for one in self._found.held
+            ),
         )
 
 

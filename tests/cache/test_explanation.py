@@ -7,7 +7,7 @@ from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.explanation import MOST, Explanation
-from advisor.cache.match import Query
+from advisor.cache.match import Difference, Query
 from advisor.cache.record import Record
 from tests.cache import examples
 
@@ -48,10 +48,11 @@ def numbered(number: int, **task: Any) -> Record:
 def test_a_miss() -> None:
     near = numbered(32, deterministic=True)
     fitting = numbered(16)
+    edited = Difference(field="code", wanted="edited since", found="as tuned")
     said = explained(
         stores=(("dir:/a", "1 record"), ("redis://b", "did not answer")),
         refused=("1 is damaged", "2 is not signed"),
-        seen=(("dir:/a", near), ("dir:/c", fitting)),
+        seen=(("dir:/a", near, (edited,)), ("dir:/c", fitting, ())),
     )
     assert str(said).splitlines() == [
         "looked for  model.py:Net",
@@ -72,7 +73,8 @@ def test_a_miss() -> None:
         "refused     2 is not signed",
         f"not served  {fitting.id} model.py:Net: it fits, but not what was asked of it (above), or "
         "another was preferred",
-        f"not served  {near.id} model.py:Net: deterministic True -> False",
+        f"not served  {near.id} model.py:Net: code as tuned -> edited since, "
+        "deterministic True -> False",
     ]
     assert [(one.id, one.store, one.target) for one in said.near_misses] == [
         (fitting.id, "dir:/c", "model.py:Net"),
@@ -95,12 +97,12 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_what_is_served_is_no_near_miss() -> None:
     served, other = numbered(8), numbered(16)
-    seen = (("dir:/a", served), ("dir:/a", other))
+    seen = (("dir:/a", served, ()), ("dir:/a", other, ()))
     assert [one.id for one in explained(served=served.id, seen=seen).near_misses] == [other.id]
 
 
 def test_not_all_are_listed() -> None:
-    seen = tuple(("dir:/a", numbered(n + 1)) for n in range(MOST + 2))
+    seen = tuple(("dir:/a", numbered(n + 1), ()) for n in range(MOST + 2))
     lines = str(explained(seen=seen)).splitlines()
     assert sum(line.startswith("not served") for line in lines) == MOST
     assert lines[-1] == "            and 2 more; see: advisor show"

@@ -117,8 +117,19 @@ class TestCodeThatChanged:
         status, first = tuned(here)
         assert (status, tuned(here)) == ("tuned", ("known", first))
         (here / "model.py").write_text(after)
+        asked = {"shape": SHAPE, "device": "cpu"}
+        with pytest.warns(package.AdvisorWarning) as seen:
+            advice = package.lookup("model.py:Net", **asked)  # type: ignore[arg-type]
+        assert (advice.status, len(seen)) == ("miss", 1)
+        said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
+        assert said in str(seen[0].message)
+        told = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
+        assert f"not served  {first} model.py:Net: code as tuned -> edited since" in told
+        assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
         status, second = tuned(here)
         assert status == "tuned" and second != first
+        found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+        assert found.record is not None and found.record.id == second
         for command in ("verify", "explain"):
             done = advisor(here, command, first, "--budget", "3s")
             assert done.returncode == 2 and "has changed since" in done.stderr
@@ -137,7 +148,23 @@ class TestCodeThatChanged:
             "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
         )
         (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
+        assert package.lookup("model.py", device="cpu", strict=True).status == "exact"
         assert tuned(here) == ("known", first)
+
+    def test_more_than_the_model_was_edited(self, here: Path, unmeasured: list[Task]) -> None:
+        """By name that is not known to be the same; `tune` builds the model, and knows."""
+        _, first = tuned(here)
+        for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
+            (here / "model.py").write_text(text)
+            with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
+                assert package.lookup("model.py:Net", device="cpu").status == "miss"
+            done = advisor(here, *TUNE)
+            assert done.stdout.startswith("Already tuned, ")
+            assert "what was edited in model.py:Net computes the same" in done.stderr
+            advice = package.lookup("model.py:Net", device="cpu", strict=True)
+            assert advice.record is not None and advice.record.id == first
+            assert "edited" not in advisor(here, *TUNE).stderr
+        assert len(unmeasured) == 1
 
 
 class TestNames:

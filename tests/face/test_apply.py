@@ -117,7 +117,7 @@ def remember(**changes: Any) -> Record:
     }
     record = replace(
         examples.record(key),
-        target=Target(name=made.name, origin=made.origin),
+        target=Target(name=made.name, origin=made.origin, code=made.code),
         baseline=examples.choice(DEFAULT, 100.0),
         winners=tuple(Winner(use=u, free=f, choice=c) for (u, f), c in winners.items()),
         input=Config(),

@@ -50,7 +50,7 @@ def made(loop: Config = FAST, **changes: object) -> Record:
     best = choice(loop, 3000.0, 1.5)
     return replace(
         one,
-        target=Target(name=spec.name, origin=spec.origin),
+        target=Target(name=spec.name, origin=spec.origin, code=spec.code),
         baseline=choice(BASE),
         winners=tuple(
             replace(w, choice=choice(BASE) if w.use == FLAGS else best) for w in one.winners

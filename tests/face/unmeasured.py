@@ -18,7 +18,7 @@ from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
 from advisor.tuners.measure.worker import parent
-from advisor.tuners.measure.worker.child import recognise
+from advisor.tuners.measure.worker.child import code_of, recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
 from advisor.tuning import _keep, _Tuning
 from tests.cache import examples
@@ -47,6 +47,7 @@ class Describing:
             name=loaded.spec.name,
             model=fingerprint.of_model(model),
             hooks=fingerprint.of_hooks(loaded.make_batch, loaded.loss),
+            code=code_of(loaded.spec),
             libraries=fingerprint.libraries(model),
             family=fingerprint.family(model),
             modules=modules,

@@ -90,6 +90,14 @@ def recognise(job: Job, loaded: target.Loaded) -> None:
             raise TargetError(f"the {what} of {loaded.spec.name} {CHANGED}")
 
 
+def code_of(spec: target.Spec) -> str:
+    """Digest of the target's source; '' where it cannot be read so, as a very large file."""
+    try:
+        return spec.code
+    except TargetError:
+        return ""
+
+
 class Bench:
     """Builds and measures workloads for one job."""
 
@@ -111,6 +119,8 @@ class Bench:
                 share = min(1.0, self._task.max_memory / total)
                 torch.cuda.set_per_process_memory_fraction(share)
         self._loaded = target.load(target.parse(self._task.target), self._task.model_args)
+        # Read when it was imported: what is edited later is not what is measured.
+        self._code = code_of(self._loaded.spec)
 
     def describe(self) -> Facts:
         """Run one step as torch does by default.
@@ -136,6 +146,7 @@ class Bench:
             name=self._loaded.spec.name,
             model=fingerprint.of_model(built),
             hooks=fingerprint.of_hooks(self._loaded.make_batch, self._loaded.loss),
+            code=self._code,
             libraries=fingerprint.libraries(built),
             family=fingerprint.family(built),
             modules=modules,
