@@ -61,6 +61,11 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     return _tune(here(record), more)
 
 
+def about(command: str, record: Record, cache: Cache = None) -> str:
+    """The line of a command that takes a KEY: 'advisor explain ae1bff61eea5@64'."""
+    return shlex.join(["advisor", command, record.id, *_elsewhere(cache)])
+
+
 def tune_first(request: Request, near: Record | None) -> str:
     """The command that ends a miss: with all that was asked for, else as in the nearest record."""
     given = {**({} if near is None else _as_dict(here(near))), **request.given}

@@ -31,6 +31,7 @@ def cli(ctx: click.Context) -> None:
 for _command in (
     measuring.tune,
     reading.show,
+    reading.report,
     reading.why,
     measuring.explain,
     measuring.verify,

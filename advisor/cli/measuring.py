@@ -59,7 +59,7 @@ def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: 
         out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
     else:
         out.print()
-    out.print(tables.verdict(found.record, out.width))
+    out.print(tables.verdict(found.record))
     out.print()
     for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Commands about what is there: show, why, forget, env, completion."""
+"""Commands about what is there: show, report, why, forget, env, completion."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import click
@@ -69,25 +70,44 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 
 
 def _show(record: Record, cache: str | None) -> None:
-    from advisor.finding.answer import break_even
-    from advisor.report import tables
+    from advisor.report.sections import report
 
-    out, task = console(), record.key.task
-    lines = [f"{record.target.name}  {task.inputs}  batch {task.batch}  {task.mode}"]
-    lines += [f"  {name:<16}{value}" for name, value in tables.environment(record.key.environment)]
-    for line in lines:
-        out.print(line, highlight=False, markup=False)
-    shown = [tables.verdict(record, out.width), tables.trials(record)]
-    if record.parts:
-        shown.append(tables.parts(record))
-    if paying := break_even(record):
-        shown.append(tables.horizon(record, paying))
-    for table in shown:
-        out.print()
-        out.print(table)
-    out.print()
-    for line in tables.summary(record, cache):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    out, shown = console(), report(record, cache)
+
+    def say(*lines: str, style: str = "") -> None:
+        for line in lines:
+            out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(shown.title, shown.headline, *filter(None, [shown.stale]))
+    say(*(f"  {name:<16}{value}" for name, value in shown.facts))
+    for section in shown.sections:
+        say("", section.title, style="bold")
+        if section.table:
+            out.print(section.table)
+        say(*section.lines, *(f"    {line}" for line in section.code))
+
+
+@click.command()
+@click.argument("key")
+@click.option(
+    "--html",
+    "file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Where the page goes; - for stdout.",
+)
+@cache_option
+def report(key: str, file: Path, cache: str | None) -> None:
+    """Write the record KEY as one page: charts, tables, no script, nothing from a network."""
+    from advisor.report.html import page, save
+
+    text = page(open_records(cache, fallback=True).get(key), cache)
+    if str(file) == "-":
+        click.echo(text)
+    else:
+        save(text, file)
+        click.echo(f"page: {file}")
 
 
 @click.command()

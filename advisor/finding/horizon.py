@@ -12,6 +12,9 @@ from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 ONCE = 1.03
 """What was measured once counts as this much slower than the low end of its interval."""
 
+SHORTEST_S, LONGEST_S = 1e-12, 1e9
+"""Seconds of a step that a record may say and no clock has measured: there is no reckoning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -56,6 +59,8 @@ def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> l
         if not first_step_s or rate <= 0:
             return None
         pace = Pace(batch=batch, first_step_s=first_step_s, step_s=batch / rate)
+        if not all(SHORTEST_S < seconds < LONGEST_S for seconds in (pace.step_s, first_step_s)):
+            return None
         return Candidate(
             config=config, pace=pace, peak_bytes=peak_bytes, raced=raced, fresh=config in started
         )

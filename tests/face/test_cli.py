@@ -227,7 +227,7 @@ def test_a_narrow_terminal_shows_the_config_whole() -> None:
     shown = {}
     for width in (80, 140):
         out = io.StringIO()
-        Console(width=width, file=out).print(tables.verdict(record, width))
+        Console(width=width, file=out).print(tables.verdict(record))
         shown[width] = out.getvalue()
         assert "channels_last, bf16" in shown[width] and "1.40x (1.37-1.43)" in shown[width]
     assert "turns" in shown[140] and "turns" not in shown[80]
