@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import measuring, reading, sharing
+from advisor.cli import emitting, measuring, reading, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -32,6 +32,7 @@ for _command in (
     measuring.tune,
     reading.show,
     reading.why,
+    emitting.emit,
     measuring.explain,
     measuring.verify,
     sharing.export,
