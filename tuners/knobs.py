@@ -3,7 +3,8 @@
 A knob acts on the process (`flags`), the model, the batch, the optimizer's or the loader's keyword
 arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
 the guesses, the worker, the records, `advisor show` and a script's `Advice` all read this table,
-and no knob's name stands anywhere else.
+and no knob's name stands anywhere else, but where a framework has a word of its own for it
+(`advisor/frameworks`): what has none there is said to have none.
 """
 
 from __future__ import annotations

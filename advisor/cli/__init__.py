@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import measuring, reading, sharing
+from advisor.cli import emitting, measuring, reading, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -33,6 +33,7 @@ for _command in (
     reading.show,
     reading.report,
     reading.why,
+    emitting.emit,
     measuring.explain,
     measuring.verify,
     sharing.export,

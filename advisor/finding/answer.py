@@ -13,7 +13,7 @@ from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
-from advisor.finding.request import Request
+from advisor.finding.request import Fits, Request, anything
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
 
@@ -43,10 +43,16 @@ class Limits:
     batch: int
     use: str
     given: Mapping[str, Any]
+    fits: Fits = anything
 
     @classmethod
     def of(cls, request: Request, record: Record) -> Limits:
-        return cls(batch=request.batch or record.batch, use=request.use, given=request.given)
+        return cls(
+            batch=request.batch or record.batch,
+            use=request.use,
+            given=request.given,
+            fits=request.fits,
+        )
 
     def allow(self, record: Record, config: Config, peak_bytes: int) -> bool:
         """Whether a script of this use may be served it."""
@@ -55,6 +61,7 @@ class Limits:
             not (most and peak_bytes > most)
             and knobs.permits(self.given, config)
             and knobs.follows(self.use, config, record.baseline.config)
+            and self.fits(record, config)
         )
 
     def __str__(self) -> str:
@@ -333,6 +340,7 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
             and knob.name in held
             and held[knob.name] in knob.values(situation)
             and knobs.permits(request.given, Config({knob.name: held[knob.name]}))
+            and request.fits(record, Config({knob.name: held[knob.name]}))
         }
     )
     if not is_sound(record, choice.config):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
@@ -21,7 +22,7 @@ from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, answer, carried
 from advisor.finding.find import find
 from advisor.finding.meant import CODE, Meant, script
-from advisor.finding.request import Request, processes
+from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
 from advisor.tuners.target import EDITED
@@ -143,12 +144,25 @@ def lookup(
     return _looked_up(target, asked, strict=strict)
 
 
+def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
+    """As `lookup` of these keyword arguments, of the configs that fit alone.
+
+    Raises:
+        TypeError: `lookup` has no such argument.
+        AdvisorError: with strict=True, why there is no advice.
+    """
+    bound = inspect.signature(lookup).bind(target, **asked)
+    bound.apply_defaults()
+    whole = {name: v for name, v in bound.arguments.items() if name not in ("target", "strict")}
+    return _looked_up(target, {**whole, "fits": fits}, strict=bound.arguments["strict"])
+
+
 def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
     from advisor.tuners.act.advice import Advice
 
     set_up_logging()
     device = _device(asked["device"])
-    batch = _batch(asked)
+    batch = named_batch(asked)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
             Config(),
@@ -329,16 +343,16 @@ class _Lookup:
         )
 
 
-def _batch(asked: Mapping[str, object]) -> int | None:
+def named_batch(asked: Mapping[str, object]) -> int | None:
     """The batch that the script names, as far as it can be read."""
     from advisor.cache.kinds import Shapes
     from advisor.finding.request import known_batch
 
     given = {}
     with contextlib.suppress(AdvisorError):
-        if asked["shape"] is not None:
+        if asked.get("shape") is not None:
             given["shapes"] = Shapes().checked("shape", asked["shape"])
-    return known_batch(given, asked["batch"])
+    return known_batch(given, asked.get("batch"))
 
 
 def _device(asked: object) -> str:

@@ -30,6 +30,7 @@ from advisor.tuners.act.in_force import (
     CAPTURE,
     LOADER,
     OPTIMIZER,
+    PIECES,
     PREPARE,
     SET_FLAGS,
     STEP,
@@ -205,7 +206,11 @@ class Advice:
         self._used.add(PREPARE)
         if self.flags is not None and SET_FLAGS in self._used:
             self._put(self.config)
-        model = model.to(self.device)
+        return self.lay_out(model.to(self.device))
+
+    def lay_out(self, model: nn.Module) -> nn.Module:
+        """The model in the advised memory format, compiled in place: what `prepare` does to it,
+        for a loop that moves and compares it by itself."""
         for knob in self._rows:
             if knob.model is not None:
                 model = knob.model(model, self.config[knob.name])
@@ -213,6 +218,12 @@ class Advice:
             self._replays.attach(model)
         self._models.add(model)
         return model
+
+    def hand_over(self) -> None:
+        """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
+        that no piece is waited for at the end."""
+        self._used.update(PIECES)
+        self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
         known = record.provenance
