@@ -48,7 +48,9 @@ def changed(key: Key, name: str, value: object) -> Key:
     return replace(key, **{name: value})  # type: ignore[arg-type]
 
 
-def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0) -> Choice:
+def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float | None = None) -> Choice:
+    """Of turns that are steady; where no other `speedup` is given, beside a default at 2,000/s."""
+    speedup = rate / 2000.0 if speedup is None else speedup
     return Choice(
         config=config,
         batch=config.batch,
@@ -59,7 +61,7 @@ def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0)
         speedup_low=0.98 * speedup,
         speedup_high=1.02 * speedup,
         peak_bytes=2**30,
-        rounds=(rate, 1.01 * rate),
+        rounds=(0.99 * rate, rate, 1.01 * rate),
     )
 
 
