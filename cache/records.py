@@ -180,7 +180,7 @@ class Records:
         texts = [text for text in texts if text.startswith(start)]
         wanted: set[str] | None = None
         if (parts := sought.parts) is not None:  # before names are taken apart: there are many
-            among = [text for text in texts if not parts.isdisjoint(text.split("/", 4)[2:4])]
+            among = [text for text in texts if text[20:32] in parts or text[33:45] in parts]
             wanted = {name.place for text in among if (name := Name.parse(text))}
             starts = tuple({f"{PREFIX}{place[:13]}" for place in wanted})
             texts = [text for text in texts if text.startswith(starts)]
@@ -273,11 +273,19 @@ class Records:
             raise failed
         return united(found)
 
-    def all(self) -> list[Record]:
+    def each(self) -> list[Held]:
         """Every record that can be read, once, under the target's name of what counts."""
         return list(_once(self.held()).values())
 
+    def all(self) -> list[Record]:
+        """As `each`, without where they are."""
+        return [one.record for one in self.each()]
+
     def get(self, id_prefix: str) -> Record:
+        """As `one`, without where it is."""
+        return self.one(id_prefix).record
+
+    def one(self, id_prefix: str) -> Held:
         """The one record that 'abc', 'ae1bff61eea5' or 'ae1bff61eea5@64' names.
 
         Raises:
@@ -564,14 +572,14 @@ def _stale(
     }
 
 
-def _once(held: Iterable[Held]) -> dict[str, Record]:
+def _once(held: Iterable[Held]) -> dict[str, Held]:
     """Each record once, by its place; under the name of the version itself if it is among them."""
-    found: dict[str, Record] = {}
+    found: dict[str, Held] = {}
     for one in held:
         target = one.record.target
         own = (target_part(target.name), target_part(target.origin)) == one.name.called
         if own or one.name.place not in found:
-            found[one.name.place] = one.record
+            found[one.name.place] = one
     return found
 
 

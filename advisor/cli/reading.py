@@ -15,6 +15,7 @@ from advisor.cache import settings
 from advisor.cache.name import Mark, Name
 from advisor.cache.record import Record
 from advisor.cache.records import Held, Records, Sought
+from advisor.cache.seal import UNSIGNED
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
@@ -44,20 +45,21 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 
     records = open_records(cache, fallback=True)
     if key is not None:
-        record = records.get(key)
+        held = records.one(key)
         if as_json:
-            click.echo(json.dumps(data.as_data(record, cache)))
+            click.echo(json.dumps(data.as_data(held.record, cache) | {"signed": held.trusted}))
         else:
-            _show(record, cache)
+            _show(held, cache)
         return
-    newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
-    found = [(record, staleness(record)) for record in newest_first]
+    newest_first = sorted(records.each(), key=lambda one: -one.record.provenance.created)
+    found = [(one, staleness(one.record)) for one in newest_first]
     complain(records)
     if as_json:
         rows = [
-            data.as_data(record, cache)
-            | {"stale": [*filter(None, [record.stale]), *map(str, differs)]}
-            for record, differs in found
+            data.as_data(one.record, cache)
+            | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
+            | {"signed": one.trusted}
+            for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
     elif not found and records.unreachable:
@@ -68,12 +70,14 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         console().print(tables.listing(found))
 
 
-def _show(record: Record, cache: str | None) -> None:
+def _show(held: Held, cache: str | None) -> None:
     from advisor.finding.answer import break_even
     from advisor.report import tables
 
-    out, task = console(), record.key.task
-    lines = [f"{record.target.name}  {task.inputs}  batch {task.batch}  {task.mode}"]
+    out, record = console(), held.record
+    task = record.key.task
+    signed = "" if held.trusted else f"  {UNSIGNED}"
+    lines = [f"{record.target.name}  {task.inputs}  batch {task.batch}  {task.mode}{signed}"]
     lines += [f"  {name:<16}{value}" for name, value in tables.environment(record.key.environment)]
     for line in lines:
         out.print(line, highlight=False, markup=False)

@@ -11,6 +11,8 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, Part, Record, Trial
+from advisor.cache.records import Held
+from advisor.cache.seal import UNSIGNED
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
@@ -170,12 +172,16 @@ def pays(record: Record, rows: Sequence[Row]) -> str:
     return ""
 
 
-def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
+def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     """One line a record."""
     headings = ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
     table = _Cells(*headings, whole=("key", "speed-up", "age"))
-    for record, differs in records:
+    for held, differs in found:
+        record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
+        state = Text("stale: " + ", ".join(why), "yellow") if why else Text("fresh")
+        if not held.trusted:
+            state.append(f"; {UNSIGNED}", "yellow")
         table.add_row(
             *map(
                 Text,
@@ -189,7 +195,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
                     age(record.provenance.created),
                 ),
             ),
-            Text("stale: " + ", ".join(why), "yellow") if why else Text("fresh"),
+            state,
         )
     return table
 
