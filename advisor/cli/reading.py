@@ -13,8 +13,9 @@ from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
 from advisor.cache.name import Mark, Name
+from advisor.cache.reader import Held, Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Held, Records, Sought
+from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from advisor.cache.asking import Said, ask
 from advisor.cache.match import Query
+from advisor.cache.reader import Held, Listing, Marks, Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Held, Listing, Marks, Records, Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord
 from advisor.finding.answer import answer

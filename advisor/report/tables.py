@@ -10,8 +10,8 @@ from rich.text import Text
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
+from advisor.cache.reader import Held
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, Part, Record, Trial
-from advisor.cache.records import Held
 from advisor.cache.seal import UNSIGNED
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row

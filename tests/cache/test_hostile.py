@@ -10,7 +10,8 @@ import pytest
 
 from advisor.cache import exchange
 from advisor.cache.asking import ask
-from advisor.cache.records import Held, Records, Sought
+from advisor.cache.reader import Held, Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import open_store, open_stores
 from advisor.errors import StoreError
 from tests import hostile

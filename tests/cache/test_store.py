@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.name import Name
-from advisor.cache.records import Records, Sought
+from advisor.cache.reader import Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores import dir as dir_module
 from advisor.cache.stores.disk import DiskStore
