@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.codec import opened, reason_in
-from advisor.cache.name import MARKS, PREFIX, Mark, Name, ranked, target_part
+from advisor.cache.name import MARKS, ORIGIN, PREFIX, TARGET, Mark, Name, ranked, target_part
 from advisor.cache.record import Record, Target
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.stores import Store
@@ -143,7 +143,7 @@ class Reader:
         texts = [text for text in texts if text.startswith(start)]
         wanted: set[str] | None = None
         if (parts := sought.parts) is not None:  # before names are taken apart: there are many
-            among = [text for text in texts if text[20:32] in parts or text[33:45] in parts]
+            among = [text for text in texts if text[TARGET] in parts or text[ORIGIN] in parts]
             wanted = {name.place for text in among if (name := Name.parse(text))}
             starts = tuple({f"{PREFIX}{place[:13]}" for place in wanted})
             texts = [text for text in texts if text.startswith(starts)]
