@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from advisor.errors import printable
+
 LONGEST = 2**12
 """Characters of one text."""
 FIRST = 1577836800.0
@@ -47,11 +49,6 @@ def line(text: str) -> str:
         return text
     flat = " ".join(part for part in text.splitlines() if part)
     return printable(flat[:LONGEST])
-
-
-def printable(text: str) -> str:
-    """The text with '?' for each character that could steer a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _from_to(what: str, least: float, most: float) -> Domain:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
-from advisor.cache.domain import printable
 from advisor.cache.explanation import Explanation, Seen
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Match, Query
 from advisor.cache.seal import UNSIGNED
-from advisor.errors import AdvisorError, AdvisorWarning, NoRecord
+from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, answer, carried
 from advisor.finding.find import counting, find
