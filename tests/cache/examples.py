@@ -48,9 +48,7 @@ def changed(key: Key, name: str, value: object) -> Key:
     return replace(key, **{name: value})  # type: ignore[arg-type]
 
 
-def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float | None = None) -> Choice:
-    """Of turns that are steady; where no other `speedup` is given, beside a default at 2,000/s."""
-    speedup = rate / 2000.0 if speedup is None else speedup
+def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0) -> Choice:
     return Choice(
         config=config,
         batch=config.batch,
