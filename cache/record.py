@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from advisor.cache.config import Config
 from advisor.cache.domain import (
-    Above0,
+    Bytes,
     Count,
-    From0,
     Hex,
     Moment,
     MomentOr0,
     Positive,
+    Rate,
+    RateOr0,
+    Span,
     StudyName,
+    Times,
+    TimesBound,
 )
 from advisor.cache.key import Key
 
@@ -48,15 +52,15 @@ class Measurement:
 
     outcome: str
     reason: str = ""
-    samples_per_s: From0 = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    step_s: From0 = 0.0
-    gpu_s: From0 = 0.0
-    first_step_s: From0 = 0.0
-    peak_bytes: Count = 0
+    samples_per_s: RateOr0 = 0.0
+    low: RateOr0 = 0.0
+    high: RateOr0 = 0.0
+    step_s: Span = 0.0
+    gpu_s: Span = 0.0
+    first_step_s: Span = 0.0
+    peak_bytes: Bytes = 0
     steps: Count = 0
-    blocks: tuple[From0, ...] = ()
+    blocks: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -77,7 +81,7 @@ class Trial:
     measurement: Measurement
     stage: str
     origin: str
-    seconds: From0
+    seconds: Span
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -92,15 +96,15 @@ class Choice:
 
     config: Config
     batch: Positive
-    samples_per_s: Above0
-    low: float
-    high: float
-    speedup: Above0
-    speedup_low: float
-    speedup_high: float
-    peak_bytes: Count
-    rounds: tuple[From0, ...] = ()
-    first_step_s: From0 = 0.0
+    samples_per_s: Rate
+    low: Rate
+    high: Rate
+    speedup: Times
+    speedup_low: TimesBound
+    speedup_high: TimesBound
+    peak_bytes: Bytes
+    rounds: tuple[Rate, ...] = ()
+    first_step_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +113,9 @@ class Part:
     default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
 
     knob: Config
-    ratio: Above0
-    low: float
-    high: float
+    ratio: Times
+    low: TimesBound
+    high: TimesBound
     stage: str = "compute"
 
 
@@ -147,19 +151,19 @@ class Provenance:
     """
 
     created: Moment
-    seconds: From0
+    seconds: Span
     trials: Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
     study: StudyName
-    budget_s: From0
+    budget_s: Span
     modules: Count
     parameters: Count
     effort: str = "normal"
     steps: Count = 0
-    duration_s: From0 = 0.0
+    duration_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

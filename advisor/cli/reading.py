@@ -14,8 +14,10 @@ from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
 from advisor.cache.name import Mark, Name
+from advisor.cache.reader import Held, Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Held, Records, Sought
+from advisor.cache.records import Records
+from advisor.cache.seal import UNSIGNED
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
@@ -45,20 +47,21 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 
     records = open_records(cache, fallback=True)
     if key is not None:
-        record = records.get(key)
+        held = records.one(key)
         if as_json:
-            click.echo(json.dumps(data.as_data(record, cache)))
+            click.echo(json.dumps(data.as_data(held.record, cache) | {"signed": held.trusted}))
         else:
-            _show(record, cache)
+            _show(held, cache)
         return
-    newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
-    found = [(record, staleness(record)) for record in newest_first]
+    newest_first = sorted(records.each(), key=lambda one: -one.record.provenance.created)
+    found = [(one, staleness(one.record)) for one in newest_first]
     complain(records)
     if as_json:
         rows = [
-            data.as_data(record, cache)
-            | {"stale": [*filter(None, [record.stale]), *map(str, differs)]}
-            for record, differs in found
+            data.as_data(one.record, cache)
+            | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
+            | {"signed": one.trusted}
+            for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
     elif not found and records.unreachable:
@@ -69,16 +72,17 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         console().print(tables.listing(found))
 
 
-def _show(record: Record, cache: str | None) -> None:
+def _show(held: Held, cache: str | None) -> None:
     from advisor.report.sections import report
 
-    out, shown = console(), report(record, cache)
+    out, shown = console(), report(held.record, cache)
 
     def say(*lines: str, style: str = "") -> None:
         for line in lines:
             out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    say(shown.title, shown.headline, *filter(None, [shown.stale]))
+    signed = "" if held.trusted else f"  {UNSIGNED}"
+    say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(*(f"  {name:<16}{value}" for name, value in shown.facts))
     for section in shown.sections:
         say("", section.title, style="bold")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
-from advisor.cache.domain import printable
-from advisor.cache.explanation import Explanation
+from advisor.cache.explanation import Explanation, Seen
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Match, Query
-from advisor.errors import AdvisorError, AdvisorWarning, NoRecord
+from advisor.cache.seal import UNSIGNED
+from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, answer, carried
-from advisor.finding.find import find
+from advisor.finding.find import counting, find
 from advisor.finding.meant import CODE, Meant, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
@@ -204,7 +204,7 @@ class _Lookup:
         records = open_records(request.cache, patient=False, fallback=True)
         meant = self._meant = Meant(request)
         found = self._found = find(records, request, meant, query)
-        match = meant.the_one([one.record for one in found.held], query)
+        match = meant.the_one(counting(found.held, request, meant, query), query)
         if match.record is None:
             if request.on_miss == "nearest" and akin(query, match.nearest):
                 return self._near(request, query, match)
@@ -271,16 +271,18 @@ class _Lookup:
         lines = [*said, *(f"{fault}; looked on without it" for fault in self._found.failed)]
         if lines:
             _warn(". ".join(lines))
-        _log.info("record %s (%s): %s", record.id, status, answered.reason)
+        held = next(one for one in self._found.held if one.record is record)
+        reason = answered.reason if held.trusted else f"{answered.reason}; {UNSIGNED}"
+        _log.info("record %s (%s): %s", record.id, status, reason)
         config = answered.config
         return Advice(
             config,
             device=request.device,
             batch_size=config.batch or request.batch,
             status=status,
-            reason=answered.reason,
+            reason=reason,
             record=record,
-            explanation=self._explained(status, answered.reason, record.id),
+            explanation=self._explained(status, reason, record.id),
             use=request.use,
             # What the task itself asks for, as determinism, is no default of torch's.
             default=Config(record.baseline.config | TORCH),
@@ -337,7 +339,12 @@ class _Lookup:
             reason=reason,
             refused=tuple(self._found.damaged),
             seen=tuple(
-                (one.store.url, one.record, self._meant.apart(one.record))
+                Seen(
+                    store=one.store.url,
+                    record=one.record,
+                    signed=one.trusted,
+                    apart=self._meant.apart(one.record),
+                )
                 for one in self._found.held
             ),
         )

@@ -182,6 +182,7 @@ def explained(advice: Advice) -> dict[str, Any]:
                 "id": near.id,
                 "target": near.target,
                 "store": near.store,
+                "signed": near.signed,
                 "differs": [
                     {"field": d.field, "wanted": d.wanted, "found": d.found} for d in near.differs
                 ],

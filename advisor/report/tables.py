@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
+from advisor.cache.reader import Held
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, Choice, Measurement, Part, Record
+from advisor.cache.seal import UNSIGNED
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
@@ -184,15 +186,17 @@ def pays(record: Record, rows: Sequence[Row]) -> str:
     return ""
 
 
-def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
+def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     """One line a record."""
     table = Table(
         "What is tuned",
         ("key", "device", "target", "mode", "sample", "speed-up", "age", "state"),
         whole=("key", "speed-up", "age"),
     )
-    for record, differs in records:
+    for held, differs in found:
+        record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
+        state = "stale: " + ", ".join(why) if why else "fresh"
         table.row(
             record.id,
             record.key.environment.device.name,
@@ -201,8 +205,8 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
             record.key.task.inputs,
             f"{record.winner(LOOP).speedup:.2f}x",
             age(record.provenance.created),
-            "stale: " + ", ".join(why) if why else "fresh",
-            warns=bool(why),
+            state if held.trusted else f"{state}; {UNSIGNED}",
+            warns=bool(why) or not held.trusted,
         )
     return table
 
