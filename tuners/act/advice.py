@@ -23,6 +23,8 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.act import ranks
 from advisor.tuners.act.acting import Acting, rows_of
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.act.following import (
     AUTOCAST,
     BATCHES,
@@ -36,10 +38,8 @@ from advisor.tuners.act.following import (
     tell_at_exit,
 )
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.recorder import RECORDERS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.served import Served
-from advisor.tuners.act.step_graph import StepGraph
 from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import Knob
 
@@ -218,9 +218,9 @@ class Advice:
         """The training step as one CUDA graph where that is advised, else as it is.
 
         `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
-        callable that comes back is used in its place. See `tuners.act.step_graph.StepGraph` for
-        what happens at its first calls and what falls back to `train_step` itself: one warning
-        says so.
+        callable that comes back is used in its place. See `StepGraph` in
+        `tuners.act.capture.step_graph` for what happens at its first calls and what falls back to
+        `train_step` itself: one warning says so.
 
         Args:
             train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).
