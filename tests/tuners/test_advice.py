@@ -439,6 +439,24 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_every_flag_is_read_back() -> None:
+    values = {"precision": "tf32", "cudnn_benchmark": True, "cudnn_deterministic": True}
+    default = TORCHS.replace(cudnn_deterministic=False)
+    advice = served(default.replace(**values), default=default)
+    advice.set_flags()
+    assert [line[:9] for line in advice.report().splitlines()[1:-1]] == ["in effect"] * 3
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+    now = (
+        "precision (matmul=ieee conv=tf32 rnn=tf32) now, as it was set since",
+        "cudnn_benchmark=False now, as it was set since",
+        "cudnn_deterministic (False) now, as it was set since",
+    )
+    assert advice.reason == f"1.84x torch's default at batch 128; but {'; '.join(now)}"
+
+
+@pytest.mark.usefixtures("threads")
 def test_flags_that_were_changed_are_claimed_no_more() -> None:
     advice = served(TORCHS.replace(threads=1, channels_last=True))
     advice.set_flags()
