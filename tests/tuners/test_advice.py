@@ -519,6 +519,7 @@ def test_what_was_put_in_force_is_released() -> None:
     assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == precision
     assert in_force.config == Config() and in_force.changed == {}
+    in_force.put(Config(threads=1))
     torch.set_num_threads(3)
     in_force.release()
     assert torch.get_num_threads() == 3
