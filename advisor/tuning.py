@@ -16,8 +16,9 @@ from advisor.cache.config import Config, Value
 from advisor.cache.key import Key
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
+from advisor.cache.reader import Sought
 from advisor.cache.record import Provenance, Record, Target
-from advisor.cache.records import Records, Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import Remote
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.search.verdict import Decided, Terms
 
 MOST_KIN = 2
 """Configs of near records that are tried first."""
@@ -254,66 +256,65 @@ class _Tuning:
 
     def _tune(self, subject: _Subject, near: Sequence[Config], fresh: bool) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
-        from advisor.tuners.environment import host_cpu
         from advisor.tuners.search.journal import open_study
         from advisor.tuners.search.space import Space
         from advisor.tuners.search.study import Scope, Search
-        from advisor.tuners.search.verdict import Terms, decide
+        from advisor.tuners.search.verdict import decide
 
-        facts, key, plan = subject.facts, subject.key, self._plan
+        facts, plan, studies = subject.facts, self._plan, self._records.studies
         space = Space.of(self._situation(facts))
         self._refuse_too_small(facts)
-        name = f"{key.id}@{self._task.batch}-{space.digest}"
-        with locked(self._records.studies, name):
-            study, damage = open_study(self._records.studies, name, fresh=fresh)
+        name = f"{subject.key.id}@{self._task.batch}-{space.digest}"
+        with locked(studies, name):
+            study, damage = open_study(studies, name, fresh=fresh)
             if damage:
                 self._progress.notice(damage)
-            clock = Clock(plan.seconds)
             scope = Scope(
-                clock=clock,
+                clock=Clock(plan.seconds),
                 trials=plan.trials,
                 memory=self._memory(facts),
                 first=near,
                 seed=plan.seed,
             )
             search = Search(subject.worker, space, study, scope, self._progress)
-            self._progress.started(facts, key, space, len(search.trials))
-            trials = search.run()
-            terms = Terms(
-                length=plan.length(self._task.batch),
-                tolerance=self._task.tolerance if self._task.mode == "train" else 0.0,
-                process_s=subject.process_s,
-                memory=self._memory(facts),
-            )
-            decided = decide(subject.worker, space, search, terms, self._progress)
-            record = Record(
-                key=key,
-                target=subject.target,
-                baseline=decided.baseline,
-                winners=decided.winners,
-                input=decided.input,
-                trials=decided.trials,
-                raced=decided.raced,
-                provenance=Provenance(
-                    created=time.time(),
-                    seconds=clock.spent_s,
-                    trials=len(trials),
-                    advisor=advisor.__version__,
-                    device_uuid=facts.device_uuid,
-                    host_cpu=host_cpu(),
-                    seed=plan.seed,
-                    study=name,
-                    budget_s=plan.seconds,
-                    modules=facts.modules,
-                    parameters=facts.parameters,
-                    effort=plan.effort,
-                    steps=plan.steps or 0,
-                    duration_s=plan.duration_s or 0.0,
-                ),
-                family=facts.family,
-            )
+            self._progress.started(facts, subject.key, space, len(search.trials))
+            tried = len(search.run())
+            decided = decide(subject.worker, space, search, self._terms(subject), self._progress)
+            made = self._provenance(facts, name, tried, scope.clock.spent_s)
+            record = _record(subject, decided, made)
             _keep(self._records, record, fresh, self._progress)
         return record
+
+    def _terms(self, subject: _Subject) -> Terms:
+        from advisor.tuners.search.verdict import Terms
+
+        return Terms(
+            length=self._plan.length(self._task.batch),
+            tolerance=self._task.tolerance if self._task.mode == "train" else 0.0,
+            process_s=subject.process_s,
+            memory=self._memory(subject.facts),
+        )
+
+    def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
+        from advisor.tuners.environment import host_cpu
+
+        plan = self._plan
+        return Provenance(
+            created=time.time(),
+            seconds=seconds,
+            trials=trials,
+            advisor=advisor.__version__,
+            device_uuid=facts.device_uuid,
+            host_cpu=host_cpu(),
+            seed=plan.seed,
+            study=study,
+            budget_s=plan.seconds,
+            modules=facts.modules,
+            parameters=facts.parameters,
+            effort=plan.effort,
+            steps=plan.steps or 0,
+            duration_s=plan.duration_s or 0.0,
+        )
 
     def _refuse_too_small(self, facts: Facts) -> None:
         if self._plan.seconds < 12 * facts.step_s:
@@ -327,6 +328,20 @@ class _Tuning:
         """Bytes that a config may take; 0 where that is not known."""
         limits = [one for one in (self._task.max_memory, facts.memory_bytes) if one]
         return min(limits, default=0)
+
+
+def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
+    return Record(
+        key=subject.key,
+        target=subject.target,
+        baseline=decided.baseline,
+        winners=decided.winners,
+        input=decided.input,
+        trials=decided.trials,
+        raced=decided.raced,
+        provenance=made,
+        family=subject.facts.family,
+    )
 
 
 def _keep(records: Records, record: Record, fresh: bool, progress: Progress) -> None:

@@ -1,6 +1,6 @@
 """Every knob in one table: its values, when it is active, and how it acts.
 
-A knob acts on the process (`flags`), the model, the batch, the optimizer's or the loader's keyword
+A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's keyword
 arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
 the guesses, the worker, the records, `advisor show` and a script's `Advice` all read this table,
 and no knob's name stands anywhere else, but where a framework has a word of its own for it
@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners.environment import threads_set
-from advisor.tuners.tf32 import set_float32
+from advisor.tuners.tf32 import Float32, set_float32
 
 COMPUTE, INPUT = "compute", "input"
 
@@ -75,6 +75,23 @@ class Domain:
 SWITCH = Domain((False, True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A switch of the process: `set` takes a knob's value, `now` says what the process has.
+
+    `now` is for comparing, showing and setting back; where it is no value that `set` takes, as
+    other code may set what no knob does, `back` takes it.
+    """
+
+    set: Callable[[Value], None]
+    now: Callable[[], Any]
+    back: Callable[[Any], None] | None = None
+
+    def set_back(self, held: Any) -> None:
+        """Make the process have again what `now` once gave."""
+        (self.back or self.set)(held)
+
+
 def _always(_value: Value) -> bool:
     return True
 
@@ -92,7 +109,7 @@ class Knob:
     domain: Domain = SWITCH
     """What a record may hold; anything else in one is refused."""
     default: Value = False
-    """torch's own, to which `flags` sets it back; None where the machine or the script decides."""
+    """torch's own; None where the machine or the script decides."""
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own behaviour first; one value: fixed; none: the knob is absent here."""
     needs: Callable[[Value], str] = lambda _value: LOOP
@@ -122,11 +139,10 @@ class Knob:
     """As a report calls it; default: 'name', 'no name' or 'name=value'."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
-    own: Callable[[], Value] | None = None
-    """What this process has now, where a user may have set it: what they set stays."""
+    flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
-    """Whether the environment says that the user, or a launcher, has set it."""
-    flags: Callable[[Value], None] | None = None
+    """Whether the environment says that the user, or a launcher, has set the flag; None for one
+    that advice sets whatever it was, others stay as the user has them."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
@@ -183,10 +199,43 @@ def _set_benchmark(value: Value) -> None:
     torch.backends.cudnn.benchmark = bool(value)
 
 
+class _Determinism(NamedTuple):
+    """What asks PyTorch for deterministic algorithms."""
+
+    algorithms: bool
+    warn_only: bool
+    cudnn: bool
+    workspace: str | None
+
+    @classmethod
+    def now(cls) -> _Determinism:
+        return cls(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            os.environ.get(_WORKSPACE),
+        )
+
+    def put_back(self) -> None:
+        if self[:2] != self.now()[:2]:
+            torch.use_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
+        torch.backends.cudnn.deterministic = self.cudnn
+        if self.workspace is None:
+            os.environ.pop(_WORKSPACE, None)
+        else:
+            os.environ[_WORKSPACE] = self.workspace
+
+    def __str__(self) -> str:
+        return str(self.algorithms and self.cudnn)
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
 def _set_deterministic(value: Value) -> None:
     # https://docs.pytorch.org/docs/stable/notes/randomness.html: all of what training needs.
     if value:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
     # Only where it changes something: the setter imports torch.compile's machinery, for seconds.
     if torch.are_deterministic_algorithms_enabled() != bool(value):
         torch.use_deterministic_algorithms(bool(value))
@@ -258,7 +307,7 @@ KNOBS: tuple[Knob, ...] = (
         # fp16 needs a scaler, and can overflow.
         weight=lambda value: 2 if value == "fp16" else 1,
         shown=str,
-        flags=_set_precision,
+        flag=Flag(set=_set_precision, now=Float32.now, back=Float32.put_back),
         autocast=_autocast,
         scaled=lambda value: value == "fp16",
     ),
@@ -284,7 +333,7 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: FLAGS,
         first_step=True,
         guess="leader",
-        flags=_set_benchmark,
+        flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
     ),
     Knob(
         name="cudnn_deterministic",
@@ -292,7 +341,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=lambda here: (here.deterministic,),
         needs=lambda _value: FLAGS,
-        flags=_set_deterministic,
+        flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put_back),
     ),
     Knob(
         name="cudnn_enabled",
@@ -304,7 +353,7 @@ KNOBS: tuple[Knob, ...] = (
         ),
         needs=lambda _value: FLAGS,
         guess="",
-        flags=_set_cudnn,
+        flag=Flag(set=_set_cudnn, now=lambda: torch.backends.cudnn.enabled),
     ),
     Knob(
         name=BATCH,
@@ -365,9 +414,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_threads,
         needs=lambda _value: FLAGS,
         first_step=True,  # they are started then
-        own=torch.get_num_threads,
+        flag=Flag(set=_set_threads, now=torch.get_num_threads),
         chosen=threads_set,
-        flags=_set_threads,
     ),
     Knob(
         name="pin_memory",

@@ -9,9 +9,12 @@ set here, to the same state, whatever was set before.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
 """Whether matrix products, and whether cuDNN's operations, may use TF32."""
@@ -50,6 +53,59 @@ def set_float32(precision: str) -> None:
         if not cudnn_tf32:
             cudnn.conv.fp32_precision = "ieee"
             cudnn.rnn.fp32_precision = "ieee"
+
+
+class Float32(NamedTuple):
+    """What all these switches are set to, to be set back: other code may mix them as it likes.
+
+    Attributes:
+        matmul, cudnn: the old ones; None where torch refuses to say, as the new ones disagree: the
+            new ones count then.
+        new: those from torch 2.9 on; empty before.
+    """
+
+    matmul: str | None
+    cudnn: bool | None
+    new: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> Float32:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            matmul = _unless_refused(torch.get_float32_matmul_precision)
+            cudnn = _unless_refused(lambda: torch.backends.cudnn.allow_tf32)
+            return cls(matmul, cudnn, tuple(one.fp32_precision for one in _new_switches()))
+
+    def put_back(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if self.matmul is not None:
+                torch.set_float32_matmul_precision(self.matmul)
+            if self.cudnn is not None:
+                torch.backends.cudnn.allow_tf32 = self.cudnn
+            for switch, held in zip(_new_switches(), self.new, strict=True):
+                # Only what differs: one that inherits goes on doing so.
+                if switch.fp32_precision != held:
+                    switch.fp32_precision = held
+
+    def __str__(self) -> str:
+        return describe()
+
+
+def _unless_refused(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except RuntimeError:  # 'mix of the legacy and new APIs'
+        return None
+
+
+def _new_switches() -> tuple[Any, ...]:
+    if not _has_new_switches():
+        return ()
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    onednn: Any = torch.backends.mkldnn
+    return matmul, onednn.matmul, cudnn, cudnn.conv, cudnn.rnn
 
 
 def describe() -> str:

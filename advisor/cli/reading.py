@@ -163,7 +163,7 @@ def why(
         click.echo(str(explanation))
         assert explanation is not None
         if explanation.served:
-            what = described(advice.config, advice.default)
+            what = described(advice.config, advice.served.default)
             click.echo(f"served      {explanation.served}: {what}, batch {advice.batch_size}")
         if not explanation.seen:
             names = sorted({record.target.name for record in open_records(cache).all()})

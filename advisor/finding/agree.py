@@ -12,6 +12,7 @@ from advisor.cache.codec import decode, encode, unpacked
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
 from advisor.tuners.act.ranks import Group
+from advisor.tuners.act.served import Served
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
@@ -51,13 +52,13 @@ def _tell(group: Group, key: str, decide: Callable[[], Advice]) -> Advice:
         advice = decide()
         message = {
             "config": dict(advice.config),
-            "default": dict(advice.default),
-            "flags": dict(advice.flags or {}),
+            "default": dict(advice.served.default),
+            "flags": dict(advice.served.flags or {}),
             "gains": dict(advice.gains),
             "use": advice.use,
             "batch_size": advice.batch_size,
             "status": advice.status,
-            "reason": advice.served,
+            "reason": advice.served.reason,
             "record": encode(advice.record) if advice.record else b"",
         }
         return advice
@@ -86,11 +87,13 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
         config,
         device=device,
         batch_size=batch or said["batch_size"],
-        status=said["status"],
-        reason=f"{said['reason']}; decided by rank 0",
-        record=record,
-        use=said["use"],
-        default=Config(said["default"]),
-        flags=Config(said["flags"]) or None,
-        gains=said["gains"],
+        served=Served(
+            status=said["status"],
+            reason=f"{said['reason']}; decided by rank 0",
+            record=record,
+            use=said["use"],
+            default=Config(said["default"]),
+            flags=Config(said["flags"]) or None,
+            gains=said["gains"],
+        ),
     )

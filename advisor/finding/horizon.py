@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
-from advisor.cache.record import CAPTURE, Choice, Record
+from advisor.cache.record import CAPTURE, Choice, Record, Trial
 from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 
 ONCE = 1.03
@@ -37,70 +37,101 @@ class Row:
     candidate: Candidate
 
 
-def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> list[Candidate]:
-    """What a record knows at one batch size, torch's default first; empty without the default.
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How fast a config is taken to train in the steady state."""
 
-    Beside the default and the advice only what trains faster than the default: raced ones where
-    the race was sure of it, those measured once by the low end of their interval.
-    """
-    from advisor.tuners.knobs import PAYING
+    config: Config
+    samples_per_s: float
+    peak_bytes: int
+    raced: bool
 
-    started = {c.config: c.first_step_s for c in _raced(record) if c.first_step_s > 0}
 
-    def seen(config: Config) -> float:
-        return first_step_seen(record.trials, config, PAYING)
+class _Starts:
+    """What the first step of each config costs a process that starts with it."""
 
-    # What every fresh process pays, and what the trials of one process paid only once.
-    default = record.baseline.config
-    loading = max(0.0, started.get(default, 0.0) - seen(default))
+    def __init__(self, record: Record) -> None:
+        self._trials = record.trials
+        self._fresh = {c.config: c.first_step_s for c in _choices(record) if c.first_step_s > 0}
+        default = record.baseline.config
+        # What every fresh process pays, and what the trials of one process paid only once.
+        self._loading = max(0.0, self._fresh.get(default, 0.0) - self._slowest(default))
 
-    def candidate(config: Config, rate: float, peak_bytes: int, raced: bool) -> Candidate | None:
-        first_step_s = started.get(config) or (seen(config) and seen(config) + loading)
-        if not first_step_s or rate <= 0:
+    def _slowest(self, config: Config) -> float:
+        from advisor.tuners.knobs import PAYING
+
+        return first_step_seen(self._trials, config, PAYING)
+
+    def candidate(self, seen: _Seen, batch: int) -> Candidate | None:
+        """None where its first step, or its rate, is not known."""
+        slowest = self._slowest(seen.config)
+        first_step_s = self._fresh.get(seen.config) or (slowest and slowest + self._loading)
+        if not first_step_s or seen.samples_per_s <= 0:
             return None
-        pace = Pace(batch=batch, first_step_s=first_step_s, step_s=batch / rate)
+        pace = Pace(batch=batch, first_step_s=first_step_s, step_s=batch / seen.samples_per_s)
         if not all(SHORTEST_S < seconds < LONGEST_S for seconds in (pace.step_s, first_step_s)):
             return None
         return Candidate(
-            config=config, pace=pace, peak_bytes=peak_bytes, raced=raced, fresh=config in started
+            config=seen.config,
+            pace=pace,
+            peak_bytes=seen.peak_bytes,
+            raced=seen.raced,
+            fresh=seen.config in self._fresh,
         )
 
-    default = default.at(batch)
-    raced = {c.config: c for c in _raced(record) if c.batch == batch}
+
+def candidates(record: Record, batch: int, sound: Callable[[Config], bool]) -> list[Candidate]:
+    """What a record knows at one batch size, torch's default first; empty without the default."""
+    starts = _Starts(record)
+    found = [starts.candidate(one, batch) for one in _steady(record, batch, sound)]
+    if not found or found[0] is None:
+        return []
+    return [one for one in found if one is not None]
+
+
+def _steady(record: Record, batch: int, sound: Callable[[Config], bool]) -> list[_Seen]:
+    """Beside the default and the advice only what trains faster than the default.
+
+    Raced ones where the race was sure of it, those measured once by the low end of their interval.
+    """
+    raced = {c.config: c for c in _choices(record) if c.batch == batch}
     once = {
         t.config: t.measurement
         for t in record.trials
-        if t.stage == "compute"
-        and t.measurement.ok
-        and t.origin != "reference"
-        and t.config.batch == batch
-        and t.config not in raced
-        and sound(t.config)
+        if _ran(t, batch) and t.config not in raced and sound(t.config)
     }
-    if default in raced:
-        floor = raced[default].samples_per_s
-        found = [candidate(default, floor, raced[default].peak_bytes, True)]
-    elif default in once:
-        floor = once[default].samples_per_s
-        found = [candidate(default, floor, once[default].peak_bytes, False)]
-    else:
-        return []
-    if found == [None]:
+    default = record.baseline.config.at(batch)
+    base = raced.get(default) or once.get(default)
+    if base is None:
         return []
     # In the steady state the advice is the best: what seems faster was not sure to be.
     best = record.winner(CAPTURE)
     most = best.samples_per_s if best.batch == batch and not _for_a_job(record) else float("inf")
-    advised = {one.choice.config for one in record.winners}
+    found = [_Seen(default, base.samples_per_s, base.peak_bytes, default in raced)]
     for config, choice in raced.items():
-        sure = choice.batch != record.batch or choice.speedup_low > 1 or config in advised
-        if config != default and sure and sound(config):
+        if config != default and _sure(record, choice) and sound(config):
             rate = min(most, choice.samples_per_s)
-            found.append(candidate(config, rate, choice.peak_bytes, True))
+            found.append(_Seen(config, rate, choice.peak_bytes, True))
     for config, measured in once.items():
         rate = min(most, measured.low / ONCE)
-        if config != default and rate > floor:
-            found.append(candidate(config, rate, measured.peak_bytes, False))
-    return [one for one in found if one is not None]
+        if config != default and rate > base.samples_per_s:
+            found.append(_Seen(config, rate, measured.peak_bytes, False))
+    return found
+
+
+def _ran(trial: Trial, batch: int) -> bool:
+    return (
+        trial.stage == "compute"
+        and trial.measurement.ok
+        and trial.origin != "reference"
+        and trial.config.batch == batch
+    )
+
+
+def _sure(record: Record, choice: Choice) -> bool:
+    """Whether a race was sure that a config is faster than the default, or it is the advice."""
+    advised = {one.choice.config for one in record.winners}
+    return choice.batch != record.batch or choice.speedup_low > 1 or choice.config in advised
 
 
 def table(record: Record, sound: Callable[[Config], bool]) -> list[Row]:
@@ -124,5 +155,5 @@ def _for_a_job(record: Record) -> bool:
     return bool(record.provenance.steps or record.provenance.duration_s)
 
 
-def _raced(record: Record) -> list[Choice]:
+def _choices(record: Record) -> list[Choice]:
     return [record.baseline, *(one.choice for one in record.winners), *record.raced]

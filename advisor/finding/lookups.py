@@ -25,6 +25,7 @@ from advisor.finding.meant import CODE, Meant, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
+from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
@@ -168,8 +169,7 @@ def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> 
             Config(),
             device=device,
             batch_size=batch,
-            status="disabled",
-            reason="ADVISOR_DISABLE is set",
+            served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
         )
     here = _Lookup(target, asked)
     try:
@@ -243,7 +243,7 @@ class _Lookup:
         answered = Answer(
             config=answered.config, reason=reason, gains=answered.gains, flags=answered.flags
         )
-        status = "stale" if match.differs or record.stale else "exact"
+        status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 
     def _near(self, request: Request, query: Query, match: Match) -> Advice:
@@ -279,15 +279,17 @@ class _Lookup:
             config,
             device=request.device,
             batch_size=config.batch or request.batch,
-            status=status,
-            reason=reason,
-            record=record,
-            explanation=self._explained(status, reason, record.id),
-            use=request.use,
-            # What the task itself asks for, as determinism, is no default of torch's.
-            default=Config(record.baseline.config | TORCH),
-            flags=answered.flags or None,
-            gains=answered.gains,
+            served=Served(
+                status=status,
+                reason=reason,
+                record=record,
+                explanation=self._explained(status, reason, record.id),
+                use=request.use,
+                # What the task itself asks for, as determinism, is no default of torch's.
+                default=Config(record.baseline.config | TORCH),
+                flags=answered.flags or None,
+                gains=answered.gains,
+            ),
         )
 
     def nothing(self, why: str, device: str, batch: int | None) -> Advice:
@@ -303,10 +305,12 @@ class _Lookup:
             TORCH,
             device=device,
             batch_size=batch,
-            status="miss",
-            reason=why,
-            explanation=self._explained("miss", why, ""),
-            default=TORCH,
+            served=Served(
+                status="miss",
+                reason=why,
+                explanation=self._explained("miss", why, ""),
+                default=TORCH,
+            ),
         )
 
     def _missed(self, request: Request, query: Query, match: Match) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from advisor.cache.domain import printable
+from advisor.errors import printable
 from advisor.frameworks.following import Told
 from advisor.frameworks.python import keywords, literal
 

@@ -172,7 +172,7 @@ def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, argu
     advice = advisor.lookup(device="cpu", **arguments)
     assert (advice.status, advice.config) == ("exact", FAST)
     assert advice.record is not None and advice.record.id == record.id
-    assert "1.50x" in advice.served and "not in force yet" in advice.reason
+    assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
 
 
 def test_found_by_the_model_itself(record: Record) -> None:
@@ -361,7 +361,7 @@ def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     advice = advisor.lookup("model.py:Net", device="cpu")
     assert (advice.status, advice.config) == ("exact", FAST)
-    assert "this job has 4" in advice.served
+    assert "this job has 4" in advice.served.reason
     monkeypatch.setenv("RANK", "3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -543,4 +543,4 @@ def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
     # A winner that was never compared is served as what it is.
     unsure = advisor.lookup("model.py:Net", device="cpu")
     assert unsure.config in (FAST, DEFAULT)
-    assert unsure.config == DEFAULT or "not verified against fp32" in unsure.served
+    assert unsure.config == DEFAULT or "not verified against fp32" in unsure.served.reason

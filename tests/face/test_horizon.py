@@ -106,14 +106,14 @@ def test_the_length_of_the_job_decides(record: Record) -> None:
     assert served(duration=55).config == CHEAP
     assert served(duration="2h").config == COMPILED
     advice = served(steps=500)
-    assert advice.served.startswith("1.91x torch's default over 500 steps at batch 4")
-    assert "raced" in advice.served and "in a fresh process" in advice.served
+    assert advice.served.reason.startswith("1.91x torch's default over 500 steps at batch 4")
+    assert "raced" in advice.served.reason and "in a fresh process" in advice.served.reason
 
 
 def test_a_single_step_is_no_job_to_tune(record: Record) -> None:
     advice = served(steps=1)
     assert advice.config == BASE
-    assert "over 1 steps at batch 4 nothing pays" in advice.served
+    assert "over 1 steps at batch 4 nothing pays" in advice.served.reason
 
 
 def test_limits_hold_for_a_job_too(record: Record) -> None:
@@ -135,10 +135,10 @@ def test_what_was_measured_once_is_said_so(record: Record) -> None:
     assert served(steps=10**6).config == BASE
     short = replace(alone.provenance, steps=1)
     keep(replace(alone, provenance=short))
-    assert "chosen for a job of 1 steps" in served().served
+    assert "chosen for a job of 1 steps" in served().served.reason
     advice = served(steps=10**6)
     assert advice.config == ONCE
-    assert "measured once" in advice.served and "slowest one seen" in advice.served
+    assert "measured once" in advice.served.reason and "slowest one seen" in advice.served.reason
 
 
 def test_what_was_struck_out_is_never_served(record: Record) -> None:
@@ -171,7 +171,7 @@ def test_a_record_without_first_steps_says_that_it_cannot_tell(record: Record) -
     keep(unknown)
     advice = served(steps=5)
     assert advice.config == COMPILED
-    assert "first steps are not known" in advice.served
+    assert "first steps are not known" in advice.served.reason
     assert break_even(unknown) == []
 
 

@@ -29,7 +29,10 @@ KNOB = """    Knob(
         default=0,
         values=lambda here: (0, 9),
         needs=lambda value: FLAGS,
-        flags=lambda value: os.environ.__setitem__("SLACK", str(value)),
+        flag=Flag(
+            set=lambda value: os.environ.__setitem__("SLACK", str(value)),
+            now=lambda: int(os.environ["SLACK"]),
+        ),
     ),
 """
 SLEEPY = MODEL.replace("import torch\n", "import os, time, torch\n").replace(

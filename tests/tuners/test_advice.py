@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,22 +20,22 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.in_force import PIECES, InForce
+from advisor.tuners.act.following import PIECES, Following
+from advisor.tuners.act.in_force import IN_FORCE, InForce
 from advisor.tuners.act.replays import Replays
+from advisor.tuners.act.served import Served
 from advisor.tuners.knobs import KNOBS, Situation
 from advisor.tuners.search.space import Space
+from tests.cache import examples
 
 
 @pytest.fixture(autouse=True)
 def flags_as_they_were() -> Iterator[None]:
-    threads = torch.get_num_threads()
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     yield
-    Advice(
-        Config(
-            precision="default", cudnn_benchmark=False, cudnn_deterministic=False, threads=threads
-        ),
-        device="cpu",
-    ).set_flags()
+    IN_FORCE.release()
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def train(advice: Advice, steps: int = 3) -> list[float]:
@@ -58,7 +59,7 @@ def test_no_advice_changes_nothing() -> None:
         torch.get_float32_matmul_precision(),
         torch.get_num_threads(),
     )
-    advice = Advice(Config(), device="cpu", batch_size=4, status="miss")
+    advice = Advice(Config(), device="cpu", batch_size=4, served=Served(status="miss"))
     advice.set_flags()
     assert advice.optimizer == {} and advice.loader == {"batch_size": 4}
     assert not advice.scaler.is_enabled()
@@ -281,7 +282,7 @@ def test_fp16_without_a_scaler_is_named_once() -> None:
 
 @pytest.mark.parametrize("how", ["step", "scaler", "own"])
 def test_fp16_with_any_scaler_is_in_effect(how: str) -> None:
-    advice = Advice(Config(precision="fp16"), device="cpu", reason="fast")
+    advice = Advice(Config(precision="fp16"), device="cpu", served=Served(reason="fast"))
     advice.set_flags()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -292,15 +293,13 @@ def test_fp16_with_any_scaler_is_in_effect(how: str) -> None:
 TORCHS = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
 
 
-def served(config: Config, **more: object) -> Advice:
-    return Advice(
-        config,
-        device="cpu",
-        reason="1.84x torch's default at batch 128",
-        default=TORCHS,
-        gains={"flags": 1.1, "loop": 1.84, "capture": 6.4},
-        **more,  # type: ignore[arg-type]
-    )
+def served(config: Config, **more: Any) -> Advice:
+    known: dict[str, Any] = {
+        "reason": "1.84x torch's default at batch 128",
+        "default": TORCHS,
+        "gains": {"flags": 1.1, "loop": 1.84, "capture": 6.4},
+    }
+    return Advice(config, device="cpu", served=Served(**known | more))
 
 
 @pytest.fixture
@@ -308,7 +307,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads by default, which nobody has set."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(acting, "_put_by_us", {})
     monkeypatch.setattr(acting, "tell_at_exit", lambda one: None)
     torch.set_num_threads(2)
 
@@ -396,8 +394,11 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
     advice = served(TORCHS.replace(threads=1))
     advice.set_flags()
     assert torch.get_num_threads() == before
-    kept = f"kept: threads={before}, as it was set; advised is 1"
-    assert kept in advice.report() and f"threads={before} stays" in advice.reason
+    who = "as it was set" if how == "set_num_threads" else "the environment sets it"
+    assert f"not by this advice: threads={before} stays, {who}; advised is threads=1" in (
+        advice.report()
+    )
+    assert f"threads={before} stays" in advice.reason and "in force (flags)" not in advice.reason
 
 
 @pytest.mark.usefixtures("threads")
@@ -407,6 +408,154 @@ def test_threads_that_the_user_set_stay_when_other_flags_are_put_back() -> None:
     advice.set_flags()
     advice.prepare(nn.Linear(1, 1))
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("how", ["OMP_NUM_THREADS", "set_num_threads"])
+def test_threads_that_were_so_already_are_not_claimed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    if how == "OMP_NUM_THREADS":
+        monkeypatch.setenv(how, "1")
+    advice = served(
+        TORCHS.replace(threads=1, channels_last=True),
+        status="stale",
+        reason="1.84x; measured elsewhere: threads 2 -> 1",
+    )
+    advice.set_flags()
+    assert "threads" not in IN_FORCE.config
+    who = "as it was set" if how == "set_num_threads" else "the environment sets it"
+    so = f"threads=1 was so already: {who}"
+    assert advice.reason == (
+        f"not in force yet; 1.84x (stale) once the loop also calls prepare, batches; but {so}"
+    )
+    lines = advice.report().splitlines()
+    assert f"not by this advice: {so}; advised is threads=1" in lines
+    assert "stale: 1.84x; measured elsewhere: threads 2 -> 1" in lines
+    train(advice)
+    assert advice.reason == f"1.84x; measured elsewhere: threads 2 -> 1; but {so}"
+    assert not any(line.startswith("stale") for line in advice.report().splitlines())
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("later", [2, 3])
+def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
+    advice = served(TORCHS.replace(threads=1, precision="tf32"))
+    advice.set_flags()
+    advice.prepare(nn.Linear(1, 1))
+    assert "in effect: threads=1" in advice.report()
+    torch.set_num_threads(later)
+    now = f"threads={later} now, as it was set since"
+    assert advice.reason == f"1.84x torch's default at batch 128; but {now}"
+    assert f"not by this advice: {now}; advised is threads=1" in advice.report()
+    assert "in effect: threads=1" not in advice.report() and "in effect: tf32" in advice.report()
+    served(TORCHS.replace(threads=1)).set_flags()  # the user's by now, also at torch's default
+    assert torch.get_num_threads() == later
+    torch.set_num_threads(1)
+    assert "in effect: threads=1" in advice.report()
+
+
+@pytest.mark.usefixtures("threads")
+def test_every_flag_is_read_back() -> None:
+    values = {"precision": "tf32", "cudnn_benchmark": True, "cudnn_deterministic": True}
+    default = TORCHS.replace(cudnn_deterministic=False)
+    advice = served(default.replace(**values), default=default)
+    advice.set_flags()
+    assert [line[:9] for line in advice.report().splitlines()[1:-1]] == ["in effect"] * 3
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+    now = (
+        "precision (matmul=ieee conv=tf32 rnn=tf32) now, as it was set since",
+        "cudnn_benchmark=False now, as it was set since",
+        "cudnn_deterministic (False) now, as it was set since",
+    )
+    assert advice.reason == f"1.84x torch's default at batch 128; but {'; '.join(now)}"
+
+
+@pytest.mark.usefixtures("threads")
+def test_flags_that_were_changed_are_claimed_no_more() -> None:
+    advice = served(TORCHS.replace(threads=1, channels_last=True))
+    advice.set_flags()
+    assert advice.reason.startswith("1.10x in force (flags)")
+    torch.set_num_threads(3)
+    assert advice.reason.startswith("not in force yet")
+
+
+@pytest.mark.usefixtures("threads")
+def test_flags_that_other_advice_has_set_since_are_its_own() -> None:
+    first = served(TORCHS.replace(threads=1), flags=TORCHS.replace(threads=1))
+    first.set_flags()
+    second = served(TORCHS.replace(threads=3))
+    second.set_flags()
+    assert "threads=3 now, as other advice set it since" in first.report()
+    assert "in effect: threads=3" in second.report()
+
+
+@pytest.mark.usefixtures("threads")
+def test_no_speed_up_is_claimed_where_no_flag_was_set() -> None:
+    """Looked up alone, and one whose flags alone are torch's own."""
+    advice = served(TORCHS.replace(threads=1))
+    advice.prepare(nn.Linear(1, 1))
+    assert advice.reason == "not in force yet; 1.84x once the script also calls set_flags"
+    advice = served(TORCHS.replace(threads=1), flags=TORCHS)
+    advice.set_flags()
+    assert advice.reason == "not in force yet; 1.84x once the loop also calls prepare"
+    assert "not in effect: threads=1: advice.prepare not used" in advice.report()
+
+
+@pytest.mark.usefixtures("threads")
+def test_no_speed_up_is_claimed_for_another_model() -> None:
+    good = examples.record()
+    advice = served(TORCHS.replace(threads=1), record=good)
+    advice.set_flags()
+    with pytest.warns(AdvisorWarning, match="is not the one tuned as"):
+        advice.prepare(nn.Linear(1, 1))
+    known = f"no speed-up is known: this model is not the one tuned as {good.target.name}"
+    assert advice.reason.startswith(known)
+    assert advice.reason.endswith("; 1.84x torch's default at batch 128")
+    assert advice.report().splitlines()[0] == advice.reason
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_was_put_in_force_is_released() -> None:
+    """To what was there before the first; what others have changed since is theirs."""
+    torch.backends.cudnn.benchmark = True
+    precision = torch.get_float32_matmul_precision()
+    in_force = InForce()
+    in_force.put(Config(threads=1, cudnn_benchmark=False))
+    in_force.put(Config(threads=3, precision="tf32"))
+    put = Config(threads=3, cudnn_benchmark=False, precision="tf32")
+    assert in_force.config == put and in_force.changed == {}
+    torch.backends.cudnn.benchmark = True
+    assert in_force.config == put.without("cudnn_benchmark")
+    assert in_force.changed == {"cudnn_benchmark": True}
+    in_force.release(Config(threads=1))  # not what is in force
+    assert torch.get_num_threads() == 3
+    in_force.release()
+    assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
+    assert torch.get_float32_matmul_precision() == precision
+    assert in_force.config == Config() and in_force.changed == {}
+    in_force.put(Config(threads=1))
+    torch.set_num_threads(3)
+    in_force.release()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_the_user_changed_between_two_is_what_comes_back() -> None:
+    in_force = InForce()
+    in_force.put(Config(threads=1))
+    torch.set_num_threads(3)
+    in_force.put(Config(threads=1))
+    in_force.release()
+    assert torch.get_num_threads() == 3
+
+
+def test_what_is_no_flag_cannot_be_put_in_force() -> None:
+    with pytest.raises(ValueError, match="'channels_last' acts through no flag"):
+        InForce().put(Config(channels_last=True))
 
 
 @pytest.mark.usefixtures("threads")
@@ -429,7 +578,7 @@ def test_every_row_says_which_piece_it_needs() -> None:
     )
     for knob in KNOBS:
         for value in knob.values(wide)[1:]:
-            one = InForce(advised=((knob, value),), served="", use="loop", gains={})
+            one = Following(advised=((knob, value),), served=Served())
             assert one.waiting(), knob.name
             one.used.update(PIECES)
             assert not one.waiting()
@@ -439,17 +588,19 @@ SCRIPT = """
 import logging, os, sys
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.served import Served
 from torch import nn
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
 default = Config(channels_last=False)
-advice = Advice(Config(channels_last=True), device="cpu", reason="2.00x", default=default)
+served = Served(reason="2.00x", default=default)
+advice = Advice(Config(channels_last=True), device="cpu", served=served)
 if sys.argv[1] != "none":
     advice.prepare(nn.Conv2d(1, 1, 1))
 if sys.argv[1] == "all":
     list(advice.batches([]))
 if sys.argv[1] == "none":
-    Advice(default, device="cpu", default=default).set_flags()
+    Advice(default, device="cpu", served=served).set_flags()
     Advice(Config(channels_last=True), device="cpu").set_flags()
 if sys.argv[1] == "fork" and os.fork() == 0:
     sys.exit()

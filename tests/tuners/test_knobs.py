@@ -215,7 +215,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.guess == "") == {"cudnn_enabled", BATCH, "compile"}
     assert names(lambda knob: knob.strict is not None) == {"precision"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
-    assert names(lambda knob: knob.chosen) == names(lambda knob: knob.own) == {"threads"}
+    assert names(lambda knob: knob.chosen) == {"threads"}
     assert BY_NAME["threads"].chosen is threads_set
 
 
@@ -306,9 +306,9 @@ def flags_restored() -> Iterator[None]:
 
 
 def _set(name: str, value: Value) -> None:
-    flags = BY_NAME[name].flags
-    assert flags is not None
-    flags(value)
+    flag = BY_NAME[name].flag
+    assert flag is not None
+    flag.set(value)
 
 
 def test_flags_set_the_process_and_set_it_back(
@@ -338,6 +338,57 @@ def test_flags_set_the_process_and_set_it_back(
     assert torch.get_num_threads() == 2
     _set("threads", None)
     assert torch.get_num_threads() == 1
+
+
+FLAGGED = [
+    (knob.name, value)
+    for knob in KNOBS
+    for value in ((1, 2) if knob.domain.most else knob.domain.values)
+    if knob.flag is not None
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FLAGGED)
+@pytest.mark.parametrize("other", ["as torch has it", "as nobody would"])
+def test_a_flag_is_read_and_set_back(
+    name: str, value: Value, other: str, flags_restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what no value of the knob comes to, as the user's own mix of switches."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    held = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    if other == "as nobody would":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.set_num_threads(3)
+        torch.backends.cudnn.enabled = False
+        torch.backends.cudnn.benchmark = True
+    flag = BY_NAME[name].flag
+    assert flag is not None
+    every = [knob.flag for knob in KNOBS if knob.flag is not None]
+    before = [one.now() for one in every]
+    flag.set(value)
+    left = flag.now()
+    flag.set(value)
+    assert flag.now() == left
+    flag.set_back(before[every.index(flag)])
+    assert [one.now() for one in every] == before
+    torch.set_float32_matmul_precision(held[0])
+    torch.backends.cudnn.allow_tf32 = held[1]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _value in FLAGGED}))
+def test_what_is_read_of_a_flag_tells_its_values_apart(name: str, flags_restored: None) -> None:
+    flag = BY_NAME[name].flag
+    assert flag is not None
+    before, found = flag.now(), {}
+    for _name, value in (one for one in FLAGGED if one[0] == name):
+        flag.set(value)
+        found[value] = flag.now()
+    flag.set_back(before)
+    # bf16 and fp16 run over TF32: what differs is the autocast.
+    distinct = {"precision": 3}.get(name, len(found))
+    assert len(set(found.values())) == distinct
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.recorder import RECORDERS
-from advisor.tuners.act.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
 
@@ -551,12 +552,9 @@ def test_a_measured_workload_is_captured_once(tmp_path: Path, recorder: AtenReco
     name = f"{tmp_path / 'net.py'}:Net"
     workload = Workload(
         target.load(target.parse(name), Config()),
+        Task(target=name, shapes=((4, 3),)),
         Advice(Config(step_graph=True), device="cpu"),
-        task=Task(target=name, shapes=((4, 3),)),
-        batch=4,
-        from_loader=False,
-        seed=0,
-        batches=3,
+        Feed(batch=4, seed=0, count=3),
         watch=True,
     )
     workload.start()

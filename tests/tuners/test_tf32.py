@@ -56,7 +56,7 @@ def first_call() -> None:
 def every_sequence() -> None:
     import torch
 
-    from advisor.tuners.tf32 import describe, set_float32
+    from advisor.tuners.tf32 import Float32, describe, set_float32
 
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
@@ -104,6 +104,14 @@ def every_sequence() -> None:
     for first, precision, then in product(before, EXPECTED, after):
         with cleaned():
             act(*first)
+            held = Float32.now()
+            set_float32(precision)
+            held.put_back()
+            back = Float32.now()
+            # What torch refused to say, as the switches disagreed, is said by the new ones.
+            assert back.new == held.new, (first, precision)
+            assert held.matmul in (None, back.matmul), (first, precision)
+            assert held.cudnn in (None, back.cudnn), (first, precision)
             set_float32(precision)
             shown, legacy = EXPECTED[precision]
             told = f"{first} {precision}"

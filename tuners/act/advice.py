@@ -12,19 +12,20 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.explanation import Explanation
-from advisor.cache.record import LOOP, Record
+from advisor.cache.config import Config
+from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.act import ranks
-from advisor.tuners.act.in_force import (
+from advisor.tuners.act.acting import Acting, rows_of
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.step_graph import StepGraph
+from advisor.tuners.act.following import (
     AUTOCAST,
     BATCHES,
     CAPTURE,
@@ -34,20 +35,18 @@ from advisor.tuners.act.in_force import (
     PREPARE,
     SET_FLAGS,
     STEP,
-    InForce,
+    Following,
     tell_at_exit,
 )
-from advisor.tuners.act.recorder import RECORDERS
+from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.act.step_graph import StepGraph
+from advisor.tuners.act.served import Served
 from advisor.tuners.act.unscaled import Unscaled
-from advisor.tuners.knobs import KNOBS, Knob
+from advisor.tuners.knobs import Knob
 
 _NOTHING = contextlib.nullcontext()
 
-_EMPTY = Config()
-_put_by_us: dict[str, Value] = {}
-"""Flags that an advice has set in this process: what differs from it the user has set."""
+_TO_MEASURE = Served()
 
 OVERLAPPED = 8 * 2**20
 """Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
@@ -61,16 +60,8 @@ class Advice:
         config: one value per knob; empty when there is no advice.
         batch_size: samples per step, or None when neither script nor record says.
         device: where to train.
-        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
-            from something near), 'miss' or 'disabled'.
-        served: one line: what was served, or why nothing was.
-        record: the record behind it, or None.
-        explanation: what was looked for and found, for people with str(); None where it was not
-            looked up by this process.
-        use: what the script lets advice do, for which `config` was measured.
-        default: torch's own values: those of the config that are the same are not acted on.
-        flags: what a script that does not `prepare` can follow of an advice; None: `config`'s own.
-        gains: speed-up over torch's default by use, as far as they are known.
+        served: what the lookup that served it says of it.
+        status, record, explanation, use, gains: of `served`; see there.
     """
 
     def __init__(
@@ -79,57 +70,30 @@ class Advice:
         *,
         device: str,
         batch_size: int | None = None,
-        status: str = "exact",
-        reason: str = "",
-        record: Record | None = None,
-        explanation: Explanation | None = None,
-        use: str = LOOP,
-        default: Config = _EMPTY,
-        flags: Config | None = None,
-        gains: Mapping[str, float] = MappingProxyType({}),
+        served: Served = _TO_MEASURE,
     ) -> None:
         self.config = config
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self.status = status
-        self.served = reason
-        self.record = record
-        self.explanation = explanation
-        self.use = use
-        self.default = default
-        self.flags = flags
-        self.gains = dict(gains)
+        self.served = served
+        self.status = served.status
+        self.record = served.record
+        self.explanation = served.explanation
+        self.use = served.use
+        self.gains = served.gains
+        self._acting = Acting(config, served.default, self.device)
+        self._following = Following(tuple(self._acting.advised), served)
+        self._used = self._following.used
         self._compared = False
-        self._rows = _acting(config, default)
-        self._layouts = [
-            (k.layout, config[k.name]) for k in self._rows if k.layout and config[k.name]
-        ]
-        self._autocast_dtype = next(
-            (d for k in self._rows if k.autocast and (d := k.autocast(config[k.name]))), None
-        )
-        self._scaled = any(k.scaled(config[k.name]) for k in self._rows if k.scaled)
-        self._non_blocking = self.device.type == "cuda" and any(
-            k.non_blocking(config[k.name]) for k in self._rows if k.non_blocking
-        )
-        self._graphed = any(k.graphs(config[k.name]) for k in self._rows if k.graphs)
-        self._captured = any(k.captured(config[k.name]) for k in self._rows if k.captured)
-        self._uncaptured = self._captured
+        self._uncaptured = self._acting.captured
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scaler: torch.amp.GradScaler | None = None
-        self._unscaled = Unscaled(self._models) if self._scaled else None
+        self._unscaled = Unscaled(self._models) if self._acting.scaled else None
         self._replays = Replays()
-        self._flagged: set[str] = set()
         self._copies: torch.cuda.Stream | None = None
-        self._in_force = InForce(
-            advised=tuple((k, config[k.name]) for k in self._rows if config[k.name] != k.default),
-            served=reason,
-            use=use,
-            gains=self.gains,
-        )
-        self._used = self._in_force.used
         self._step_graph: StepGraph | None = None
-        if default and self._in_force.advised:  # in a script, not where it is measured
-            tell_at_exit(self._in_force)
+        if served.default and self._following.advised:  # in a script, not where it is measured
+            tell_at_exit(self._following)
 
     def __repr__(self) -> str:
         return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
@@ -144,12 +108,12 @@ class Advice:
         never used the piece it needs, what the user's own setting kept, what the next use gives."""
         return "\n".join(self._now().lines())
 
-    def _now(self) -> InForce:
+    def _now(self) -> Following:
         if self._unscaled is not None and self._unscaled.scaled:
             self._used.add(STEP)
         if self._step_graph is not None:
-            self._in_force.failed = self._step_graph.failure
-        return self._in_force
+            self._following.failed = self._step_graph.failure
+        return self._following
 
     def set_flags(self) -> None:
         """Set the process-wide flags that are advised (`advisor.apply` did this).
@@ -158,37 +122,18 @@ class Advice:
         the user has set, as OMP_NUM_THREADS, stays.
         """
         self._used.add(SET_FLAGS)
-        alone = self.flags is not None and PREPARE not in self._used
-        self._put(self.flags if alone and self.flags is not None else self.config)
+        alone = self.served.flags if PREPARE not in self._used else None
+        self._put(self.config if alone is None else alone)
 
     def _put(self, config: Config) -> None:
-        rows = {knob.name for knob in _acting(config, self.default)}
-        before, self._flagged = self._flagged, set()
-        for knob in KNOBS:
-            if knob.flags is None:
-                continue
-            value: Value = None
-            if knob.name in rows and not self._users(knob, config[knob.name]):
-                value = config[knob.name]
-                self._flagged.add(knob.name)
-            elif knob.name not in rows and knob.name in before:
-                value = self.default.get(knob.name, knob.default)
-            if value is not None:
-                knob.flags(value)
-                _put_by_us[knob.name] = self._in_force.put[knob.name] = value
-
-    def _users(self, knob: Knob, advised: Value) -> bool:
-        """Whether the user has set it: then it stays. While measuring nothing is the user's."""
-        if knob.own is None or knob.name not in self.default:
-            return False
-        own = knob.own()
-        if knob.name in _put_by_us and _put_by_us[knob.name] == own:
-            return False
-        if own != self.default[knob.name] or (knob.chosen is not None and knob.chosen()):
-            if own != advised:
-                self._in_force.kept[knob.name] = own
-            return True
-        return False
+        """Put the flags of a config in force, in the place of those that this advice has put."""
+        following, default = self._following, self.served.default
+        rows = [knob for knob in rows_of(config, default) if knob.flag is not None]
+        own = {knob.name for knob in rows if _users(knob, default)}
+        flags = Config({k.name: config[k.name] for k in rows if k.name not in own})
+        IN_FORCE.release(following.put.without(*flags))
+        IN_FORCE.put(flags)
+        following.put, following.kept = flags, own
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model on the device in the advised memory format, compiled where that pays.
@@ -204,17 +149,17 @@ class Advice:
         if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
             self._compare(model, self.record)
         self._used.add(PREPARE)
-        if self.flags is not None and SET_FLAGS in self._used:
+        if self.served.flags is not None and SET_FLAGS in self._used:
             self._put(self.config)
         return self.lay_out(model.to(self.device))
 
     def lay_out(self, model: nn.Module) -> nn.Module:
         """The model in the advised memory format, compiled in place: what `prepare` does to it,
         for a loop that moves and compares it by itself."""
-        for knob in self._rows:
+        for knob, value in self._acting.rows:
             if knob.model is not None:
-                model = knob.model(model, self.config[knob.name])
-        if self._graphed:
+                model = knob.model(model, value)
+        if self._acting.graphs:
             self._replays.attach(model)
         self._models.add(model)
         return model
@@ -243,65 +188,57 @@ class Advice:
                 f"cannot be compared with the one tuned as {record.target.name} "
                 f"({type(exc).__name__}: {first})"
             )
-        self._in_force.another = f"this model {what}"
+        self._following.another = f"this model {what}"
         warnings.warn(f"advisor: this model {what}", AdvisorWarning, stacklevel=3)
 
     @property
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
         self._used.add(OPTIMIZER)
-        return self._keywords("optimizer")
+        return self._acting.optimizer()
 
     @property
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
         self._used.add(LOADER)
         known = {} if self.batch_size is None else {"batch_size": self.batch_size}
-        return self._keywords("loader") | known
-
-    def _keywords(self, part: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for knob in self._rows:
-            act = getattr(knob, part)
-            if act is not None:
-                found |= act(self.config[knob.name])
-        return found
+        return self._acting.loader() | known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context for forward pass and loss: torch.autocast, or nothing."""
-        if self._autocast_dtype is None:
+        if self._acting.autocast is None:
             return _NOTHING
         self._used.add(AUTOCAST)
         if self._unscaled is not None:
             self._unscaled.watch()
-        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self.device.type, dtype=self._acting.autocast)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The number format of `autocast`, None where it changes nothing."""
-        return self._autocast_dtype
+        return self._acting.autocast
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
         """The GradScaler, enabled for fp16 only: for loops that clip or accumulate gradients."""
         if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._scaled)
+            self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._acting.scaled)
         return self._scaler
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
         """The training step as one CUDA graph where that is advised, else as it is.
 
         `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
-        callable that comes back is used in its place. See `tuners.act.step_graph.StepGraph` for
-        what happens at its first calls and what falls back to `train_step` itself: one warning
-        says so.
+        callable that comes back is used in its place. See `StepGraph` in
+        `tuners.act.capture.step_graph` for what happens at its first calls and what falls back to
+        `train_step` itself: one warning says so.
 
         Args:
             train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
-        recorder = RECORDERS.get(self.device.type) if self._captured else None
+        recorder = RECORDERS.get(self.device.type) if self._acting.captured else None
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
@@ -335,7 +272,7 @@ class Advice:
         self._used.add(STEP)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self._scaled:
+        if self._acting.scaled:
             scaler = self.scaler
             scaler.scale(loss).backward()
             for optimizer in optimizers:
@@ -345,7 +282,7 @@ class Advice:
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-        if self._graphed:
+        if self._acting.graphs:
             self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -354,11 +291,11 @@ class Advice:
         Large pinned batches are copied on a stream of their own, beside the step before.
         """
         self._used.add(BATCHES)
-        overlapped: bool | None = None if self._non_blocking else False
+        overlapped: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
             if overlapped is None:
                 overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
-            if self._graphed:
+            if self._acting.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if overlapped else self.place(batch)
 
@@ -380,13 +317,14 @@ class Advice:
         """
         self._used.add(BATCHES)
         # This runs at every step: the common types first, and no work for knobs that are off.
+        acting = self._acting
         if isinstance(batch, Tensor):
-            if not self._layouts:
-                return batch.to(self.device, non_blocking=self._non_blocking)
+            if not acting.layouts:
+                return batch.to(self.device, non_blocking=acting.non_blocking)
             layout = torch.preserve_format
-            for act, value in self._layouts:
+            for act, value in acting.layouts:
                 layout = act(batch, value) or layout
-            return batch.to(self.device, non_blocking=self._non_blocking, memory_format=layout)
+            return batch.to(self.device, non_blocking=acting.non_blocking, memory_format=layout)
         kind = type(batch)
         if kind is tuple or kind is list:
             return kind([self.place(part) for part in batch])
@@ -394,7 +332,7 @@ class Advice:
             placed = {name: self.place(part) for name, part in batch.items()}
             return placed if kind is dict else _like(batch, placed)
         if hasattr(batch, "to"):
-            return batch.to(self.device, non_blocking=self._non_blocking)
+            return batch.to(self.device, non_blocking=acting.non_blocking)
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return kind(*map(self.place, batch))
         if isinstance(batch, list | tuple):
@@ -402,11 +340,14 @@ class Advice:
         return batch
 
 
-def _acting(config: Config, default: Config) -> tuple[Knob, ...]:
-    """The rows whose value in `config` is not torch's own already; True and 1 differ."""
-    changed = config.changed(default)
-    batch = {BATCH} if config.batch and config.batch != default.batch else set()
-    return tuple(knob for knob in KNOBS if knob.name in changed or knob.name in batch)
+def _users(knob: Knob, default: Config) -> bool:
+    """Whether the user has set a flag that then stays. While measuring nothing is the user's."""
+    if knob.flag is None or knob.chosen is None or knob.name not in default:
+        return False
+    if knob.name in IN_FORCE.config:
+        return False
+    changed = knob.name in IN_FORCE.changed or knob.flag.now() != default[knob.name]
+    return changed or knob.chosen()
 
 
 def _like(batch: Mapping[Any, Any], placed: dict[Any, Any]) -> Any:

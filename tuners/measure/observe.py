@@ -76,7 +76,7 @@ class NoScale(Exception):
 
 
 class Observer:
-    """Trains one workload, built with `batches=BATCHES` and `watch=True`, and looks at it.
+    """Trains one workload, built with BATCHES batches and `watch=True`, and looks at it.
 
     Args:
         rounding: of results, relatively, beside what the config itself does; 0 for none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import DataLoader, Dataset
 
 from advisor.cache.task import Task
-from advisor.errors import TargetError, TargetFailed
+from advisor.errors import TargetFailed
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.step_graph import StepGraph
-from advisor.tuners.target import Loaded, build, failed
+from advisor.tuners.act.capture.step_graph import StepGraph
+from advisor.tuners.measure.made_up import Feed, forever, make_batch, outputs_of, random_targets
+from advisor.tuners.target import Loaded, build
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
@@ -34,60 +32,53 @@ class Workload:
     """One training or inference step on one config, built as a script would build it."""
 
     def __init__(
-        self,
-        loaded: Loaded,
-        advice: Advice,
-        *,
-        task: Task,
-        batch: int,
-        from_loader: bool,
-        seed: int,
-        batches: int = 1,
-        watch: bool = False,
+        self, loaded: Loaded, task: Task, advice: Advice, feed: Feed, *, watch: bool = False
     ) -> None:
-        """A step is a pass through the shapes of `mix`, where there are any.
+        """A step is a pass through the shapes of the task's mix, where there are any.
 
-        `batches` different ones of each shape are cycled through; with `watch`, `outputs` holds
-        those of the last step.
+        With `watch`, `outputs` holds those of the last step.
         """
-        torch.manual_seed(seed)
+        torch.manual_seed(feed.seed)
         advice.set_flags()
         self.advice = advice
-        self._loaded = loaded
-        self._task, self._training = task, task.mode == "train"
-        model = build(loaded)
-        self.model = advice.prepare(model)
+        self._loaded, self._task = loaded, task
+        self._training = task.mode == "train"
+        self.model = advice.prepare(build(loaded))
         self.model.train(self._training)
         self.loss: Tensor | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
         self._plain_optimizer = OPTIMIZERS[task.optimizer]
-        if self._training:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            if not parameters:
-                raise TargetFailed(
-                    f"target {loaded.spec.name!r}: it has no trainable parameter; use --mode infer"
-                )
-            self.optimizer = self._plain_optimizer(parameters, **advice.optimizer)
+        self.optimizer = self._optimizer() if self._training else None
         self._watch = watch
         self.outputs: list[Tensor] = []
-        made = []
-        for number in range(batches):
-            # The same numbers for every config, whatever a model's dropout has drawn before.
-            torch.manual_seed(seed + 1 + number)
-            for shape in task.mix or ((batch, *task.sample),):
-                inputs, target = self._make_batch(shape)
-                if target is None and self._training:
-                    target = self._make_target(inputs, seed + 1 + number)
-                made.append((inputs, target))
-        self._passes = 1 if from_loader else max(1, len(task.mix))
+        made = self._made_batches(feed)
+        self._passes = 1 if feed.from_loader else max(1, len(task.mix))
         self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
         self._made = made[0]
-        if from_loader:
-            self._source = _forever(advice, _Repeated(made[0], batch))
+        if feed.from_loader:
+            self._source = forever(advice, self._made, feed.batch)
         else:
             self._placed = [advice.place(one) for one in made]
             self.rewind()
-        torch.manual_seed(seed + 1000)
+        torch.manual_seed(feed.seed + 1000)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not parameters:
+            name = self._loaded.spec.name
+            raise TargetFailed(f"target {name!r}: it has no trainable parameter; use --mode infer")
+        return self._plain_optimizer(parameters, **self.advice.optimizer)
+
+    def _made_batches(self, feed: Feed) -> list[tuple[Any, Any]]:
+        made = []
+        for number in range(feed.count):
+            # The same numbers for every config, whatever a model's dropout has drawn before.
+            torch.manual_seed(feed.seed + 1 + number)
+            for shape in self._task.mix or ((feed.batch, *self._task.sample),):
+                inputs, target = make_batch(self._loaded, self._task, shape)
+                if target is None and self._training:
+                    target = self._make_target(inputs, feed.seed + 1 + number)
+                made.append((inputs, target))
+        return made
 
     def rewind(self, first: int = 0) -> None:
         """Go on with the batch of this number, and from there in their order."""
@@ -101,28 +92,8 @@ class Workload:
     def fed_by(self, advice: Advice, batch: int) -> Workload:
         """The same model and optimizer behind another DataLoader: nothing is compiled again."""
         other = copy.copy(self)
-        other._source = _forever(advice, _Repeated(self._made, batch))
+        other._source = forever(advice, self._made, batch)
         return other
-
-    def _make_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        hook, batch = self._loaded.make_batch, shape[0]
-        if hook is None:
-            return make_input(shape, self._task.dtype, self._task.vocab), None
-        more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
-        if self._task.mix and not more:
-            raise TargetFailed(
-                f"target {self._loaded.spec.name!r}: for several shapes make_batch must take a "
-                "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
-            )
-        try:
-            made = hook(batch, torch.device("cpu"), *more)
-        except Exception as exc:  # the user's code may raise anything; it is reported whole
-            raise failed(self._loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise TargetFailed(
-                f"target {self._loaded.spec.name!r}: make_batch must return (inputs, target)"
-            )
-        return made
 
     def _make_target(self, inputs: Any, seed: int) -> Any:
         """Random labels for a 2-D output, a random tensor of the output's shape otherwise.
@@ -132,7 +103,7 @@ class Workload:
         with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unsearched():
             output = self._forward(self.advice.place(inputs))
         torch.manual_seed(seed)
-        return _random_targets(output)
+        return random_targets(output)
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Without compiling: for a forward pass that is not part of a step."""
@@ -188,7 +159,7 @@ class Workload:
             output = self._forward(inputs)
             loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
         if self._watch:
-            self._keep([part.detach() for part in _outputs(output)])
+            self._keep([part.detach() for part in outputs_of(output)])
         self.advice.step(loss, self.optimizer)
         return loss.detach()
 
@@ -212,51 +183,11 @@ def _unsearched() -> Iterator[None]:
         torch.backends.cudnn.benchmark = searches
 
 
-def make_input(shape: tuple[int, ...], kind: str, vocab: int) -> Tensor:
-    """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
-    dtype = getattr(torch, kind)
-    if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.randint(0, vocab, shape).to(dtype)
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
-    logits = (
-        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    )
-    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
-    if isinstance(logits, Tensor) and not isinstance(output, tuple):
-        return [logits]
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, list | tuple):
-        return [tensor for part in output for tensor in _outputs(part)]
-    return []
-
-
-def _random_target(output: Tensor) -> Tensor:
-    if output.dim() == 2:
-        return torch.randint(0, output.shape[1], (output.shape[0],))
-    return torch.randn(output.shape)
-
-
-def _random_targets(output: Any) -> Tensor | list[Tensor]:
-    found = [_random_target(tensor) for tensor in _outputs(output)]
-    if not found:
-        raise TargetError(
-            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
-            "define loss(output, target) in the target's file"
-        )
-    return found[0] if len(found) == 1 else found
-
-
 def _loss(output: Any, target: Any) -> Tensor:
     targets = [target] if isinstance(target, Tensor) else list(target)
     parts = [
-        _one_loss(tensor, wanted) for tensor, wanted in zip(_outputs(output), targets, strict=False)
+        _one_loss(tensor, wanted)
+        for tensor, wanted in zip(outputs_of(output), targets, strict=False)
     ]
     return torch.stack([part.float() for part in parts]).sum()
 
@@ -265,35 +196,6 @@ def _one_loss(output: Tensor, target: Tensor) -> Tensor:
     if output.dim() == 2 and not target.is_floating_point():
         return functional.cross_entropy(output, target)
     return functional.mse_loss(output, target.to(output.dtype))
-
-
-class _Repeated(Dataset[Any]):
-    """An in-memory dataset: one made batch, taken apart into samples and repeated."""
-
-    REPEATS = 16
-
-    def __init__(self, batch: tuple[Any, Any], size: int) -> None:
-        # A mapping of another kind is a leaf to a tree of tensors.
-        parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
-        self._batch = tree_map_only(Tensor, Tensor.cpu, parts)
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size * self.REPEATS
-
-    def __getitem__(self, index: int) -> Any:
-        def pick(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return leaf[index % self._size]
-            return 0 if leaf is None else leaf  # a DataLoader takes no None
-
-        return tree_map(pick, self._batch)
-
-
-def _forever(advice: Advice, dataset: Dataset[Any]) -> Iterator[tuple[Any, Any]]:
-    loader = DataLoader(dataset, shuffle=True, drop_last=True, **advice.loader)
-    while True:
-        yield from advice.batches(loader)
 
 
 class Layers:

@@ -23,6 +23,7 @@ from advisor.tuners import fingerprint, target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.knobs import INPUT, KNOBS, plain
 from advisor.tuners.measure import numerics
+from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.observe import BATCHES
 from advisor.tuners.measure.timing import (
     Clock,
@@ -172,7 +173,7 @@ class Bench:
 
         def build(one: Config) -> Workload:
             self.release()
-            return self._build(one, "compute", batches=BATCHES, watch=True)
+            return self._build(one, "compute", count=BATCHES, watch=True)
 
         try:
             good, reason = numerics.check(build, configs, steps, tolerance, self._references)
@@ -201,19 +202,13 @@ class Bench:
                 return workload.fed_by(advice, batch)
         return None
 
-    def _build(self, config: Config, stage: str, **watched: Any) -> Workload:
+    def _build(
+        self, config: Config, stage: str, *, count: int = 1, watch: bool = False
+    ) -> Workload:
         batch = config.batch
         advice = Advice(config, device=self._job.device, batch_size=batch)
-        workload = Workload(
-            self._loaded,
-            advice,
-            task=self._task,
-            batch=batch,
-            from_loader=stage == INPUT,
-            seed=self._job.seed,
-            **watched,
-        )
-        return workload
+        feed = Feed(batch=batch, seed=self._job.seed, count=count, from_loader=stage == INPUT)
+        return Workload(self._loaded, self._task, advice, feed, watch=watch)
 
     def first_step(self) -> None:
         """One forward and backward at the user's batch, naming the layer that rejects it."""
@@ -226,9 +221,7 @@ class Bench:
         loaded = dataclasses.replace(self._loaded, factory=lambda: built)
         with Layers(built) as layers:
             try:
-                Workload(
-                    loaded, advice, task=task, batch=task.batch, from_loader=False, seed=job.seed
-                ).step()
+                Workload(loaded, task, advice, Feed(batch=task.batch, seed=job.seed)).step()
                 self._clock.synchronize()
             except AdvisorError:
                 raise

@@ -1,0 +1,63 @@
+"""What a config comes to through the rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from advisor.cache.config import BATCH, Config, Value
+from advisor.tuners.knobs import KNOBS, Knob
+
+
+def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
+    """The rows whose value in `config` is not torch's own already; True and 1 differ."""
+    changed = config.changed(default)
+    batch = {BATCH} if config.batch and config.batch != default.batch else set()
+    return tuple(knob for knob in KNOBS if knob.name in changed or knob.name in batch)
+
+
+class Acting:
+    """The rows through which a config acts on a device, and what they make of a step.
+
+    Attributes:
+        rows: those whose value is not torch's own, with it.
+        layouts: what lays a batch out, each with its value.
+        autocast: the number format of the forward pass; None where it is not changed.
+        scaled: whether the loss is.
+        non_blocking: whether batches are copied beside the host's work.
+        graphs: whether the forward pass replays CUDA graphs.
+        captured: whether the whole step is to be captured.
+    """
+
+    def __init__(self, config: Config, default: Config, device: torch.device) -> None:
+        self.rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
+        self.layouts = [(knob.layout, value) for knob, value in self.rows if knob.layout and value]
+        self.autocast = next(
+            (found for k, value in self.rows if k.autocast and (found := k.autocast(value))), None
+        )
+        self.scaled = self._any(lambda knob: knob.scaled)
+        self.non_blocking = device.type == "cuda" and self._any(lambda knob: knob.non_blocking)
+        self.graphs = self._any(lambda knob: knob.graphs)
+        self.captured = self._any(lambda knob: knob.captured)
+
+    def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:
+        return any(says(value) for knob, value in self.rows if (says := column(knob)) is not None)
+
+    @property
+    def advised(self) -> Iterator[tuple[Knob, Value]]:
+        """The rows that differ from torch's own wherever that is known beforehand."""
+        return ((knob, value) for knob, value in self.rows if value != knob.default)
+
+    def optimizer(self) -> dict[str, Any]:
+        """Keyword arguments for torch.optim's optimizers."""
+        return _merged(k.optimizer(value) for k, value in self.rows if k.optimizer is not None)
+
+    def loader(self) -> dict[str, Any]:
+        """Keyword arguments for torch.utils.data.DataLoader."""
+        return _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+
+
+def _merged(parts: Iterator[dict[str, object]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,0 +1,131 @@
+"""The made-up data of a workload: batches of its shapes, their targets, a DataLoader of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.data import DataLoader, Dataset
+
+from advisor.cache.task import Task
+from advisor.errors import TargetError, TargetFailed
+from advisor.tuners.act.advice import Advice
+from advisor.tuners.target import Loaded, failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a workload is fed with.
+
+    Attributes:
+        batch: samples in one.
+        seed: of its numbers.
+        count: different batches of each shape, which are cycled through.
+        from_loader: whether they come through a DataLoader, else they lie on the device.
+    """
+
+    batch: int
+    seed: int
+    count: int = 1
+    from_loader: bool = False
+
+
+def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Inputs and their target, on the CPU; None for a target where the user makes no batches.
+
+    Raises:
+        TargetFailed: the user's make_batch raised, or does not fit the task.
+    """
+    hook, batch = loaded.make_batch, shape[0]
+    if hook is None:
+        return make_input(shape, task.dtype, task.vocab), None
+    more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
+    if task.mix and not more:
+        raise TargetFailed(
+            f"target {loaded.spec.name!r}: for several shapes make_batch must take a "
+            "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
+        )
+    try:
+        made = hook(batch, torch.device("cpu"), *more)
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        raise failed(loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TargetFailed(f"target {loaded.spec.name!r}: make_batch must return (inputs, target)")
+    return made
+
+
+def make_input(shape: tuple[int, ...], kind: str, vocab: int) -> Tensor:
+    """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
+    dtype = getattr(torch, kind)
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, vocab, shape).to(dtype)
+
+
+def outputs_of(output: Any) -> list[Tensor]:
+    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
+    if isinstance(logits, Tensor) and not isinstance(output, tuple):
+        return [logits]
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in outputs_of(part)]
+    return []
+
+
+def _random_target(output: Tensor) -> Tensor:
+    if output.dim() == 2:
+        return torch.randint(0, output.shape[1], (output.shape[0],))
+    return torch.randn(output.shape)
+
+
+def random_targets(output: Any) -> Tensor | list[Tensor]:
+    found = [_random_target(tensor) for tensor in outputs_of(output)]
+    if not found:
+        raise TargetError(
+            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
+            "define loss(output, target) in the target's file"
+        )
+    return found[0] if len(found) == 1 else found
+
+
+class _Repeated(Dataset[Any]):
+    """An in-memory dataset: one made batch, taken apart into samples and repeated."""
+
+    REPEATS = 16
+
+    def __init__(self, batch: tuple[Any, Any], size: int) -> None:
+        # A mapping of another kind is a leaf to a tree of tensors.
+        parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
+        self._batch = tree_map_only(Tensor, Tensor.cpu, parts)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size * self.REPEATS
+
+    def __getitem__(self, index: int) -> Any:
+        def pick(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf[index % self._size]
+            return 0 if leaf is None else leaf  # a DataLoader takes no None
+
+        return tree_map(pick, self._batch)
+
+
+def forever(advice: Advice, made: tuple[Any, Any], batch: int) -> Iterator[tuple[Any, Any]]:
+    """Batches of a DataLoader as the advice has it, over the samples of one made batch."""
+    dataset = _Repeated(made, batch)
+    loader = DataLoader(dataset, shuffle=True, drop_last=True, **advice.loader)
+    while True:
+        yield from advice.batches(loader)
