@@ -142,13 +142,14 @@ def lookup(
 
 def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.knobs import Advised
 
     set_up_logging()
     device = _device(asked["device"])
     batch = _batch(asked)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
-            Config(),
+            Advised(),
             device=device,
             batch_size=batch,
             status="disabled",
@@ -245,7 +246,7 @@ class _Lookup:
     ) -> Advice:
         """The advice, and one warning for all there is to say."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         record = match.record or match.nearest
         assert record is not None and self._found is not None
@@ -255,7 +256,7 @@ class _Lookup:
         _log.info("record %s (%s): %s", record.id, status, answered.reason)
         config = answered.config
         return Advice(
-            config,
+            Advised(config),
             device=request.device,
             batch_size=config.batch or request.batch,
             status=status,
@@ -272,14 +273,14 @@ class _Lookup:
     def nothing(self, why: str, device: str, batch: int | None) -> Advice:
         """Torch's defaults, and one warning."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         if self._found is not None:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
         _warn(f"{why}. Training goes on with torch's defaults")
         return Advice(
-            TORCH,
+            Advised(TORCH),
             device=device,
             batch_size=batch,
             status="miss",
