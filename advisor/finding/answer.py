@@ -10,6 +10,7 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
+from advisor.cache.shown import size
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
@@ -59,7 +60,7 @@ class Limits:
 
     def __str__(self) -> str:
         most = self.given.get("max_memory", 0)
-        return f"batch {self.batch}{f' within {most / 2**30:.3g} GiB' if most else ''}"
+        return f"batch {self.batch}{f' within {size(most)}' if most else ''}"
 
 
 def answer(record: Record, request: Request) -> Answer:

@@ -11,10 +11,11 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, Part, Record, Trial
+from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
-from advisor.report.text import age, duration, outcome, rate, size, spread
+from advisor.report.text import age, duration, outcome, rate, spread
 from advisor.tuners.knobs import described
 
 UNSTEADY = 1.2
@@ -134,9 +135,12 @@ def parts(record: Record) -> Table:
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
             note = "not needed, set back to torch's default"
+        elif not tells(part.low, part.high):
+            note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        table.row(part_name(part), f"{part.ratio:.2f}x", f"{part.low:.2f}-{part.high:.2f}", note)
+        ratio = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        table.row(part_name(part), ratio, interval(part.low, part.high), note)
     return table
 
 

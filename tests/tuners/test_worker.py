@@ -371,11 +371,11 @@ def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
     with Worker(job(path, max_memory=2**30), deadline_s=60) as made:
         made.describe()
         tried = measure(made, 5)
-        assert tried.outcome == "out_of_memory" and "of the 1.00 permitted" in tried.reason
+        assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in tried.reason
         assert measure(made, 4).ok
     with (
         Worker(job(path, max_memory=2**30, batch=6), deadline_s=60) as made,
-        pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1\.00"),
+        pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1 GiB"),
     ):
         made.describe()
 
