@@ -233,7 +233,8 @@ def _libraries() -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is of Python, of torch, of an installed library or of advisor's own."""
     if not file or file.startswith("<frozen"):
         return True
     path = Path(file)
@@ -252,7 +253,7 @@ def _is_own(piece: Any) -> bool:
     # What was executed without a module is known by its functions' code.
     function = next(_functions(piece if isinstance(piece, type) else _bare(piece)), None)
     file = getattr(sys.modules.get(name), "__file__", None)
-    return not _is_library(file or (function.__code__.co_filename if function else ""))
+    return not is_library(file or (function.__code__.co_filename if function else ""))
 
 
 def _bare(function: Any) -> Any:

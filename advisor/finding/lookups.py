@@ -196,7 +196,7 @@ class _Lookup:
         try:
             answered = answer(match.record, request)
         except NoRecord as exc:
-            raise NoRecord(f"{exc}; run: {tune_first(request, match.record)}") from None
+            raise NoRecord(f"{exc}; {tune_first(request, match.record)}") from None
         return self._served(request, query, match, answered)
 
     def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
@@ -235,8 +235,8 @@ class _Lookup:
         differs = ", ".join(map(str, match.differs))
         reason = f"the nearest record, {near.id}, differs in {differs}; {answered.reason}"
         said = (
-            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure: "
-            f"{tune_first(request, near)}"
+            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure "
+            f"it, {tune_first(request, near)}"
         )
         served = Answer(config=answered.config, reason=reason)
         return self._made(request, served, match, "nearest", [said])
@@ -298,7 +298,7 @@ class _Lookup:
         what += f" on {query.environment.device.name}"
         if match.differs:
             what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
-        return f"{what}; run: {tune_first(request, match.nearest)}"
+        return f"{what}; {tune_first(request, match.nearest)}"
 
     def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
         """None where it did not come as far as looking."""
