@@ -44,12 +44,12 @@ def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: 
     from advisor import tuning
     from advisor.report import data, tables
     from advisor.report.progress import Shown
-    from advisor.report.text import age
+    from advisor.report.text import age, duration
 
     with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
         found = tuning.measured(task, plan, cache=cache, progress=progress)
     if as_json:
-        status = "known" if found.known else "tuned"
+        status = "known" if found.known else "tuned" if found.finished else "unfinished"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
         return
     out = console()
@@ -63,6 +63,13 @@ def tune(target: str, cache: str | None, as_json: bool, quiet: bool, **options: 
     out.print()
     for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not found.finished:
+        out.print(
+            f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
+            "torch's default. The same command goes on; a larger --budget gets further.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 target_option = click.option(

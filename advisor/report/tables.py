@@ -68,7 +68,9 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
     """The lines below the verdict: the input pipeline, what it cost, and what to write."""
     made, advised = record.provenance, record.winner(LOOP)
     default = record.baseline.config
-    if advised == record.baseline:
+    if not record.compares:
+        yield "Nothing was raced beside torch's default, which is the advice until something is."
+    elif advised == record.baseline:
         yield "Nothing measured is clearly faster at your batch: the advice is the default."
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
@@ -180,6 +182,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
     table = _Cells(*headings, whole=("key", "speed-up", "age"))
     for record, differs in records:
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
+        state = "fresh" if record.compares else "nothing raced"
         table.add_row(
             *map(
                 Text,
@@ -193,7 +196,7 @@ def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
                     age(record.provenance.created),
                 ),
             ),
-            Text("stale: " + ", ".join(why), "yellow") if why else Text("fresh"),
+            Text("stale: " + ", ".join(why), "yellow") if why else Text(state),
         )
     return table
 
