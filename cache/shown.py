@@ -23,6 +23,11 @@ def tells(low: float, high: float) -> bool:
     return not low <= 1 <= high or high < UNTOLD * low
 
 
+def speedup(ratio: float, low: float, high: float) -> str:
+    """'1.38x (1.36-1.41)'."""
+    return f"{ratio:.2f}x ({interval(low, high)})"
+
+
 def interval(low: float, high: float) -> str:
     """'1.36-1.41'; 'could not tell' where its figures would say nothing."""
     return f"{low:.2f}-{high:.2f}" if tells(low, high) else "could not tell"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from advisor.cache.record import Choice, Measurement
-from advisor.cache.shown import interval
+from advisor.cache.shown import speedup
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -48,4 +48,4 @@ def outcome(measured: Measurement) -> str:
 
 def spread(choice: Choice) -> str:
     """'1.38x (1.36-1.41)'."""
-    return f"{choice.speedup:.2f}x ({interval(choice.speedup_low, choice.speedup_high)})"
+    return speedup(choice.speedup, choice.speedup_low, choice.speedup_high)
