@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
@@ -10,15 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import advisor as package
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Part, Record
+from advisor.cache.record import LOOP, Measurement, Part, Record
 from advisor.cache.records import Records
 from advisor.opening import open_records
-from advisor.remeasuring import FAILS, HOLDS, UNTOLD, judged
+from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
+from advisor.report.tables import parts as parts_table
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import Ratio
+from tests.cache import examples
 from tests.cache.examples import choice
 from tests.face.commands import LAYERED, SHAPE, advisor, own, take_over
 
@@ -138,6 +143,60 @@ def test_a_record_that_holds_says_so(tuned: Path) -> None:
     assert told.returncode == 0 and told.stdout.endswith(
         "not compared with fp32: the advice changes no numbers\nthe record holds\n"
     )
+
+
+class OneSecondEach:
+    """Runs any config, a second each, of which nobody waits for any."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def measure(self, config: Config, **_how: object) -> Measurement:
+        self.time += 1.0
+        rate = 200.0 if config["precision"] == "bf16" else 100.0
+        return Measurement(outcome="ok", samples_per_s=rate)
+
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize(("budget_s", "parts"), [(4.0, 0), (40.0, 1)])
+def test_what_was_measured_once_is_no_part(budget_s: float, parts: int) -> None:
+    """One turn has no interval."""
+    worker = OneSecondEach()
+    again = _Again(replace(examples.record(), input=Config()), worker, budget_s)  # type: ignore[arg-type]
+    again._clock = Clock(budget_s, now=worker.now)
+    found = again.parts()
+    assert [(part.knob, part.ratio) for part in found] == [
+        (Config(precision="bf16"), pytest.approx(2.0))
+    ][:parts]
+
+
+@pytest.mark.parametrize(
+    ("low", "ratio", "high", "idle"),
+    [
+        (0.97, 1.0, 1.03, True),
+        (1.001, 1.005, 1.009, True),
+        (1.2, 1.3, 1.4, False),
+        (0.2, 1.1, 6.0, False),
+        (0.0, 5.0, 29348.73, False),
+    ],
+)
+def test_which_knob_contributes_nothing(low: float, ratio: float, high: float, idle: bool) -> None:
+    """Not one of which nothing is known."""
+    assert _idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
+
+
+def test_a_part_that_cannot_be_told_shows_no_figures() -> None:
+    unknown = Part(knob=Config(precision="bf16"), ratio=5.0, low=0.0, high=29348.73)
+    out = io.StringIO()
+    Console(width=140, file=out).print(
+        parts_table(replace(examples.record(), input=Config(), parts=(unknown,)))
+    )
+    assert "could not tell" in out.getvalue() and "by itself" not in out.getvalue()
+    assert "29348" not in out.getvalue() and "5.00" not in out.getvalue()
 
 
 def test_what_cannot_be_told_changes_nothing(tuned: Path) -> None:
