@@ -193,7 +193,8 @@ def _fault(use: str, then: Choice, now: Ratio) -> str:
 
 def _doubt(use: str, then: Choice, now: Ratio) -> str:
     """Why it cannot be told whether a winner holds, or ''."""
-    if now.mean >= KEPT * then.speedup and now.low > 1 and now.within(WIDE):
+    least = KEPT * then.speedup
+    if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
         return ""
     apart = now.high / now.low if now.low else math.inf
     wide = f"{apart:.3g}x" if apart < MOST_APART else f"more than {MOST_APART}x"

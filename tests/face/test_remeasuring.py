@@ -241,6 +241,7 @@ def test_a_fault_counts_before_a_doubt() -> None:
         (14.31, (14.0, 13.7, 14.3), HOLDS, ""),
         (14.31, (20.0, 19.0, 21.0), HOLDS, ""),
         (14.31, (13.0, 11.0, 15.4), HOLDS, ""),
+        (14.31, (20.0, 13.0, 30.8), HOLDS, ""),
         (14.31, (6.37, 0.4, 101.0), UNTOLD, "252x from end to end"),
         (14.31, (6.37, 2.0, 20.3), UNTOLD, "10.2x from end to end"),
         (14.31, (14.31, 9.0, 22.8), UNTOLD, "2.53x from end to end"),
