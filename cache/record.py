@@ -219,7 +219,8 @@ class Record:
 
     @property
     def compares(self) -> bool:
-        """Whether anything was raced beside torch's default, or is known not to run.
+        """Whether anything was held against torch's default: in the race, or so far behind in the
+        search, or failing there, that it did not come so far.
 
         Where nothing was, time ran out before it, or there was nothing else to try.
         """
@@ -230,7 +231,9 @@ class Record:
             for trial in self.trials
             if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
         ]
-        return any(one.config != default for one in raced) or (bool(others) and not any(others))
+        # Without time for a race the default has the one turn of its trial.
+        held = len(self.baseline.rounds) > 1 or not any(others)
+        return any(one.config != default for one in raced) or (bool(others) and held)
 
     @property
     def choices(self) -> dict[str, Choice]:

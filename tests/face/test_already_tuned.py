@@ -127,15 +127,20 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
 def test_what_counts_as_raced() -> None:
     default, fast = examples.DEFAULT, examples.DEFAULT.replace(precision="bf16")
     made = examples.record()
+    once = replace(made.baseline, rounds=made.baseline.rounds[:1])
     alone = replace(
         made,
-        winners=tuple(replace(one, choice=made.baseline) for one in made.winners),
-        raced=(made.baseline,),
+        baseline=once,
+        winners=tuple(replace(one, choice=once) for one in made.winners),
+        raced=(once,),
         trials=(examples.trial(0, default), examples.trial(1, fast)),
     )
     assert made.compares and not alone.compares
     assert replace(alone, raced=(made.baseline, examples.choice(fast))).compares
     assert not replace(alone, trials=alone.trials[:1]).compares
+    # There was a race, and the other was too slow to be in it.
+    assert replace(alone, baseline=made.baseline).compares
+    assert not replace(alone, baseline=made.baseline, trials=alone.trials[:1]).compares
     # What does not run cannot be raced.
     failed = examples.trial(1, fast, outcome="failed")
     assert replace(alone, trials=(alone.trials[0], failed)).compares
