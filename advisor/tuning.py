@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms
 
 MOST_KIN = 2
@@ -40,10 +41,17 @@ MOST_KIN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What `tune` found. `known`: it was there already and nothing was measured."""
+    """What `tune` found.
+
+    Attributes:
+        known: it was there already and nothing was measured.
+        finished: something was raced beside torch's default, or there is nothing else to race. If
+            not, time ran out before it, and the same call goes on.
+    """
 
     record: Record
     known: bool
+    finished: bool
 
 
 def tune(
@@ -139,7 +147,23 @@ class _Subject:
     facts: Facts
     key: Key
     target: Target
+    space: Space
     process_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """What earlier calls left to this one.
+
+    Attributes:
+        known: a record that answers already.
+        fresh: what was tried before is left alone.
+        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+    """
+
+    known: Record | None = None
+    fresh: bool = False
+    unfinished: bool = False
 
 
 class _Tuning:
@@ -167,15 +191,18 @@ class _Tuning:
             akin = self._records.all()  # of other models too: what is near is worth trying first
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
-            fresh = plan.force
-            if not fresh:
-                known, fresh = self._known(subject.key, akin)
-                if known is not None:
-                    return Tuned(record=self._under_this_name(known, subject.target), known=True)
+            before = _Before(fresh=True) if plan.force else self._before(subject, akin)
+            if before.known is not None:
+                named = self._under_this_name(before.known, subject.target)
+                return Tuned(record=named, known=True, finished=True)
             near = _first_guesses(subject, akin, self._progress)
-            return Tuned(record=self._tune(subject, near, fresh), known=False)
+            record = self._tune(subject, near, before)
+            finished = record.compares or not subject.space.is_choice
+            return Tuned(record=record, known=False, finished=finished)
 
     def _described(self, worker: Worker) -> _Subject:
+        from advisor.tuners.search.space import Space
+
         began = time.monotonic()
         facts = worker.describe()
         process_s = time.monotonic() - began
@@ -188,28 +215,37 @@ class _Tuning:
             libraries=facts.libraries,
             threads=facts.threads if self._device == "cpu" else 0,
         )
-        target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
-        return _Subject(worker=worker, facts=facts, key=key, target=target, process_s=process_s)
+        return _Subject(
+            worker=worker,
+            facts=facts,
+            key=key,
+            target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
+            space=Space.of(self._situation(facts)),
+            process_s=process_s,
+        )
 
-    def _known(self, key: Key, akin: Sequence[Record]) -> tuple[Record | None, bool]:
-        """A record that answers already; whether what was tried before is to be left alone."""
-        plan = self._plan
+    def _before(self, subject: _Subject, akin: Sequence[Record]) -> _Before:
+        """What the record of this very task, if there is one, means for this call."""
+        plan, key = self._plan, subject.key
         found = [r for r in akin if r.key.id == key.id and r.batch == key.task.batch]
         if not found:
-            return None, False
+            return _Before()
         known = found[0]
         if known.stale:
             self._progress.notice(f"marked stale ({known.stale}); measured again")
-            return None, True
+            return _Before(fresh=True)
+        if not known.compares and subject.space.is_choice:
+            self._progress.notice("nothing was raced beside torch's default yet; goes on")
+            return _Before(unfinished=True)
         if not suffices(known.provenance.effort, plan.effort):
             self._progress.notice(
                 f"tuned with --effort {known.provenance.effort}; goes on with {plan.effort}"
             )
         elif length_of(known) == plan.length(key.task.batch):
-            return known, False
+            return _Before(known=known)
         else:
             self._progress.notice("tuned for a job of another length; the choice is made again")
-        return None, False
+        return _Before()
 
     def _under_this_name(self, known: Record, target: Target) -> Record:
         """A record with the name that it was asked for by, so that apply() finds it by that."""
@@ -254,19 +290,18 @@ class _Tuning:
             step_graph=task.step_graph,
         )
 
-    def _tune(self, subject: _Subject, near: Sequence[Config], fresh: bool) -> Record:
+    def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.search.journal import open_study
-        from advisor.tuners.search.space import Space
         from advisor.tuners.search.study import Scope, Search
         from advisor.tuners.search.verdict import decide
 
         facts, plan, studies = subject.facts, self._plan, self._records.studies
-        space = Space.of(self._situation(facts))
+        space = subject.space
         self._refuse_too_small(facts)
         name = f"{subject.key.id}@{self._task.batch}-{space.digest}"
         with locked(studies, name):
-            study, damage = open_study(studies, name, fresh=fresh)
+            study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
@@ -275,6 +310,7 @@ class _Tuning:
                 memory=self._memory(facts),
                 first=near,
                 seed=plan.seed,
+                resumes=not before.unfinished,
             )
             search = Search(subject.worker, space, study, scope, self._progress)
             self._progress.started(facts, subject.key, space, len(search.trials))
@@ -282,7 +318,7 @@ class _Tuning:
             decided = decide(subject.worker, space, search, self._terms(subject), self._progress)
             made = self._provenance(facts, name, tried, scope.clock.spent_s)
             record = _record(subject, decided, made)
-            _keep(self._records, record, fresh, self._progress)
+            _keep(self._records, record, before.fresh or before.unfinished, self._progress)
         return record
 
     def _terms(self, subject: _Subject) -> Terms:
@@ -344,12 +380,13 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, fresh: bool, progress: Progress) -> None:
+def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> None:
     """Put it where it can be put, and say where that is if it is not where it should be.
 
-    What is measured anew on purpose counts there, also where there was a record of more effort.
+    What is measured anew on purpose, or finished, counts there, also where there was a record of
+    more effort.
     """
-    before = records.versions(record) if fresh else []
+    before = records.versions(record) if anew else []
     kept = records.put(record)
     faults = list(records.unreachable)
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))

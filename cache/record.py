@@ -225,6 +225,24 @@ class Record:
         return there.get((lesser[-1], free), there[lesser[-1], False])
 
     @property
+    def compares(self) -> bool:
+        """Whether anything was held against torch's default: in the race, or so far behind in the
+        search, or failing there, that it did not come so far.
+
+        Where nothing was, time ran out before it, or there was nothing else to try.
+        """
+        default = self.baseline.config
+        raced = (*self.raced, *(one.choice for one in self.winners))
+        others = [
+            trial.measurement.ok
+            for trial in self.trials
+            if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
+        ]
+        # Without time for a race the default has the one turn of its trial.
+        held = len(self.baseline.rounds) > 1 or not any(others)
+        return any(one.config != default for one in raced) or (bool(others) and held)
+
+    @property
     def choices(self) -> dict[str, Choice]:
         """Every config that was chosen, by what a report calls it; equal ones once, by the loop's
         name, as that is what most scripts have."""

@@ -234,6 +234,7 @@ def _libraries() -> tuple[str, ...]:
 
 @functools.cache
 def is_library(file: str) -> bool:
+    """Whether a file is of Python, of torch, of an installed library or of advisor's own."""
     if not file or file.startswith("<frozen"):
         return True
     path = Path(file)

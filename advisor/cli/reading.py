@@ -148,7 +148,7 @@ def why(
         warnings.simplefilter("ignore", AdvisorWarning)
         advice = lookups.lookup(
             target,
-            batch=int(batch) if batch is not None and batch.isdecimal() else batch,
+            batch=_batch(batch),
             capture=capture,
             cache=cache,
             on_miss=on_miss,
@@ -173,6 +173,11 @@ def why(
         click.get_current_context().exit(WRONG_USAGE)
     if strict and advice.status == "miss":
         click.get_current_context().exit(FAILED)
+
+
+def _batch(text: str | None) -> int | str | None:
+    """As `lookup` takes it, which refuses what is no number."""
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
 
 
 @click.command()

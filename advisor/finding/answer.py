@@ -10,6 +10,7 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
+from advisor.cache.shown import size
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
@@ -66,7 +67,7 @@ class Limits:
 
     def __str__(self) -> str:
         most = self.given.get("max_memory", 0)
-        return f"batch {self.batch}{f' within {most / 2**30:.3g} GiB' if most else ''}"
+        return f"batch {self.batch}{f' within {size(most)}' if most else ''}"
 
 
 def answer(record: Record, request: Request) -> Answer:
@@ -101,11 +102,10 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     }
     flags = allowed.get(FLAGS, record.baseline)
     default = choice.config == record.baseline.config
-    what = (
-        "torch's default: nothing measured is clearly faster"
-        if default
-        else f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
-    )
+    what = f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
+    if default:
+        why = "nothing measured is clearly faster" if record.compares else "nothing else was raced"
+        what = f"torch's default: {why}"
     return Answer(
         config=Config(choice.config | record.input),
         reason=what + _chosen_for(record) + unverified(record, choice.config),

@@ -160,13 +160,14 @@ def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits:
 
 def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.knobs import Advised
 
     set_up_logging()
     device = _device(asked["device"])
     batch = named_batch(asked)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
-            Config(),
+            Advised(),
             device=device,
             batch_size=batch,
             served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
@@ -214,7 +215,7 @@ class _Lookup:
         try:
             answered = answer(match.record, request)
         except NoRecord as exc:
-            raise NoRecord(f"{exc}; run: {tune_first(request, match.record)}") from None
+            raise NoRecord(f"{exc}; {tune_first(request, match.record)}") from None
         return self._served(request, query, match, answered)
 
     def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
@@ -253,8 +254,8 @@ class _Lookup:
         differs = ", ".join(map(str, match.differs))
         reason = f"the nearest record, {near.id}, differs in {differs}; {answered.reason}"
         said = (
-            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure: "
-            f"{tune_first(request, near)}"
+            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure "
+            f"it, {tune_first(request, near)}"
         )
         served = Answer(config=answered.config, reason=reason)
         return self._made(request, served, match, "nearest", [said])
@@ -264,7 +265,7 @@ class _Lookup:
     ) -> Advice:
         """The advice, and one warning for all there is to say."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         record = match.record or match.nearest
         assert record is not None and self._found is not None
@@ -276,7 +277,7 @@ class _Lookup:
         _log.info("record %s (%s): %s", record.id, status, reason)
         config = answered.config
         return Advice(
-            config,
+            Advised(config),
             device=request.device,
             batch_size=config.batch or request.batch,
             served=Served(
@@ -295,14 +296,14 @@ class _Lookup:
     def nothing(self, why: str, device: str, batch: int | None) -> Advice:
         """Torch's defaults, and one warning."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         if self._found is not None:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
         _warn(f"{why}. Training goes on with torch's defaults")
         return Advice(
-            TORCH,
+            Advised(TORCH),
             device=device,
             batch_size=batch,
             served=Served(
@@ -328,7 +329,7 @@ class _Lookup:
             what += f" on {query.environment.device.name}"
         if differs:
             what += f" (the nearest record differs in {', '.join(map(str, differs))})"
-        return f"{what}; run: {tune_first(request, near)}"
+        return f"{what}; {tune_first(request, near)}"
 
     def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
         """None where it did not come as far as looking."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -136,8 +135,9 @@ class Request:
 
 def processes() -> int:
     """Of this job, as its launcher says."""
-    told = os.environ.get("WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+    from advisor.tuners.environment import told
+
+    return max(1, told("WORLD_SIZE", 1))
 
 
 def known_batch(given: Mapping[str, Any], batch: object) -> int | None:

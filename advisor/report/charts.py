@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from advisor.cache.record import Record
+from advisor.cache.shown import size
 from advisor.report.data import Comparison, Estimate, Timeline, Tried
 from advisor.report.tables import part_name, pipelines, raced
-from advisor.report.text import rate, size
+from advisor.report.text import rate
 from advisor.tuners.knobs import described
 
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 
 from advisor.cache.record import LOOP, Record
+from advisor.cache.shown import size
 from advisor.finding.answer import break_even
 from advisor.printed import about, script_line
 from advisor.report import charts, tables
 from advisor.report.data import Report, Section
-from advisor.report.text import size, spread
+from advisor.report.text import spread
 from advisor.tuners.knobs import described
 
 

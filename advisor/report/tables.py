@@ -10,11 +10,12 @@ from advisor.cache.match import Difference
 from advisor.cache.reader import Held
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, Choice, Measurement, Part, Record
 from advisor.cache.seal import UNSIGNED
+from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
 from advisor.report.data import Table
-from advisor.report.text import age, duration, outcome, rate, size, spread
+from advisor.report.text import age, duration, outcome, rate, spread
 from advisor.tuners.knobs import BY_NAME, INPUT, described
 
 UNSTEADY = 1.2
@@ -65,7 +66,9 @@ def stale(record: Record) -> str:
 def said(record: Record) -> Iterator[str]:
     """What must be known of the verdict."""
     made, advised = record.provenance, record.winner(LOOP)
-    if advised == record.baseline:
+    if not record.compares:
+        yield "Nothing was raced beside torch's default, which is the advice until something is."
+    elif advised == record.baseline:
         yield "Nothing measured is clearly faster at your batch: the advice is the default."
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
@@ -147,9 +150,12 @@ def parts(record: Record) -> Table:
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
             note = "not needed, set back to torch's default"
+        elif not tells(part.low, part.high):
+            note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        table.row(part_name(part), f"{part.ratio:.2f}x", f"{part.low:.2f}-{part.high:.2f}", note)
+        ratio = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        table.row(part_name(part), ratio, interval(part.low, part.high), note)
     return table
 
 
@@ -196,7 +202,9 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     for held, differs in found:
         record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
-        state = "stale: " + ", ".join(why) if why else "fresh"
+        state = (
+            "stale: " + ", ".join(why) if why else "fresh" if record.compares else "nothing raced"
+        )
         table.row(
             record.id,
             record.key.environment.device.name,

@@ -66,7 +66,7 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(self: Any, subject: Any, near: Sequence[Config], fresh: bool) -> Record:
+    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> Record:
         measured.append(subject.key.task)
         made = examples.record(subject.key)
         plan = self._plan
@@ -79,7 +79,7 @@ def unmeasured() -> Iterator[list[Task]]:
         record = dataclasses.replace(
             made, target=subject.target, input=Config(), provenance=provenance, trials=()
         )
-        _keep(self._records, record, fresh, self._progress)
+        _keep(self._records, record, before.fresh, self._progress)
         return record
 
     with pytest.MonkeyPatch.context() as patch:

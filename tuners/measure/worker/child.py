@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, target
 from advisor.tuners.act.advice import Advice
@@ -301,7 +302,7 @@ class Bench:
         if not self._cuda and most and peak > most:
             return Measurement(
                 outcome="out_of_memory",
-                reason=f"it held {peak / 2**30:.2f} GiB of the {most / 2**30:.2f} permitted",
+                reason=f"it held {size(peak)} of the {size(most)} permitted",
                 peak_bytes=peak,
             )
         samples = self._samples(config, stage)
