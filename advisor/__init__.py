@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from advisor.finding.lookups import apply, lookup
+    from advisor.frameworks import accelerate, hf, lightning
     from advisor.remeasuring import explain, verify
     from advisor.sharing import export, gc, import_, sync
     from advisor.tuners.act.advice import Advice
@@ -49,11 +50,14 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "__version__",
+    "accelerate",
     "apply",
     "explain",
     "export",
     "gc",
+    "hf",
     "import_",
+    "lightning",
     "lookup",
     "sync",
     "tune",
@@ -73,6 +77,9 @@ _HOMES = {
     "verify": "advisor.remeasuring",
 }
 
+_ROOMS = ("accelerate", "hf", "lightning")
+"""Of advisor.frameworks, with functions of their own."""
+
 
 def __getattr__(name: str) -> Any:
     # Lazy: `import advisor` costs milliseconds, and torch is loaded when something needs it.
@@ -80,6 +87,8 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}")
+    if name in _ROOMS:
+        return importlib.import_module(f"advisor.frameworks.{name}")
     return getattr(importlib.import_module(_HOMES.get(name, "advisor.errors")), name)
 
 

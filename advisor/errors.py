@@ -22,6 +22,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def printable(text: str) -> str:
+    """The text with '?' for each character that could steer a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 class AdvisorError(Exception):
     """What advisor raises on purpose; its text is for the user."""
 
@@ -48,6 +53,9 @@ class TargetFailed(AdvisorError):
 
 class StoreError(AdvisorError):
     """The store cannot be used now: unwritable, unreadable or locked."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # a server or a database may have said part of it
 
 
 class StoreDamaged(StoreError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import os
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +16,12 @@ from advisor.cache.match import Difference, compare
 from advisor.cache.record import Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
+from advisor.errors import UsageError
 from advisor.opening import Cache
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from advisor.finding.request import Request
 
 DEEPEST = 3
@@ -62,18 +68,54 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     return _tune(here(record), more)
 
 
+def about(command: str, record: Record, cache: Cache = None) -> str:
+    """The line of a command that takes a KEY: 'advisor explain ae1bff61eea5@64'."""
+    return shlex.join(["advisor", command, record.id, *_elsewhere(cache)])
+
+
 def tune_first(request: Request, near: Record | None) -> str:
-    """The command that ends a miss: with all that was asked for, else as in the nearest record."""
+    """What ends a miss: 'run: ', and the whole command, with all that was asked for, else as in the
+    nearest record; where something of it cannot be known, in words what to give."""
     given = {**({} if near is None else _as_dict(here(near))), **request.given}
-    target = given.pop("target", "TARGET")
+    target, unless = given.pop("target", ""), ""
     if isinstance(request.target, str):
         target = request.target
+    elif not target and request.target is not None:
+        target, unless = _class_of(request.target, given.get("model_args", {}))
     shapes = given.pop("shapes", None)
-    if shapes is None:
-        return f"advisor tune {shlex.quote(target)} --shape BATCHxSAMPLE"
-    if request.batch and len(shapes) == 1:
+    if shapes and request.batch and len(shapes) == 1:
         shapes = ((request.batch, *shapes[0][1:]),)
-    return _tune(Task(target=target, shapes=shapes, **given), _elsewhere(request.cache))
+    if target and shapes:
+        given["device"] = _named(request.device)
+        task = Task(target=target, shapes=shapes, **given)
+        return f"run{unless}: {_tune(task, _elsewhere(request.cache))}"
+    needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
+    if not shapes:
+        needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
+    return f"run advisor tune {', '.join(needed)}"
+
+
+def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """'nets/model.py:Net' for a model of a class that a file of this project has and that builds
+    with these arguments, as far as can be seen, else ''; and what may be missing from them."""
+    from advisor.tuners.fingerprint import is_library, unwrapped
+
+    kind = type(unwrapped(model))
+    try:
+        file = Path(inspect.getsourcefile(kind) or "").resolve()
+        taken = inspect.signature(kind)
+        taken.bind(**arguments)
+    except (OSError, TypeError, ValueError):
+        return "", ""
+    name, module = kind.__qualname__, sys.modules.get(kind.__module__)
+    if file.suffix != ".py" or is_library(str(file)) or getattr(module, name, None) is not kind:
+        return "", ""
+    if kind.__module__ == "__main__" and "__main__" not in file.read_text(errors="replace"):
+        return "", ""  # a script that trains wherever it is imported
+    with contextlib.suppress(OSError, ValueError):
+        file = file.relative_to(Path.cwd())
+    open_ = taken.parameters and not arguments
+    return f"{file}:{name}", ", with --model-arg for what it was built with" if open_ else ""
 
 
 def _as_dict(task: Task) -> dict[str, Any]:
@@ -89,12 +131,16 @@ def _tune(task: Task, more: list[str] | None = None) -> str:
 
 def here(record: Record) -> Task:
     """A record's task as it is written in this folder: where the target's file is, which device."""
+    task = record.key.task
+    device = _named(record.key.environment.device.kind)
+    return dataclasses.replace(task, target=reach(record), device=device)
+
+
+def _named(device: str) -> str:
+    """'cpu', where that must be said."""
     from advisor.tuners.environment import default_device
 
-    task = record.key.task
-    on_cpu = record.key.environment.device.kind == "cpu"
-    device = "cpu" if on_cpu and default_device() != "cpu" else ""
-    return dataclasses.replace(task, target=reach(record), device=device)
+    return "cpu" if device == "cpu" and default_device() != "cpu" else ""
 
 
 def reach(record: Record) -> str:
@@ -129,11 +175,25 @@ def _candidates(typed: str, file: str) -> Iterator[Path]:
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:
-    """What has changed on this machine since a record of its device was measured."""
+    """What has changed here since a record of this machine's device was measured."""
     from advisor.tuners.environment import default_device, detect
 
     device = record.key.environment.device
     now = detect("cpu" if device.kind == "cpu" else default_device())
     if now.device != device:
         return ()
-    return compare(dataclasses.replace(record.key, environment=now), record.key)[1]
+    differs = compare(dataclasses.replace(record.key, environment=now), record.key)[1]
+    return (*_edited(record), *differs)
+
+
+def _edited(record: Record) -> Iterator[Difference]:
+    """The code of its target, where that is a file near this folder and other code now."""
+    from advisor.tuners.target import parse
+
+    text = reach(record)
+    if not text.partition(":")[0].endswith(".py"):
+        return  # no module that a record names is looked for
+    with contextlib.suppress(UsageError):
+        spec = parse(text)
+        if spec.origin == record.target.origin and (edited := spec.edited(record.target.code)):
+            yield Difference(field="code", wanted=edited, found="as tuned")

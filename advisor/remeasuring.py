@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from advisor.cache.kinds import Seconds
 from advisor.cache.match import compare
 from advisor.cache.record import LOOP, RACED, Choice, Part, Record, Trial, Winner
 from advisor.cache.records import Records
+from advisor.cache.shown import speedup, tells
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
@@ -26,12 +28,19 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.search.race import Ratio
 
+HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
+"""What `verify` may find."""
+
 LEAST = 1.01
 """A knob that gains less contributes nothing, as does one whose interval holds 1."""
-HOLDS = 0.9
-"""Of the record's speed-up: what may be lost before it no longer holds."""
-HOLDS_ABSOLUTE = 0.7
+KEPT = 0.9
+"""Of the record's speed-up: what must be left for it to hold."""
+KEPT_ABSOLUTE = 0.7
 """Of the record's samples/s: the rest is what one host differs by from day to day."""
+WIDE = 0.25
+"""Of a speed-up: an interval that goes further to a side cannot tell whether it holds."""
+MOST_APART = 1000
+"""Ends of an interval: further apart they are not told."""
 NUMERICS_STEPS = 16
 DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
@@ -52,22 +61,30 @@ class Verified:
     """What was measured again.
 
     Attributes:
+        record: as it is kept now: marked stale where it does not hold.
+        verdict: 'holds', 'does not hold', or 'could not tell', where the machine is too busy or
+            the budget too small to say; a mark that the record has stays as it is then.
+        reason: why it does not hold, or cannot be told and what to do; '' where it holds.
         now: each use's winner over torch's default, with its 95% interval; empty where all are
             torch's default.
         samples_per_s: of torch's default and of the loop's winner, now.
-        reason: why it does not hold, or ''.
+        numerics: whether the loop's winner was compared with strict fp32 this time, and how that
+            ended, or why it was not.
         differs: what has changed on this machine since, as text.
     """
 
     record: Record
+    verdict: str
+    reason: str
     now: Mapping[str, Ratio]
     samples_per_s: tuple[float, float]
-    reason: str
+    numerics: str
     differs: tuple[str, ...]
 
     @property
     def holds(self) -> bool:
-        return not self.reason
+        """Whether it surely does."""
+        return self.verdict == HOLDS
 
 
 def explain(
@@ -93,11 +110,7 @@ def explain(
     record = records.get(key)
     with _measuring(records, record, target, budget_s) as again:
         parts = again.parts()
-        idle = [
-            next(iter(part.knob))
-            for part in parts
-            if part.stage == "compute" and (part.low <= 1 or part.ratio < LEAST)
-        ]
+        idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
         explained = dataclasses.replace(record, parts=tuple(parts))
         simpler, dropped = again.simplified(explained, idle)
         revised = dataclasses.replace(simpler, revised=time.time())
@@ -110,9 +123,9 @@ def verify(
 ) -> Verified:
     """Measure torch's default and the advice again; a record that no longer holds is marked stale.
 
-    It holds where each use's winner is still faster than the default, its speed-up and its
+    It holds where each use's winner is still surely faster than the default, its speed-up and its
     samples/s are about what the record says, and it still trains like strict fp32. A mark that is
-    there is taken away.
+    there is taken away then. Where the intervals are too wide to say, nothing is changed.
 
     Args and errors as `explain`.
     """
@@ -124,48 +137,90 @@ def verify(
     with _measuring(records, record, target, budget_s) as again:
         winners = {use: record.winner(use) for use in RACED}
         rates = again.race([record.baseline.config, *(c.config for c in winners.values())], 0.7)
-        default = rates[record.baseline.config]
+        default, loop = rates[record.baseline.config], rates[winners[LOOP].config]
         now = {
             use: paired(rates[choice.config], default)
             for use, choice in winners.items()
             if choice.config != record.baseline.config
         }
-        speeds = again.middle(default), again.middle(rates[winners[LOOP].config])
-        reason = next(
-            filter(None, (_fault(use, winners[use], ratio) for use, ratio in now.items())), ""
-        )
-        if not reason and speeds[1] < HOLDS_ABSOLUTE * winners[LOOP].samples_per_s:
-            reason = (
-                f"{speeds[1]:,.0f} samples/s now, {winners[LOOP].samples_per_s:,.0f} when it was "
-                "tuned"
-            )
-        check = again.numerics(winners[LOOP].config)
-        if not reason and check is not None and check.measurement.outcome == "wrong":
-            reason = f"it no longer trains like fp32: {check.measurement.reason}"
-        if reason != record.stale:
+        numerics, wrong = again.compared(winners[LOOP].config)
+        verdict, reason = judged(winners, now, loop, wrong)
+        if verdict == UNTOLD:
+            reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
+        if verdict != UNTOLD and reason != record.stale:
             revised = dataclasses.replace(record, stale=reason, revised=time.time())
             records.put(revised, revises=record)
             record = revised
         return Verified(
             record=record,
-            now=now,
-            samples_per_s=speeds,
+            verdict=verdict,
             reason=reason,
+            now=now,
+            samples_per_s=(statistics.median_high(default), statistics.median_high(loop)),
+            numerics=numerics,
             differs=_differs(record),
         )
 
 
+def judged(
+    then: Mapping[str, Choice], now: Mapping[str, Ratio], loop: Sequence[float], wrong: str = ""
+) -> tuple[str, str]:
+    """(Verdict, reason) of a record's winners, by the speed-ups that they have now.
+
+    `loop`: samples/s of each turn of the loop's winner; `wrong`: what the comparison with strict
+    fp32 found.
+    """
+    middle = statistics.median_high(loop)
+    faults = [_fault(use, then[use], ratio) for use, ratio in now.items()]
+    faults += [_slower(then[LOOP], max(loop), middle), wrong]
+    doubts = [_doubt(use, then[use], ratio) for use, ratio in now.items()]
+    doubts += [_slower(then[LOOP], middle, middle)]
+    if fault := next(filter(None, faults), ""):
+        return FAILS, fault
+    if doubt := next(filter(None, doubts), ""):
+        return UNTOLD, doubt
+    return HOLDS, ""
+
+
 def _fault(use: str, then: Choice, now: Ratio) -> str:
-    """Why a winner no longer holds, or ''."""
-    what = "" if use == LOOP else f"{use}: "
-    if now.mean < HOLDS * then.speedup and now.high < then.speedup:
-        return (
-            f"{what}{now.mean:.2f}x torch's default now ({now.low:.2f}-{now.high:.2f}), "
-            f"{then.speedup:.2f}x when it was tuned"
-        )
-    if now.high < 1:
-        return f"{what}slower than torch's default now: {now.mean:.2f}x"
+    """Why a winner surely does not hold, or ''."""
+    if now.high < LEAST:
+        return f"{_compared(use, then, now)}: it is not faster any more"
+    if now.mean < KEPT * then.speedup and now.high < then.speedup:
+        return _compared(use, then, now)
     return ""
+
+
+def _doubt(use: str, then: Choice, now: Ratio) -> str:
+    """Why it cannot be told whether a winner holds, or ''."""
+    least = KEPT * then.speedup
+    if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
+        return ""
+    apart = now.high / now.low if now.low else math.inf
+    wide = f"{apart:.3g}x" if apart < MOST_APART else f"more than {MOST_APART}x"
+    return (
+        f"{_compared(use, then, now)}: the 95% interval, {wide} from end to end, is too wide to say"
+    )
+
+
+def _compared(use: str, then: Choice, now: Ratio) -> str:
+    what = "" if use == LOOP else f"{use}: "
+    return (
+        f"{what}{speedup(now.mean, now.low, now.high)} torch's default now, "
+        f"{then.speedup:.2f}x when it was tuned"
+    )
+
+
+def _slower(then: Choice, rate: float, middle: float) -> str:
+    """What is to be said where this rate is much less than the record's, else ''."""
+    if rate >= KEPT_ABSOLUTE * then.samples_per_s:
+        return ""
+    return f"{middle:,.0f} samples/s now, {then.samples_per_s:,.0f} when it was tuned"
+
+
+def _idle(part: Part) -> bool:
+    """Whether a knob contributes nothing, as far as that could be told."""
+    return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
 
 
 class _Again:
@@ -198,10 +253,6 @@ class _Again:
                     "give --budget more, or tune again with --force"
                 )
         return rates
-
-    @staticmethod
-    def middle(rates: list[float]) -> float:
-        return sorted(rates)[len(rates) // 2]
 
     def parts(self) -> list[Part]:
         """What each knob of the loop's winner contributes, the most first."""
@@ -290,19 +341,42 @@ class _Again:
         # Fewer knobs take no longer before the first step.
         return dataclasses.replace(choice, first_step_s=then.first_step_s)
 
-    def numerics(self, config: Config) -> Trial | None:
-        """Held against strict fp32, where a change of numbers asks for it and the task permits."""
-        from advisor.tuners.knobs import doubtful, strict
+    def compared(self, config: Config) -> tuple[str, str]:
+        """(Whether a config was held against strict fp32 now, why it no longer holds, or '')."""
+        if why := self._exempt(config):
+            return f"not compared with fp32: {why}", ""
+        check = self.numerics(config)
+        assert check is not None
+        said = check.measurement
+        if said.outcome == "wrong":
+            wrong = f"it no longer trains like fp32: {said.reason}"
+            return f"compared with fp32: {said.reason}", wrong
+        how = "compared" if said.ok else "not compared"
+        return f"{how} with fp32: {said.reason}", ""
+
+    def _exempt(self, config: Config) -> str:
+        """Why a config is not held against strict fp32, or ''."""
+        from advisor.tuners.knobs import doubtful
 
         task = self._record.key.task
-        if task.mode != "train" or not task.tolerance or not doubtful(config):
+        if not doubtful(config):
+            return "the advice changes no numbers"
+        if task.mode != "train":
+            return "inference"
+        return "" if task.tolerance else "it was tuned with --no-verify"
+
+    def numerics(self, config: Config) -> Trial | None:
+        """Held against strict fp32, where a change of numbers asks for it and the task permits."""
+        from advisor.tuners.knobs import strict
+
+        if self._exempt(config):
             return None
         began = time.monotonic()
         measured = self._worker.verify(
             config,
             against=strict(self._record.baseline.config),
             steps=NUMERICS_STEPS,
-            tolerance=task.tolerance,
+            tolerance=self._record.key.task.tolerance,
             deadline_s=self._clock.part().deadline_s,
         )
         return Trial(
@@ -358,7 +432,7 @@ def _target(record: Record, named: str | None) -> str:
     with contextlib.suppress(UsageError):
         spec = parse(here)
     mine = spec is not None and (
-        spec.kind == "torchvision" or (bool(spec.origin) and spec.origin == record.target.origin)
+        spec.kind == "torchvision" or (spec.kind == "file" and spec.origin == record.target.origin)
     )
     if mine and not task.model_args:
         return here

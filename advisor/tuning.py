@@ -18,6 +18,7 @@ from advisor.cache.config import Config, Value
 from advisor.cache.key import Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
+from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
 MOST_KIN = 2
@@ -41,10 +43,17 @@ MOST_KIN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What `tune` found. `known`: it was there already and nothing was measured."""
+    """What `tune` found.
+
+    Attributes:
+        known: it was there already and nothing was measured.
+        finished: something was raced beside torch's default, or there is nothing else to race. If
+            not, time ran out before it, and the same call goes on.
+    """
 
     record: Record
     known: bool
+    finished: bool
 
 
 def tune(
@@ -164,12 +173,27 @@ class _Subject:
     facts: Facts
     key: Key
     target: Target
+    space: Space
     process_s: float
-    situation: Situation
 
     @property
     def task(self) -> Task:
         return self.key.task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """What earlier calls left to this one.
+
+    Attributes:
+        known: a record that answers already.
+        fresh: what was tried before is left alone.
+        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+    """
+
+    known: Record | None = None
+    fresh: bool = False
+    unfinished: bool = False
 
 
 class _Tuning(ABC):
@@ -189,43 +213,49 @@ class _Tuning(ABC):
             akin = self._records.all()  # of other models too: what is near is worth trying first
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
-            fresh = self._plan.force
-            if not fresh:
-                known, fresh = self._known(subject.key, akin)
-                if known is not None:
-                    return Tuned(record=self._under_this_name(known, subject), known=True)
+            before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)
+            if before.known is not None:
+                named = self._under_this_name(before.known, subject)
+                return Tuned(record=named, known=True, finished=True)
             near = _first_guesses(subject, akin, self._progress)
-            return Tuned(record=self._tune(subject, near, fresh), known=False)
+            record = self._tune(subject, near, before)
+            finished = record.compares or not subject.space.is_choice
+            return Tuned(record=record, known=False, finished=finished)
 
     @property
     def _deadline_s(self) -> float:
         return max(30.0, self._plan.seconds / 3)
 
-    def _known(self, key: Key, akin: Sequence[Record]) -> tuple[Record | None, bool]:
-        """A record that answers already; whether what was tried before is to be left alone."""
-        plan = self._plan
+    def _before(self, subject: _Subject, akin: Sequence[Record]) -> _Before:
+        """What the record of this very task, if there is one, means for this call."""
+        plan, key = self._plan, subject.key
         found = [r for r in akin if r.key.id == key.id and r.batch == key.task.batch]
         if not found:
-            return None, False
+            return _Before()
         known = found[0]
         if known.stale:
             self._progress.notice(f"marked stale ({known.stale}); measured again")
-            return None, True
+            return _Before(fresh=True)
+        if not known.compares and subject.space.is_choice:
+            self._progress.notice("nothing was raced beside torch's default yet; goes on")
+            return _Before(unfinished=True)
         if not suffices(known.provenance.effort, plan.effort):
             self._progress.notice(
                 f"tuned with --effort {known.provenance.effort}; goes on with {plan.effort}"
             )
         elif length_of(known) == plan.length(key.task.batch):
-            return known, False
+            return _Before(known=known)
         else:
             self._progress.notice("tuned for a job of another length; the choice is made again")
-        return None, False
+        return _Before()
 
     def _under_this_name(self, known: Record, subject: _Subject) -> Record:
         """A record with the name that it was asked for by, so that apply() finds it by that."""
         target, asked = subject.target, subject.task
-        if known.target == target and known.key.task.model_args == asked.model_args:
-            return known
+        sought = Sought(target=target.name, id=known.key.id, batch=known.batch)
+        for one in [known, *(held.record for held in self._records.held(sought))]:
+            if (one.target, one.key.task.model_args) == (target, asked.model_args):
+                return one
         task = dataclasses.replace(
             known.key.task,
             target=asked.target,
@@ -233,24 +263,27 @@ class _Tuning(ABC):
             command=asked.command,
         )
         key = dataclasses.replace(known.key, task=task)
-        named = dataclasses.replace(known, key=key, target=target)
+        # Of several versions under one name the one that was revised last counts.
+        named = dataclasses.replace(known, key=key, target=target, revised=time.time())
         self._records.put(named, revises=known)
-        self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
+        if (known.target.name, known.target.origin) == (target.name, target.origin):
+            self._progress.notice(f"what was edited in {target.name} computes the same")
+        else:
+            self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
         return named
 
-    def _tune(self, subject: _Subject, near: Sequence[Config], fresh: bool) -> Record:
+    def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.search.journal import open_study
-        from advisor.tuners.search.space import Space
         from advisor.tuners.search.study import Scope, Search
         from advisor.tuners.search.verdict import decide
 
         facts, plan, studies = subject.facts, self._plan, self._records.studies
-        space = Space.of(subject.situation)
+        space = subject.space
         self._refuse_too_small(facts)
         name = f"{subject.key.id}@{subject.task.batch}-{space.digest}"
         with locked(studies, name):
-            study, damage = open_study(studies, name, fresh=fresh)
+            study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
@@ -259,6 +292,7 @@ class _Tuning(ABC):
                 memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
+                resumes=not before.unfinished,
             )
             search = Search(subject.worker, space, study, scope, self._progress)
             self._progress.started(facts, subject.key, space, len(search.trials))
@@ -266,7 +300,7 @@ class _Tuning(ABC):
             decided = decide(subject.worker, space, search, self._terms(subject), self._progress)
             made = self._provenance(facts, name, tried, scope.clock.spent_s)
             record = _record(subject, decided, made)
-            _keep(self._records, record, fresh, self._progress)
+            _keep(self._records, record, before.fresh or before.unfinished, self._progress)
         return record
 
     def _terms(self, subject: _Subject) -> Terms:
@@ -326,6 +360,7 @@ class _OfTarget(_Tuning):
     def _subject(self) -> Iterator[_Subject]:
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import Job
+        from advisor.tuners.search.space import Space
 
         job = Job(task=self._task, device=self._device, seed=self._plan.seed)
         with Worker(job, deadline_s=self._deadline_s) as worker:
@@ -346,9 +381,9 @@ class _OfTarget(_Tuning):
                 worker=worker,
                 facts=facts,
                 key=key,
-                target=Target(name=facts.name, origin=self._spec.origin),
+                target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
+                space=Space.of(_situation(key, self._plan, facts, batches)),
                 process_s=process_s,
-                situation=_situation(key, self._plan, facts, batches),
             )
 
 
@@ -400,14 +435,15 @@ class _OfRun(_Tuning):
                 own=seen.own,
                 kept=seen.kept,
             )
-            run.own, run.memory = Space.of(situation).default, facts.memory_bytes
+            space = Space.of(situation)
+            run.own, run.memory = space.default, facts.memory_bytes
             yield _Subject(
                 worker=run,
                 facts=facts,
                 key=key,
                 target=Target(name=task.target, origin=""),
+                space=space,
                 process_s=time.monotonic() - began,
-                situation=situation,
             )
 
 
@@ -420,6 +456,7 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         name=task.target,
         model=seen.model,
         hooks="",
+        code="",
         libraries=seen.libraries,
         family=seen.family,
         modules=seen.modules,
@@ -487,12 +524,13 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, fresh: bool, progress: Progress) -> None:
+def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> None:
     """Put it where it can be put, and say where that is if it is not where it should be.
 
-    What is measured anew on purpose counts there, also where there was a record of more effort.
+    What is measured anew on purpose, or finished, counts there, also where there was a record of
+    more effort.
     """
-    before = records.versions(record) if fresh else []
+    before = records.versions(record) if anew else []
     kept = records.put(record)
     faults = list(records.unreachable)
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))

@@ -31,8 +31,9 @@ from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.name import Name
+from advisor.cache.reader import Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Records, Sought, be_patient
+from advisor.cache.records import Records, be_patient
 from advisor.cache.stores import open_store
 from advisor.errors import RecordDamaged, StoreError
 

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from advisor.cache.records import Held, Listing, Marks, Records, united
+from advisor.cache.reader import Held, Listing, Marks, united
+from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.patience import within
 from advisor.errors import AdvisorError, StoreError

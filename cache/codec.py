@@ -19,6 +19,7 @@ from advisor.cache.domain import LONGEST, Domain, is_line, line
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.task import Row, rows
+from advisor.cache.turns import contradiction
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
@@ -83,15 +84,8 @@ def opened(data: bytes, seal: Seal = UNSEALED) -> tuple[Record, bool]:
     """As `decode`, and whether one of the seal's keys signed it."""
     payload, signed = content(data, seal)
     record = from_plain(Record, _plain_in(payload))
-    for trial in record.trials:
-        if (
-            trial.measurement.ok
-            and trial.stage != "numerics"
-            and not trial.measurement.samples_per_s
-        ):
-            raise RecordDamaged(
-                f"record: trial {trial.number} is said to be measured, without a speed"
-            )
+    if found := contradiction(record):
+        raise RecordDamaged(f"record: {found}; refused")
     return record, signed
 
 

@@ -116,4 +116,4 @@ class Config(Mapping[str, Value]):
 
     def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Value]]]:
         # Types and strings hash differently in another process: build it anew there.
-        return Config, (self._values,)
+        return type(self), (self._values,)

@@ -1,10 +1,10 @@
 """What a field of a record may hold beyond its type: written beside the field, held at decoding.
 
     created: Moment
-    speedup: Above0
+    speedup: Times
 
 Every number of a record is finite and every text one line of printable characters, also where no
-domain says more.
+domain says more. The upper bounds are far beyond what any machine does, and short on a screen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+from advisor.errors import printable
 
 LONGEST = 2**12
 """Characters of one text."""
@@ -49,9 +51,8 @@ def line(text: str) -> str:
     return printable(flat[:LONGEST])
 
 
-def printable(text: str) -> str:
-    """The text with '?' for each character that could steer a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+def _from_to(what: str, least: float, most: float) -> Domain:
+    return Domain(f"{what} from {least:g} to {most:g}", lambda value: least <= value <= most)
 
 
 def _matches(pattern: str) -> Callable[[str], bool]:
@@ -59,15 +60,20 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: found.fullmatch(text) is not None
 
 
-# Bound methods of numbers are the fastest test there is: a record holds thousands of them.
 Moment = Annotated[float, Domain("a time from 2020 until now", is_moment)]
 MomentOr0 = Annotated[
     float, Domain("0 or a time from 2020 until now", lambda value: value == 0 or is_moment(value))
 ]
-Above0 = Annotated[float, Domain("a number above 0", (0.0).__lt__)]
-From0 = Annotated[float, Domain("a number of at least 0", (0.0).__le__)]
-Count = Annotated[int, Domain("a number of at least 0", (0).__le__)]
-Positive = Annotated[int, Domain("a number of at least 1", (1).__le__)]
+Rate = Annotated[float, _from_to("samples/s", 1e-9, 1e12)]
+RateOr0 = Annotated[float, _from_to("samples/s", 0, 1e12)]
+Times = Annotated[float, _from_to("a ratio", 1e-6, 1e6)]
+TimesBound = Annotated[float, _from_to("a ratio", 0, 1e12)]
+"""The end of a ratio's interval, which few and unsteady turns leave wide."""
+Span = Annotated[float, _from_to("seconds", 0, 1e9)]
+Share = Annotated[float, _from_to("a share", 0, 1)]
+Bytes = Annotated[int, _from_to("bytes", 0, 2**50)]
+Count = Annotated[int, _from_to("a number", 0, 10**12)]
+Positive = Annotated[int, _from_to("a number", 1, 10**12)]
 Hex = Annotated[str, Domain("hexadecimal digits", _matches(r"[0-9a-f]{0,128}"))]
 Fingerprint = Annotated[str, Domain("12 to 128 hexadecimal digits", _matches(r"[0-9a-f]{12,128}"))]
 StudyName = Annotated[

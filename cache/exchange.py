@@ -16,8 +16,9 @@ from typing import Literal
 from advisor.cache.codec import content
 from advisor.cache.match import place_of
 from advisor.cache.name import MARKS, Mark, Name, ranked
+from advisor.cache.reader import AT_ONCE, Marks, stale_of
 from advisor.cache.record import Record
-from advisor.cache.records import AT_ONCE, Records
+from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.pack import read, write
@@ -178,27 +179,21 @@ def waste(records: Records, store: Store) -> list[Waste]:
     marks = [
         mark for text in texts if text.startswith(MARKS) and (mark := records.parse_mark(text))
     ]
-    newest: dict[tuple[str, str], Mark] = {}
-    for mark in sorted(marks, key=lambda mark: (mark.made, mark.digest)):
-        newest[mark.version_of] = mark
+    newest: Marks = {}
+    records.mark(newest, store, texts)
     versions = {(name.place, name.version.digest) for text in texts if (name := Name.parse(text))}
     found = [
         Waste(name=mark, reason="superseded")
         for mark in marks
-        if newest[mark.version_of] != mark or mark.version_of not in versions
+        if newest[mark.version_of][0] != mark or mark.version_of not in versions
     ]
     counting: list[tuple[Name, Record]] = []
     groups: dict[tuple[str, str, str], list[Name]] = {}
     for name in names:
         groups.setdefault((name.place, *name.called), []).append(name)
     for group in groups.values():
-        stale = {
-            name.text: newest[name.place, name.version.digest].stale
-            for name in group
-            if (name.place, name.version.digest) in newest
-        }
         first: Name | None = None
-        for name in ranked(group, stale):
+        for name in ranked(group, stale_of(group, newest)):
             if first is not None:
                 if name.version.effort <= first.version.effort:
                     found.append(Waste(name=name, reason="superseded"))

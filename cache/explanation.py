@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 from advisor.cache.match import Difference, Query, compare
 from advisor.cache.record import Record
+from advisor.cache.seal import UNSIGNED
 from advisor.cache.task import Task, rows
 
 MOST = 8
 """Near misses that are listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A record of the target, in which store. `signed`: by the reader or their team; `apart`: in
+    what it is of another file or of other code than is meant."""
+
+    store: str
+    record: Record
+    signed: bool
+    apart: tuple[Difference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +32,7 @@ class NearMiss:
     id: str
     target: str
     store: str
+    signed: bool
     differs: tuple[Difference, ...]
 
 
@@ -30,13 +43,13 @@ class Explanation:
     Attributes:
         target: as asked for; '' for the running script's.
         query: what was looked for: None in it constrains nothing.
-        stores: each store's URL and what it said, in order; those behind an exact hit were not
-            asked.
+        stores: each store's URL and what it said, in order; those behind an exact hit, signed by
+            the reader or their team, were not asked.
         served: id of the record whose advice is served, or ''.
         status: 'exact', 'stale', 'nearest' or 'miss'.
         reason: as `advice.reason`.
         refused: one line for each record that may not be used.
-        seen: the records of this target, each with its store's URL.
+        seen: the records of this target.
     """
 
     target: str
@@ -46,20 +59,21 @@ class Explanation:
     status: str
     reason: str
     refused: tuple[str, ...]
-    seen: tuple[tuple[str, Record], ...]
+    seen: tuple[Seen, ...]
 
     @property
     def near_misses(self) -> tuple[NearMiss, ...]:
         """Records of this target that were not served, the nearest first."""
         found = [
             NearMiss(
-                id=record.id,
-                target=record.target.name,
-                store=store,
-                differs=compare(self.query, record.key)[1],
+                id=one.record.id,
+                target=one.record.target.name,
+                store=one.store,
+                signed=one.signed,
+                differs=(*one.apart, *compare(self.query, one.record.key)[1]),
             )
-            for store, record in self.seen
-            if record.id != self.served
+            for one in self.seen
+            if one.record.id != self.served
         ]
         return tuple(sorted(found, key=lambda one: len(one.differs)))
 
@@ -91,6 +105,7 @@ class Explanation:
         for near in self.near_misses[:MOST]:
             differs = ", ".join(map(str, near.differs))
             fits = "it fits, but not what was asked of it (above), or another was preferred"
-            yield f"not served  {near.id} {near.target}: {differs or fits}"
+            unsigned = "" if near.signed else f" ({UNSIGNED})"
+            yield f"not served  {near.id} {near.target}{unsigned}: {differs or fits}"
         if len(self.near_misses) > MOST:
             yield f"            and {len(self.near_misses) - MOST} more; see: advisor show"

@@ -37,6 +37,8 @@ _NAME = re.compile(
     rf"{PREFIX}{_PART}/{_PART}/{_PART}/{_PART}/{_BATCH}/"
     rf"([0-9])(s?)\.([0-9a-f]{{14}})\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
 )
+TARGET, ORIGIN = slice(20, 32), slice(33, 45)
+"""Where a name has the digests of its target and origin: thousands are told apart by these."""
 _MARK = re.compile(
     rf"{MARKS}{_PART}/{_PART}/{_BATCH}/{_PART}/([sf])\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
 )

@@ -6,14 +6,19 @@ from dataclasses import dataclass
 
 from advisor.cache.config import Config
 from advisor.cache.domain import (
-    Above0,
+    Bytes,
     Count,
-    From0,
     Hex,
     Moment,
     MomentOr0,
     Positive,
+    Rate,
+    RateOr0,
+    Share,
+    Span,
     StudyName,
+    Times,
+    TimesBound,
 )
 from advisor.cache.key import Key
 
@@ -49,16 +54,16 @@ class Measurement:
 
     outcome: str
     reason: str = ""
-    samples_per_s: From0 = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    step_s: From0 = 0.0
-    gpu_s: From0 = 0.0
-    first_step_s: From0 = 0.0
-    peak_bytes: Count = 0
+    samples_per_s: RateOr0 = 0.0
+    low: RateOr0 = 0.0
+    high: RateOr0 = 0.0
+    step_s: Span = 0.0
+    gpu_s: Span = 0.0
+    first_step_s: Span = 0.0
+    peak_bytes: Bytes = 0
     steps: Count = 0
-    blocks: tuple[From0, ...] = ()
-    waited: From0 = 0.0
+    blocks: tuple[Span, ...] = ()
+    waited: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -79,7 +84,7 @@ class Trial:
     measurement: Measurement
     stage: str
     origin: str
-    seconds: From0
+    seconds: Span
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -94,15 +99,15 @@ class Choice:
 
     config: Config
     batch: Positive
-    samples_per_s: Above0
-    low: float
-    high: float
-    speedup: Above0
-    speedup_low: float
-    speedup_high: float
-    peak_bytes: Count
-    rounds: tuple[From0, ...] = ()
-    first_step_s: From0 = 0.0
+    samples_per_s: Rate
+    low: Rate
+    high: Rate
+    speedup: Times
+    speedup_low: TimesBound
+    speedup_high: TimesBound
+    peak_bytes: Bytes
+    rounds: tuple[Rate, ...] = ()
+    first_step_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +116,9 @@ class Part:
     default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
 
     knob: Config
-    ratio: Above0
-    low: float
-    high: float
+    ratio: Times
+    low: TimesBound
+    high: TimesBound
     stage: str = "compute"
 
 
@@ -132,10 +137,12 @@ class Winner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or ''."""
+    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or '', and
+    `code` that of what decides the model in it, '' where that is not known."""
 
     name: str
     origin: Hex
+    code: Hex = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +154,19 @@ class Provenance:
     """
 
     created: Moment
-    seconds: From0
+    seconds: Span
     trials: Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
     study: StudyName
-    budget_s: From0
+    budget_s: Span
     modules: Count
     parameters: Count
     effort: str = "normal"
     steps: Count = 0
-    duration_s: From0 = 0.0
+    duration_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +184,8 @@ class Record:
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why it no longer holds, as `advisor verify` found; empty while it does.
         family: digest of the kinds of modules that the model is built of; '' where not known.
-        revised: when `explain` or `verify` last changed it, in Unix seconds; 0 for never.
+        revised: when `explain`, `verify` or another name last changed it, in Unix seconds; 0 for
+            never.
     """
 
     key: Key
@@ -218,6 +226,24 @@ class Record:
         there = {(one.use, one.free): one.choice for one in self.winners}
         lesser = [one for one in USES[: USES.index(use) + 1] if (one, False) in there]
         return there.get((lesser[-1], free), there[lesser[-1], False])
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything was held against torch's default: in the race, or so far behind in the
+        search, or failing there, that it did not come so far.
+
+        Where nothing was, time ran out before it, or there was nothing else to try.
+        """
+        default = self.baseline.config
+        raced = (*self.raced, *(one.choice for one in self.winners))
+        others = [
+            trial.measurement.ok
+            for trial in self.trials
+            if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
+        ]
+        # Without time for a race the default has the one turn of its trial.
+        held = len(self.baseline.rounds) > 1 or not any(others)
+        return any(one.config != default for one in raced) or (bool(others) and held)
 
     @property
     def choices(self) -> dict[str, Choice]:

@@ -25,6 +25,8 @@ from advisor.errors import UsageError
 
 _log = logging.getLogger("advisor")
 
+UNSIGNED = "unsigned"
+"""What is said, wherever it is shown or served, of a record that no key of the reader signed."""
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
 _RECORD = b"advisor record\n"

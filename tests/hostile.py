@@ -29,9 +29,11 @@ from advisor.cache.codec import MAX_BYTES, encode, enveloped, plain
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
+from advisor.cache.seal import Seal
 from advisor.cache.stores import open_store
 from tests.cache.examples import KEY, changed, record
 
+MINE = Seal(own=b"m" * 32)
 OTHER = record(key=changed(KEY, "mode", "infer"))
 """What the hostile record would be, were it honest: one that nothing else is in the place of."""
 
@@ -148,6 +150,17 @@ def _lying_name(folder: Path) -> str:
     return url
 
 
+def _earlier(folder: Path) -> str:
+    """A stranger's of the same key, newer and of more effort, in a store before one's own."""
+    first, second = f"dir:{folder}/first", f"dir:{folder}/store"
+    Records(open_store(second), seal=MINE).put(record())
+    theirs = record(created=1.74e9)
+    made = dataclasses.replace(theirs.provenance, effort="exhaustive")
+    theirs = dataclasses.replace(theirs, provenance=made)
+    _put(first, encode(theirs), theirs)
+    return f"{first},{second}"
+
+
 def _pack(data: bytes) -> Callable[[Path], str]:
     def make(folder: Path) -> str:
         (folder / "records.pack").write_bytes(data)
@@ -206,11 +219,17 @@ CASES = (
     Case("made in 1970", _planted("provenance.created", 1.0), refused=_TIME),
     Case("made at no time", _planted("provenance.created", float("nan")), refused="finite"),
     Case("revised in 4253", _planted("revised", 7.2e10), refused=_TIME),
-    Case("a speed below zero", _planted("baseline.samples_per_s", -1.0), refused="above 0"),
+    Case("a speed below zero", _planted("baseline.samples_per_s", -1.0), refused="/s from"),
     Case("an endless speed", _planted("baseline.speedup", float("inf")), refused="finite"),
-    Case("no speed", _planted("winners.0.choice.speedup", 0), refused="above 0"),
-    Case("less than no memory", _planted("baseline.peak_bytes", -1), refused="at least 0"),
-    Case("a batch of none", _planted("baseline.batch", 0), refused="at least 1"),
+    Case("no speed", _planted("winners.0.choice.speedup", 0), refused="a ratio from"),
+    Case("1e300 times", _planted("winners.0.choice.speedup", 1e300), refused="a ratio from"),
+    Case("1e300 samples/s", _planted("baseline.samples_per_s", 1e300), refused="/s from"),
+    Case("1e300 seconds", _planted("trials.0.measurement.step_s", 1e300), refused="seconds from"),
+    Case("turns of another", _planted("baseline.rounds", [9e9]), refused="its turns say"),
+    Case("no turns", _planted("winners.1.choice.rounds", []), refused="without a turn"),
+    Case("less than no memory", _planted("baseline.peak_bytes", -1), refused="bytes from"),
+    Case("2^63 bytes", _planted("baseline.peak_bytes", 2**63), refused="bytes from"),
+    Case("a batch of none", _planted("baseline.batch", 0), refused="a number from"),
     Case("a shape of none", _planted("key.task.shapes", [[64, 0]]), refused="shape"),
     Case("no shape", _planted("key.task.shapes", []), refused="expected"),
     Case("a huge shape", _planted("key.task.shapes", [[64] * 1000]), refused="shape"),
@@ -253,6 +272,7 @@ CASES = (
         refused="not msgpack",
     ),
     Case("another's name", _lying_name, refused="not what its name"),
+    Case("unsigned, in a store before", _earlier),
     Case("a pipe", _file(lambda _f, path: os.mkfifo(path)), refused="regular"),
     Case("a folder", _file(lambda _f, path: path.mkdir()), refused="regular"),
     Case("a device", _file(_link), refused="regular"),

@@ -52,6 +52,12 @@ def test_wheel_is_marked_as_typed(wheel_names: set[str]) -> None:
     assert "advisor/py.typed" in wheel_names
 
 
+def test_wheel_has_what_a_page_is_made_of(wheel_names: set[str]) -> None:
+    made_of = {file.name for file in (ROOT / "advisor" / "report" / "templates").iterdir()}
+    assert "report.html" in made_of
+    assert {f"advisor/report/templates/{name}" for name in made_of} <= wheel_names
+
+
 def test_nothing_else_is_installed_at_the_top_level(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"advisor"}

@@ -20,6 +20,9 @@ from advisor.errors import AdvisorError, UsageError
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _CORES_ELSE = 128
 
+MOST_DIGITS = 9
+"""Of a number in an environment variable."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
@@ -31,10 +34,15 @@ class _Gpu:
     """A MIG slice of the card, not all of it."""
 
 
+def told(variable: str, otherwise: int) -> int:
+    """The number that a launcher has set there; `otherwise` where it is none that can be meant."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else otherwise
+
+
 def default_device() -> str:
     """This rank's CUDA device where this process sees one, else 'cpu'."""
-    rank = os.environ.get("LOCAL_RANK", "0")
-    index = int(rank) if rank.isdecimal() else 0
+    index = told("LOCAL_RANK", 0)
     count = _cuda_count()
     # A launcher that shows each rank its own GPU alone leaves every rank with cuda:0.
     return f"cuda:{index if index < count else 0}" if count else "cpu"

@@ -132,7 +132,7 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         changed = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
-        text: object = _plain(tree)
+        text: object = plain(tree)
     except (OSError, TypeError, SyntaxError, ValueError):  # no source, as in an interpreter
         names, parts, changed = compiled, set(), set()
         text = [_compiled(function.__code__) for function in functions]
@@ -173,22 +173,22 @@ def _scopes(functions: list[types.FunctionType]) -> Iterator[dict[str, Any]]:
         yield held
 
 
-_NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
+NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
 """Fields of syntax trees that change nothing, or differ between versions of Python."""
 
 
-def _plain(node: object) -> object:
+def plain(node: object) -> object:
     """A syntax tree as nested lists: no positions, docstrings, annotations or empty fields."""
     if isinstance(node, list):
-        return [_plain(part) for part in node]
+        return [plain(part) for part in node]
     if not isinstance(node, ast.AST):
         return _value(node)
     found: list[object] = [type(node).__name__]
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(value, list):
             value = [part for part in value if not _says_only(part)]
-        if name not in _NOT_COMPUTED and value is not None and value != []:
-            found.append([name, _plain(value)])
+        if name not in NOT_COMPUTED and value is not None and value != []:
+            found.append([name, plain(value)])
     return found
 
 
@@ -233,7 +233,8 @@ def _libraries() -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is of Python, of torch, of an installed library or of advisor's own."""
     if not file or file.startswith("<frozen"):
         return True
     path = Path(file)
@@ -252,7 +253,7 @@ def _is_own(piece: Any) -> bool:
     # What was executed without a module is known by its functions' code.
     function = next(_functions(piece if isinstance(piece, type) else _bare(piece)), None)
     file = getattr(sys.modules.get(name), "__file__", None)
-    return not _is_library(file or (function.__code__.co_filename if function else ""))
+    return not is_library(file or (function.__code__.co_filename if function else ""))
 
 
 def _bare(function: Any) -> Any:

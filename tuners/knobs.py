@@ -3,7 +3,8 @@
 A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's keyword
 arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
 the guesses, the worker, the records, `advisor show` and a script's `Advice` all read this table,
-and no knob's name stands anywhere else.
+and no knob's name stands anywhere else, but where a framework has a word of its own for it
+(`advisor/frameworks`): what has none there is said to have none.
 """
 
 from __future__ import annotations
@@ -477,6 +478,20 @@ LEADERS: tuple[dict[str, Value], ...] = (
 graph over a compiled step was the fastest known for most models (FACTS)."""
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+class Advised(Config):
+    """A config as a script reads it: every knob has its name, and torch's own value where the
+    config says nothing of it; None where that is the script's or the machine's."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Value:
+        if name in BY_NAME and name not in self:
+            return BY_NAME[name].default
+        return super().__getattr__(name)
+
+
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """What torch and its DataLoader do by themselves, wherever that is known beforehand."""

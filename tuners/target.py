@@ -6,7 +6,9 @@ in the worker process alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -23,7 +25,12 @@ from torch import nn
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.errors import TargetError, TargetFailed
+from advisor.tuners import source
+from advisor.tuners.fingerprint import is_library
 
+HOOKS = ("make_batch", "loss")
+"""What a target's file may define beside the model."""
+EDITED = "edited since"
 NAMED = ("model", "build_model", "get_model")
 _FORMS = "model.py, model.py:Net, package.module:factory or torchvision:resnet50"
 
@@ -37,6 +44,8 @@ class Spec:
     place: str
     """Absolute path, module name, or ''."""
     attribute: str
+    file: str = ""
+    """Absolute path of the user's own source; '' where that is a library's, or not found."""
 
     @property
     def name(self) -> str:
@@ -47,8 +56,24 @@ class Spec:
 
     @property
     def origin(self) -> str:
-        """Digest of the file's absolute path, '' for the others."""
-        return origin_of(Path(self.place)) if self.kind == "file" else ""
+        """Digest of the file's absolute path, '' where there is none."""
+        return origin_of(Path(self.file)) if self.file else ""
+
+    @property
+    def code(self) -> str:
+        """Digest of the code that decides the model and its hooks; '' where there is no file.
+
+        Raises:
+            TargetError: it cannot be read.
+        """
+        return source.digest(Path(self.file), (self.attribute, *HOOKS)) if self.file else ""
+
+    def edited(self, code: str) -> str:
+        """What became of code that had this digest, in words; '' where it is the same."""
+        try:
+            return "" if self.code == code else EDITED
+        except TargetError as exc:
+            return f"not known, {exc}"
 
 
 def origin_of(path: Path) -> str:
@@ -82,10 +107,33 @@ def parse(text: str, *, base: Path | None = None) -> Spec:
             raise TargetError(f"target {text!r}: cannot be looked for ({exc})") from exc
         if not path.is_file():
             raise TargetError(f"target {text!r}: there is no file {path}; expected {_FORMS}")
-        return Spec(kind="file", place=str(path.resolve()), attribute=attribute)
+        place = str(path.resolve())
+        return Spec(kind="file", place=place, attribute=attribute, file=place)
     if not attribute or not all(part.isidentifier() for part in place.split(".")):
         raise TargetError(f"target {text!r}: expected {_FORMS}")
-    return Spec(kind="module", place=place, attribute=attribute)
+    return Spec(kind="module", place=place, attribute=attribute, file=_source_of(place))
+
+
+def _source_of(module: str) -> str:
+    """The file of a module of the user's own, here or importable; '' where there is none.
+
+    Nothing is imported: of a dotted name the packages are folders.
+    """
+    top, *below = module.split(".")
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        folders.append(Path.cwd())
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(top)  # imports nothing of a name without dots
+        inside = [] if found is None else found.submodule_search_locations or [found.origin or ""]
+        folders += [Path(one).parent for one in inside]
+    for folder in folders:
+        place = Path(folder, top, *below)
+        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+            with contextlib.suppress(OSError):
+                if file.is_file() and not is_library(str(file)):
+                    return str(file.resolve())
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +170,9 @@ def load(spec: Spec, arguments: Config) -> Loaded:
     else:
         raise TargetError(f"target {spec.name!r}: {attribute} is neither a callable nor a module")
     return Loaded(
-        spec=Spec(kind=spec.kind, place=spec.place, attribute=attribute),
+        spec=dataclasses.replace(spec, attribute=attribute),
         factory=factory,
-        make_batch=getattr(module, "make_batch", None),
-        loss=getattr(module, "loss", None),
+        **{hook: getattr(module, hook, None) for hook in HOOKS},
     )
 
 

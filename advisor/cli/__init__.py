@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import measuring, reading, running, sharing
+from advisor.cli import emitting, measuring, reading, running, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -32,7 +32,9 @@ for _command in (
     measuring.tune,
     running.run,
     reading.show,
+    reading.report,
     reading.why,
+    emitting.emit,
     measuring.explain,
     measuring.verify,
     sharing.export,

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from advisor.cache.record import LOOP
+from advisor.cache.shown import speedup
 from advisor.cache.task import Task, permissions
 from advisor.cli.options import (
     COMMAND,
@@ -64,7 +65,7 @@ def tune(
     from advisor import tuning
     from advisor.report import data, tables
     from advisor.report.progress import Shown
-    from advisor.report.text import age
+    from advisor.report.text import age, duration
 
     with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
         if task is None:
@@ -72,7 +73,7 @@ def tune(
         else:
             found = tuning.measured(task, plan, cache=cache, progress=progress)
     if as_json:
-        status = "known" if found.known else "tuned"
+        status = "known" if found.known else "tuned" if found.finished else "unfinished"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
         return
     out = console()
@@ -82,10 +83,17 @@ def tune(
         out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
     else:
         out.print()
-    out.print(tables.verdict(found.record, out.width))
+    out.print(tables.verdict(found.record))
     out.print()
     for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not found.finished:
+        out.print(
+            f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
+            "torch's default. The same command goes on; a larger --budget gets further.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 target_option = click.option(
@@ -154,6 +162,13 @@ def explain(
         out.print(f"\nchart: {plot}", highlight=False, markup=False)
 
 
+_LAST = {
+    "holds": "the record holds",
+    "does not hold": "marked stale: ",
+    "could not tell": "could not tell whether the record holds: ",
+}
+
+
 @click.command()
 @click.argument("key")
 @_budget(VERIFY)
@@ -169,8 +184,13 @@ def verify(
     cache: str | None,
     as_json: bool,
 ) -> None:
-    """Measure the record KEY again: does it still hold? Exit code 1, and stale, if not."""
+    """Measure the record KEY again: does it still hold?
+
+    Exit code 0: it holds. 1: it does not, and is marked stale; or that could not be told, as the
+    last line says, and nothing is changed: use a quieter machine or a larger --budget.
+    """
     from advisor import remeasuring
+    from advisor.report.text import spread
 
     found = remeasuring.verify(key, target=target, budget=budget, cache=cache)
     record = found.record
@@ -178,8 +198,10 @@ def verify(
         click.echo(
             json.dumps(
                 {
+                    "verdict": found.verdict,
                     "holds": found.holds,
                     "reason": found.reason,
+                    "numerics": found.numerics,
                     "samples_per_s": {
                         "default": found.samples_per_s[0],
                         LOOP: found.samples_per_s[1],
@@ -199,14 +221,12 @@ def verify(
         )
     else:
         for use, now in found.now.items():
-            then = record.winner(use)
-            click.echo(
-                f"{use:<9}tuned {then.speedup:.2f}x ({then.speedup_low:.2f}-"
-                f"{then.speedup_high:.2f})  now {now.mean:.2f}x ({now.low:.2f}-{now.high:.2f})"
-            )
+            seen = speedup(now.mean, now.low, now.high)
+            click.echo(f"{use:<9}tuned {spread(record.winner(use))}  now {seen}")
         then, speed = record.winner(LOOP), found.samples_per_s[1]
         click.echo(f"samples/s tuned {then.samples_per_s:,.4g}  now {speed:,.4g}")
         for difference in found.differs:
             click.echo(f"changed since: {difference}")
-        click.echo("the record holds" if found.holds else f"marked stale: {found.reason}")
+        click.echo(found.numerics)
+        click.echo(_LAST[found.verdict] + found.reason)
     ctx.exit(DONE if found.holds else FAILED)

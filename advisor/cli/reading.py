@@ -1,4 +1,4 @@
-"""Commands about what is there: show, why, forget, env, completion."""
+"""Commands about what is there: show, report, why, forget, env, completion."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,8 +14,10 @@ from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
 from advisor.cache.name import Mark, Name
+from advisor.cache.reader import Held, Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Held, Records, Sought
+from advisor.cache.records import Records
+from advisor.cache.seal import UNSIGNED
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
@@ -44,20 +47,21 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
 
     records = open_records(cache, fallback=True)
     if key is not None:
-        record = records.get(key)
+        held = records.one(key)
         if as_json:
-            click.echo(json.dumps(data.as_data(record, cache)))
+            click.echo(json.dumps(data.as_data(held.record, cache) | {"signed": held.trusted}))
         else:
-            _show(record, cache)
+            _show(held, cache)
         return
-    newest_first = sorted(records.all(), key=lambda record: -record.provenance.created)
-    found = [(record, staleness(record)) for record in newest_first]
+    newest_first = sorted(records.each(), key=lambda one: -one.record.provenance.created)
+    found = [(one, staleness(one.record)) for one in newest_first]
     complain(records)
     if as_json:
         rows = [
-            data.as_data(record, cache)
-            | {"stale": [*filter(None, [record.stale]), *map(str, differs)]}
-            for record, differs in found
+            data.as_data(one.record, cache)
+            | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
+            | {"signed": one.trusted}
+            for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
     elif not found and records.unreachable:
@@ -68,26 +72,46 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         console().print(tables.listing(found))
 
 
-def _show(record: Record, cache: str | None) -> None:
-    from advisor.finding.answer import break_even
-    from advisor.report import tables
+def _show(held: Held, cache: str | None) -> None:
+    from advisor.report.sections import report
 
-    out, task = console(), record.key.task
-    lines = [f"{record.target.name}  {task.inputs}  batch {task.batch}  {task.mode}"]
-    lines += [f"  {name:<16}{value}" for name, value in tables.environment(record.key.environment)]
-    for line in lines:
-        out.print(line, highlight=False, markup=False)
-    shown = [tables.verdict(record, out.width), tables.trials(record)]
-    if record.parts:
-        shown.append(tables.parts(record))
-    if paying := break_even(record):
-        shown.append(tables.horizon(record, paying))
-    for table in shown:
-        out.print()
-        out.print(table)
-    out.print()
-    for line in tables.summary(record, cache):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    out, shown = console(), report(held.record, cache)
+
+    def say(*lines: str, style: str = "") -> None:
+        for line in lines:
+            out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    signed = "" if held.trusted else f"  {UNSIGNED}"
+    say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
+    say(*(f"  {name:<16}{value}" for name, value in shown.facts))
+    for section in shown.sections:
+        say("", section.title, style="bold")
+        if section.table:
+            out.print(section.table)
+        say(*section.lines, *(f"    {line}" for line in section.code))
+
+
+@click.command()
+@click.argument("key")
+@click.option(
+    "--html",
+    "file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Where the page goes; - for stdout.",
+)
+@cache_option
+def report(key: str, file: Path, cache: str | None) -> None:
+    """Write the record KEY as one page: charts, tables, no script, nothing from a network."""
+    from advisor.report.html import page, save
+
+    text = page(open_records(cache, fallback=True).get(key), cache)
+    if str(file) == "-":
+        click.echo(text)
+    else:
+        save(text, file)
+        click.echo(f"page: {file}")
 
 
 @click.command()
@@ -124,7 +148,7 @@ def why(
         warnings.simplefilter("ignore", AdvisorWarning)
         advice = lookups.lookup(
             target,
-            batch=int(batch) if batch is not None and batch.isdecimal() else batch,
+            batch=_batch(batch),
             capture=capture,
             cache=cache,
             on_miss=on_miss,
@@ -149,6 +173,11 @@ def why(
         click.get_current_context().exit(WRONG_USAGE)
     if strict and advice.status == "miss":
         click.get_current_context().exit(FAILED)
+
+
+def _batch(text: str | None) -> int | str | None:
+    """As `lookup` takes it, which refuses what is no number."""
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
 
 
 @click.command()

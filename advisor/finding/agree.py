@@ -71,6 +71,7 @@ def _tell(group: Group, key: str, decide: Callable[[], Advice]) -> Advice:
 
 def _heard(told: bytes, device: str, batch: int | None) -> Advice:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.knobs import Advised
 
     said = unpacked(told, max_bin_len=len(told))
     if not isinstance(said, dict) or "error" in said:
@@ -84,7 +85,7 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
     if batch is not None and config.batch:
         config = config.at(batch)
     return Advice(
-        config,
+        Advised(config),
         device=device,
         batch_size=batch or said["batch_size"],
         served=Served(

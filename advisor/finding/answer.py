@@ -10,10 +10,11 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
+from advisor.cache.shown import size
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
-from advisor.finding.request import Request
+from advisor.finding.request import Fits, Request, anything
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
 
@@ -43,10 +44,16 @@ class Limits:
     batch: int
     use: str
     given: Mapping[str, Any]
+    fits: Fits = anything
 
     @classmethod
     def of(cls, request: Request, record: Record) -> Limits:
-        return cls(batch=request.batch or record.batch, use=request.use, given=request.given)
+        return cls(
+            batch=request.batch or record.batch,
+            use=request.use,
+            given=request.given,
+            fits=request.fits,
+        )
 
     def allow(self, record: Record, config: Config, peak_bytes: int) -> bool:
         """Whether a script of this use may be served it."""
@@ -55,11 +62,12 @@ class Limits:
             not (most and peak_bytes > most)
             and knobs.permits(self.given, config)
             and knobs.follows(self.use, config, record.baseline.config)
+            and self.fits(record, config)
         )
 
     def __str__(self) -> str:
         most = self.given.get("max_memory", 0)
-        return f"batch {self.batch}{f' within {most / 2**30:.3g} GiB' if most else ''}"
+        return f"batch {self.batch}{f' within {size(most)}' if most else ''}"
 
 
 def answer(record: Record, request: Request) -> Answer:
@@ -94,11 +102,10 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     }
     flags = allowed.get(FLAGS, record.baseline)
     default = choice.config == record.baseline.config
-    what = (
-        "torch's default: nothing measured is clearly faster"
-        if default
-        else f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
-    )
+    what = f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
+    if default:
+        why = "nothing measured is clearly faster" if record.compares else "nothing else was raced"
+        what = f"torch's default: {why}"
     return Answer(
         config=Config(choice.config | record.input),
         reason=what + _chosen_for(record) + unverified(record, choice.config),
@@ -333,6 +340,7 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
             and knob.name in held
             and held[knob.name] in knob.values(situation)
             and knobs.permits(request.given, Config({knob.name: held[knob.name]}))
+            and request.fits(record, Config({knob.name: held[knob.name]}))
         }
     )
     if not is_sound(record, choice.config):

@@ -8,22 +8,26 @@ from collections.abc import Callable, Sequence
 
 from advisor.cache.asking import Said, ask
 from advisor.cache.match import Query
+from advisor.cache.reader import Held, Listing, Marks, Sought
 from advisor.cache.record import Record
-from advisor.cache.records import Held, Listing, Marks, Records, Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import Store
-from advisor.finding.meant import matched, origins, spec_of, wanted_of
+from advisor.errors import NoRecord
+from advisor.finding.answer import answer
+from advisor.finding.meant import Meant, matched, spec_of
 from advisor.finding.request import Request
 
 
-def find(records: Records, request: Request, query: Query) -> Said:
-    """Look into one store after another until a record fits exactly.
+def find(records: Records, request: Request, meant: Meant, query: Query) -> Said:
+    """Look into one store after another until a record of the reader's own side fits exactly.
 
-    See `ask` for how long that takes and what is copied where.
+    Of a reader without any key every record is. See `ask` for how long that takes and what is
+    copied where.
 
     Raises:
         UsageError: the target is wrong.
     """
-    look, fits = _how(records, request, query)
+    look, fits = _how(records, request, meant, query)
 
     def read(store: Store, marks: Marks) -> Listing:
         listing = look(store, marks=marks)
@@ -32,23 +36,39 @@ def find(records: Records, request: Request, query: Query) -> Said:
         )
 
     def choose(held: Sequence[Held]) -> tuple[Held | None, bool]:
-        match = matched(wanted_of([one.record for one in held], request), query)
+        match = matched(meant.wanted_of(counting(held, request, meant, query)), query)
         chosen = next((one for one in held if one.record is match.record), None)
-        return chosen, match.kind == "exact" and chosen is not None and not chosen.record.stale
+        if chosen is None or chosen.record.stale or match.kind != "exact":
+            return chosen, False
+        return chosen, records.is_ours(chosen.name)
 
     return ask(records, read, choose)
 
 
+def counting(held: Sequence[Held], request: Request, meant: Meant, query: Query) -> list[Record]:
+    """The records among which the answer is: where one that the reader or their team signed
+    answers exactly, whatever others wrote, of whatever task and date, is not looked at."""
+    ours = [one.record for one in held if one.trusted]
+    match = matched(meant.wanted_of(ours), query)
+    if match.record is None or match.record.stale or match.kind != "exact":
+        return [one.record for one in held]
+    try:
+        answer(match.record, request)
+    except NoRecord:  # as of a batch that it did not measure
+        return [one.record for one in held]
+    return ours
+
+
 def _how(
-    records: Records, request: Request, query: Query
+    records: Records, request: Request, meant: Meant, query: Query
 ) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
     """How a store is read for a target, and which of what comes back is of it."""
     target = request.target
-    if query.model is not None:
+    if request.in_hand:
         sought = Sought(model=query.model)
         return functools.partial(records.look_into, sought=sought), sought.fits
     if not isinstance(target, str):
-        sought = Sought(origins=frozenset(origins()))
+        sought = Sought(origins=meant.origins)
         return functools.partial(records.look_into, sought=sought), sought.fits
     spec = spec_of(target)
     if spec.attribute:

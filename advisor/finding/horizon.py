@@ -12,6 +12,9 @@ from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 ONCE = 1.03
 """What was measured once counts as this much slower than the low end of its interval."""
 
+SHORTEST_S, LONGEST_S = 1e-12, 1e9
+"""Seconds of a step that a record may say and no clock has measured: there is no reckoning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -65,9 +68,12 @@ class _Starts:
         first_step_s = self._fresh.get(seen.config) or (slowest and slowest + self._loading)
         if not first_step_s or seen.samples_per_s <= 0:
             return None
+        pace = Pace(batch=batch, first_step_s=first_step_s, step_s=batch / seen.samples_per_s)
+        if not all(SHORTEST_S < seconds < LONGEST_S for seconds in (pace.step_s, first_step_s)):
+            return None
         return Candidate(
             config=seen.config,
-            pace=Pace(batch=batch, first_step_s=first_step_s, step_s=batch / seen.samples_per_s),
+            pace=pace,
             peak_bytes=seen.peak_bytes,
             raced=seen.raced,
             fresh=seen.config in self._fresh,

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
-from advisor.cache.domain import printable
-from advisor.cache.explanation import Explanation
+from advisor.cache.explanation import Explanation, Seen
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Match, Query
-from advisor.errors import AdvisorError, AdvisorWarning, NoRecord
+from advisor.cache.seal import UNSIGNED
+from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, answer, carried
-from advisor.finding.find import find
-from advisor.finding.meant import script, the_one
-from advisor.finding.request import Request, processes
+from advisor.finding.find import counting, find
+from advisor.finding.meant import CODE, Meant, script
+from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
 from advisor.tuners.act.served import STALE, Served
+from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from advisor.tuners.act.advice import Advice
 
+IN_HAND = "give the model itself: advisor.apply(model)"
+"""What can be looked up where a file's code cannot be compared."""
 _log = logging.getLogger("advisor")
 
 
@@ -67,7 +71,7 @@ def apply(
 
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            running script or a module beside it.
+            running script or a module beside it, or around the package that it lies in.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
@@ -141,15 +145,29 @@ def lookup(
     return _looked_up(target, asked, strict=strict)
 
 
+def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
+    """As `lookup` of these keyword arguments, of the configs that fit alone.
+
+    Raises:
+        TypeError: `lookup` has no such argument.
+        AdvisorError: with strict=True, why there is no advice.
+    """
+    bound = inspect.signature(lookup).bind(target, **asked)
+    bound.apply_defaults()
+    whole = {name: v for name, v in bound.arguments.items() if name not in ("target", "strict")}
+    return _looked_up(target, {**whole, "fits": fits}, strict=bound.arguments["strict"])
+
+
 def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.knobs import Advised
 
     set_up_logging()
     device = _device(asked["device"])
-    batch = _batch(asked)
+    batch = named_batch(asked)
     if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
         return Advice(
-            Config(),
+            Advised(),
             device=device,
             batch_size=batch,
             served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
@@ -185,6 +203,7 @@ class Lookup:
         self._target = target
         self._asked = asked
         self._request: Request | None = None
+        self._meant: Meant | None = None
         self._query: Query | None = None
         self._found: Said | None = None
 
@@ -193,8 +212,9 @@ class Lookup:
         request = self._request = self._requested()
         query = self._query = self._queried(request)
         records = open_records(request.cache, patient=False, fallback=True)
-        found = self._found = find(records, request, query)
-        match = the_one([one.record for one in found.held], request, query)
+        meant = self._meant = Meant(request)
+        found = self._found = find(records, request, meant, query)
+        match = meant.the_one(counting(found.held, request, meant, query), query)
         if match.record is None:
             if request.on_miss == "nearest" and akin(query, match.nearest):
                 return self._near(request, query, match)
@@ -204,7 +224,7 @@ class Lookup:
         try:
             answered = answer(match.record, request)
         except NoRecord as exc:
-            raise NoRecord(f"{exc}; run: {tune_first(request, match.record)}") from None
+            raise NoRecord(f"{exc}; {tune_first(request, match.record)}") from None
         return self._served(request, query, match, answered)
 
     def _requested(self) -> Request:
@@ -250,8 +270,8 @@ class Lookup:
         differs = ", ".join(map(str, match.differs))
         reason = f"the nearest record, {near.id}, differs in {differs}; {answered.reason}"
         said = (
-            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure: "
-            f"{tune_first(request, near)}"
+            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure "
+            f"it, {tune_first(request, near)}"
         )
         served = Answer(config=answered.config, reason=reason)
         return self._made(request, served, match, "nearest", [said])
@@ -261,24 +281,26 @@ class Lookup:
     ) -> Advice:
         """The advice, and one warning for all there is to say."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         record = match.record or match.nearest
         assert record is not None and self._found is not None
         lines = [*said, *(f"{fault}; looked on without it" for fault in self._found.failed)]
         if lines:
             _warn(". ".join(lines))
-        _log.info("record %s (%s): %s", record.id, status, answered.reason)
+        held = next(one for one in self._found.held if one.record is record)
+        reason = answered.reason if held.trusted else f"{answered.reason}; {UNSIGNED}"
+        _log.info("record %s (%s): %s", record.id, status, reason)
         config = answered.config
         return Advice(
-            config,
+            Advised(config),
             device=request.device,
             batch_size=config.batch or request.batch,
             served=Served(
                 status=status,
-                reason=answered.reason,
+                reason=reason,
                 record=record,
-                explanation=self._explained(status, answered.reason, record.id),
+                explanation=self._explained(status, reason, record.id),
                 use=request.use,
                 # What the task itself asks for, as determinism, is no default of torch's.
                 default=Config(record.baseline.config | TORCH),
@@ -290,14 +312,14 @@ class Lookup:
     def nothing(self, why: str, device: str, batch: int | None) -> Advice:
         """Torch's defaults, and one warning."""
         from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH
+        from advisor.tuners.knobs import TORCH, Advised
 
         if self._found is not None:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
         _warn(f"{why}. Training goes on with torch's defaults")
         return Advice(
-            TORCH,
+            Advised(TORCH),
             device=device,
             batch_size=batch,
             served=Served(
@@ -309,21 +331,27 @@ class Lookup:
         )
 
     def _missed(self, request: Request, query: Query, match: Match) -> str:
-        if request.given.get("command"):
-            what = "this run was not tuned"
-        elif request.target is None:
-            what = f"nothing was tuned for {script().name} or a module beside it"
+        near, differs = match.nearest, match.differs
+        if near is not None and differs and differs[0].field == CODE:
+            first, differs = differs[0], differs[1:]
+            if first.wanted != EDITED:
+                return f"the code of {near.target.name} is {first.wanted}; {IN_HAND}"
+            what = f"the code of {near.target.name} has changed since it was tuned"
         else:
             this = "" if isinstance(request.target, str) else "this "
             what = f"{this}{request.called} was not tuned for this"
-        what += f" on {query.environment.device.name}"
-        if match.differs:
-            what += f" (the nearest record differs in {', '.join(map(str, match.differs))})"
-        return f"{what}; run: {tune_first(request, match.nearest)}"
+            if request.given.get("command"):
+                what = "this run was not tuned"
+            elif request.target is None:
+                what = f"nothing was tuned for {script().name} or a module beside it"
+            what += f" on {query.environment.device.name}"
+        if differs:
+            what += f" (the nearest record differs in {', '.join(map(str, differs))})"
+        return f"{what}; {tune_first(request, near)}"
 
     def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
         """None where it did not come as far as looking."""
-        if self._request is None or self._query is None or self._found is None:
+        if not (self._request and self._meant and self._query and self._found):
             return None
         return Explanation(
             target=self._request.called,
@@ -333,20 +361,28 @@ class Lookup:
             status=status,
             reason=reason,
             refused=tuple(self._found.damaged),
-            seen=tuple((one.store.url, one.record) for one in self._found.held),
+            seen=tuple(
+                Seen(
+                    store=one.store.url,
+                    record=one.record,
+                    signed=one.trusted,
+                    apart=self._meant.apart(one.record),
+                )
+                for one in self._found.held
+            ),
         )
 
 
-def _batch(asked: Mapping[str, object]) -> int | None:
+def named_batch(asked: Mapping[str, object]) -> int | None:
     """The batch that the script names, as far as it can be read."""
     from advisor.cache.kinds import Shapes
     from advisor.finding.request import known_batch
 
     given = {}
     with contextlib.suppress(AdvisorError):
-        if asked["shape"] is not None:
+        if asked.get("shape") is not None:
             given["shapes"] = Shapes().checked("shape", asked["shape"])
-    return known_batch(given, asked["batch"])
+    return known_batch(given, asked.get("batch"))
 
 
 def _device(asked: object) -> str:

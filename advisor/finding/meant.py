@@ -3,29 +3,100 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from advisor.cache.config import Config
 from advisor.cache.match import Difference, Match, Query, best
-from advisor.cache.record import Record
+from advisor.cache.record import Record, Target
 from advisor.cache.task import NONE, Task, rows
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.request import Request
-from advisor.tuners.target import Spec, origin_of, parse
+from advisor.tuners.target import Spec, parse
 
+CODE = "code"
+"""The field of a difference in what the target's file holds now."""
 _NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
 
 
-def wanted_of(found: Sequence[Record], request: Request) -> list[Record]:
-    """Those of the very file that is meant, built with the arguments that were given."""
-    if isinstance(request.target, str):
-        origin = spec_of(request.target).origin
-        found = [record for record in found if record.target.origin == origin]
-    arguments = request.given.get("model_args")
-    if arguments is not None:
-        found = [record for record in found if record.key.task.model_args == arguments]
-    return list(found)
+class Meant:
+    """What a request means by its target: by name one file, without a name several, with the model
+    in hand any. Raises TargetError where a name has no known form, or its file is not there."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        target = request.target
+        named = [spec_of(target)] if isinstance(target, str) else []
+        specs = named or ([] if request.in_hand else beside())
+        self._specs = {spec.origin: spec for spec in specs}
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Of the files that are meant, as records keep them."""
+        return frozenset(self._specs)
+
+    def apart(self, record: Record) -> tuple[Difference, ...]:
+        """In what a record's target is not what is meant: its file, the code that is in it now, or
+        the arguments that the model is built with."""
+        return (*self._moved(record.target), *self._built_otherwise(record.key.task.model_args))
+
+    def _moved(self, target: Target) -> Iterator[Difference]:
+        spec = self._specs.get(target.origin)
+        if spec is not None:
+            spec = dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
+            if edited := spec.edited(target.code):
+                yield Difference(field=CODE, wanted=edited, found="as tuned")
+        elif isinstance(self._request.target, str):
+            yield Difference(field="file", wanted="this one", found="another of this name")
+
+    def _built_otherwise(self, arguments: Config) -> Iterator[Difference]:
+        given = self._request.given.get("model_args", arguments)
+        if given != arguments:
+            yield Difference(field="model_args", wanted=_listed(given), found=_listed(arguments))
+
+    def wanted_of(self, found: Iterable[Record]) -> list[Record]:
+        """Those of the very file and code, built with the arguments that are given."""
+        return [one for one in found if not self.apart(one)]
+
+    def the_one(self, found: Sequence[Record], query: Query) -> Match:
+        """The match among all records of a target, where it is plain which is meant.
+
+        Raises:
+            NoRecord: records of several targets or samples fit.
+        """
+        mine = self.wanted_of(found)
+        match = matched(mine, query)
+        if match.record is None:
+            return match if mine else self._elsewhere(match, found, query)
+        if self._request.in_hand:
+            return match
+        loose = query.without(*_NARROWING)
+        fitting = [record for record in mine if best(loose, [record]).record is not None]
+        plain = [record for record in fitting if record.key.task.model_args == NONE]
+        if plain and "model_args" not in self._request.given:
+            # Without model_args, the model that is built without them is meant.
+            fitting, match = plain, matched(plain, query)
+        rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
+        if len(rivals) < 2:
+            return match
+        listed = "; ".join(map(_named, rivals.values()))
+        raise NoRecord(
+            f"several records fit: {listed}. Name one: apply(target, shape=..., dtype=..., "
+            "model_args=...)"
+        )
+
+    def _elsewhere(self, match: Match, found: Sequence[Record], query: Query) -> Match:
+        """A miss for want of a record of this very target, where there are others of its name."""
+        if not found:
+            return match
+        own = [one for one in found if "file" not in {d.field for d in self.apart(one)}]
+        match = matched(own or found, query)
+        near = match.record or match.nearest
+        assert near is not None
+        differs = self.apart(near) + (match.differs if match.record is None else ())
+        return Match(kind="miss", record=None, differs=differs, nearest=near)
 
 
 def matched(found: Sequence[Record], query: Query) -> Match:
@@ -34,47 +105,13 @@ def matched(found: Sequence[Record], query: Query) -> Match:
     return match if match.record is not None else best(query.without(*_NARROWING), found)
 
 
-def the_one(found: Sequence[Record], request: Request, query: Query) -> Match:
-    """The match among all records of a target, where it is plain which is meant.
-
-    Raises:
-        NoRecord: records of several targets or samples fit.
-    """
-    mine = wanted_of(found, request)
-    match = matched(mine, query)
-    if match.record is None:
-        return match if mine else _elsewhere(match, found)
-    if query.model is not None:
-        return match
-    loose = query.without(*_NARROWING)
-    fitting = [record for record in mine if best(loose, [record]).record is not None]
-    plain = [record for record in fitting if record.key.task.model_args == NONE]
-    if plain and "model_args" not in request.given:
-        # Without model_args, the model that is built without them is meant.
-        fitting, match = plain, matched(plain, query)
-    rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
-    if len(rivals) < 2:
-        return match
-    listed = "; ".join(map(_named, rivals.values()))
-    raise NoRecord(
-        f"several records fit: {listed}. Name one: apply(target, shape=..., dtype=..., "
-        "model_args=...)"
-    )
-
-
-def _elsewhere(match: Match, found: Sequence[Record]) -> Match:
-    """A miss for want of a record of this very file, where there are others of its name."""
-    if not found:
-        return match
-    near = found[0]
-    differs = Difference(field="file", wanted="this one", found="another of this name")
-    return Match(kind="miss", record=None, differs=(differs,), nearest=near)
-
-
 def _named(record: Record) -> str:
-    arguments = record.key.task.model_args
-    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    given = _listed(record.key.task.model_args)
     return f"{record.target.name}{f'({given})' if given else ''} {record.key.task.inputs}"
+
+
+def _listed(arguments: Config) -> str:
+    return ", ".join(f"{name}={value}" for name, value in arguments.items())
 
 
 def spec_of(text: str) -> Spec:
@@ -97,10 +134,13 @@ def script() -> Path:
     return Path(file).absolute() if file else Path("(no script)")
 
 
-def origins() -> set[str]:
-    """Of the running script and the modules beside it."""
+def beside() -> list[Spec]:
+    """The running script and the modules beside it; of one in a package, also those around it."""
     here = script()
-    mine = {origin_of(here)}
-    if here.parent.is_dir() and here.is_file():
-        mine |= {origin_of(path) for path in here.parent.glob("*.py")}
-    return mine
+    files = {here}
+    if here.is_file():
+        for folder in here.parents:
+            files |= set(folder.glob("*.py"))
+            if not (folder / "__init__.py").is_file():
+                break
+    return [Spec(kind="file", place=str(one), attribute="", file=str(one)) for one in files]

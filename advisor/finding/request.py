@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache import settings
+from advisor.cache.config import Config
 from advisor.cache.match import Query
-from advisor.cache.record import CAPTURE, LOOP
+from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.task import Task, checked
 from advisor.errors import UsageError
 from advisor.opening import Cache
@@ -18,6 +18,13 @@ from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
+
+Fits = Callable[[Record, Config], bool]
+"""Whether a config of a record can be followed whole, by one who does more or less than a use."""
+
+
+def anything(_record: Record, _config: Config) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,7 @@ class Request:
         batch: that the script itself names; None where it leaves it open.
         free: whether it wants the best batch.
         use: what it can follow.
+        fits: which configs of that it can, a framework those that it has words for.
         steps, seconds: the length of the job; both 0 for the steady state.
         device: 'cuda:0' or 'cpu'.
         on_miss: one of settings.ON_MISS.
@@ -46,10 +54,11 @@ class Request:
     seconds: float = 0.0
     on_miss: str = "default"
     cache: Cache = None
+    fits: Fits = anything
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """A request from the keyword arguments of `lookup`.
+        """A request from the keyword arguments of `lookup`, and `fits`.
 
         Raises:
             UsageError: one is wrong.
@@ -61,6 +70,7 @@ class Request:
         own = dict(asked)
         batch, capture, cache = own.pop("batch"), own.pop("capture"), own.pop("cache")
         steps, duration = own.pop("steps"), own.pop("duration")
+        fits = own.pop("fits", anything)
         on_miss = own.pop("on_miss") or settings.on_miss() or "default"
         if not isinstance(target, str | nn.Module | None):
             raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
@@ -87,7 +97,13 @@ class Request:
             seconds=plan.duration_s or 0.0,
             on_miss=on_miss,
             cache=cache,
+            fits=fits,
         )
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether the model itself is there, so that no name has to be trusted."""
+        return self.use == PILOT or not isinstance(self.target, str | None)
 
     @property
     def called(self) -> str:
@@ -124,8 +140,9 @@ class Request:
 
 def processes() -> int:
     """Of this job, as its launcher says."""
-    told = os.environ.get("WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+    from advisor.tuners.environment import told
+
+    return max(1, told("WORLD_SIZE", 1))
 
 
 def known_batch(given: Mapping[str, Any], batch: object) -> int | None:

@@ -1,1 +1,1 @@
-"""What people see: text, tables, charts, progress. Nothing here prints."""
+"""What people see: text, tables, charts, pages, progress. Nothing here prints."""

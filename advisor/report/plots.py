@@ -6,7 +6,7 @@ from pathlib import Path
 
 from advisor.cache.record import Record
 from advisor.errors import UsageError
-from advisor.report.tables import part_name
+from advisor.report import charts
 
 ENDINGS = (".png", ".svg")
 
@@ -34,16 +34,17 @@ def parts(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    known = list(reversed(record.parts))
-    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(known)))
-    for row, part in enumerate(known):
-        colour = "#2a6f97" if part.low > 1 else "#b0b7bd"
-        axis.barh(row, part.ratio - 1, left=1, height=0.6, color=colour)
-        reach = [[max(0.0, part.ratio - part.low)], [max(0.0, part.high - part.ratio)]]
-        axis.errorbar(part.ratio, row, xerr=reach, color="black", capsize=3, linewidth=1)
-    axis.set_yticks(range(len(known)), [part_name(part) for part in known])
+    chart = charts.parts(record)
+    rows = chart.rows[::-1]
+    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(rows)))
+    for at, row in enumerate(rows):
+        colour = "#2a6f97" if row.low > 1 else "#b0b7bd"
+        axis.barh(at, row.value - 1, left=1, height=0.6, color=colour)
+        reach = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
+        axis.errorbar(row.value, at, xerr=reach, color="black", capsize=3, linewidth=1)
+    axis.set_yticks(range(len(rows)), [row.label for row in rows])
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel("samples/s of the advice over those without it (95% interval)")
+    axis.set_xlabel(chart.axis)
     device = record.key.environment.device.name
     axis.set_title(f"{record.target.name}, batch {record.batch}, {device}", fontsize=10)
     figure.tight_layout()

@@ -52,13 +52,12 @@ class Shown(Progress):
         self._default = space.default
         self._began = time.monotonic()
         device = key.environment.device
-        self._console.print(
+        self._say(
             f"{facts.name}: {facts.parameters:,} parameters, {key.task.inputs}, batch "
-            f"{key.task.batch}, {key.task.mode}, on {device.name}",
-            highlight=False,
+            f"{key.task.batch}, {key.task.mode}, on {device.name}"
         )
         if resumed:
-            self._console.print(f"going on after {resumed} trials of an earlier run")
+            self._say(f"going on after {resumed} trials of an earlier run")
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
@@ -78,11 +77,7 @@ class Shown(Progress):
         if self._live is not None:
             self._draw()
         else:
-            self._console.print(
-                "  ".join([f"trial {trial.number}:", *self._cells(trial)[1:], self._status]),
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._say("  ".join([f"trial {trial.number}:", *self._cells(trial)[1:], self._status]))
 
     def phase(self, what: str) -> None:
         so_far = duration(time.monotonic() - self._began)
@@ -90,15 +85,19 @@ class Shown(Progress):
         if self._live is not None:
             self._draw()
         else:
-            self._console.print(self._status, highlight=False)
+            self._say(self._status)
 
     def notice(self, text: str) -> None:
-        self._console.print(f"advisor: {text}", highlight=False, soft_wrap=True)
+        self._say(f"advisor: {text}")
 
     def warning(self, text: str) -> None:
         quiet, self._console.quiet = self._console.quiet, False
         self.notice(text)
         self._console.quiet = quiet
+
+    def _say(self, text: str) -> None:
+        """As it is: a record may have said part of it, and none of it is markup."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _cells(self, trial: Trial) -> tuple[str, ...]:
         measured = trial.measurement
@@ -121,14 +120,8 @@ class Shown(Progress):
         for trial in self._trials[-SHOWN:]:
             number, tried, batch, speed, against = self._cells(trial)
             leads = trial in self._best.values()
-            table.add_row(
-                number,
-                tried,
-                batch.removeprefix("batch "),
-                speed.removesuffix("/s"),
-                against,
-                style="green" if leads else "",
-            )
+            cells = number, tried, batch.removeprefix("batch "), speed.removesuffix("/s"), against
+            table.add_row(*map(Text, cells), style="green" if leads else "")
         lines: list[Text] = []
         for at_batch, name in ((True, "best at your batch"), (False, "best at another batch")):
             held = self._best.get(at_batch)

@@ -4,59 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-from rich.text import Text
-
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
-from advisor.cache.record import CAPTURE, FLAGS, LOOP, Part, Record, Trial
+from advisor.cache.reader import Held
+from advisor.cache.record import CAPTURE, FLAGS, LOOP, Choice, Measurement, Part, Record
+from advisor.cache.seal import UNSIGNED
+from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
-from advisor.report.text import age, duration, outcome, rate, size, spread
-from advisor.tuners.knobs import described
+from advisor.report.data import Table
+from advisor.report.text import age, duration, outcome, rate, spread
+from advisor.tuners.knobs import BY_NAME, INPUT, described
 
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
-WIDE = 100
-"""Columns below which a config would be cut short to make room for its turns."""
 
 
-class _Cells(Table):
-    """A table whose cells are text: nothing that a record says is read as markup."""
-
-    def __init__(
-        self, *headings: str, right: Sequence[str] = (), whole: Sequence[str] = ()
-    ) -> None:
-        super().__init__(box=None, pad_edge=False, header_style="bold")
-        for heading in headings:
-            self.add_column(
-                heading,
-                justify="right" if heading in right else "left",
-                no_wrap=heading in whole,
-                overflow="fold",
-            )
-
-    def row(self, *cells: str, style: str = "") -> None:
-        self.add_row(*map(Text, cells), style=style)
-
-
-def verdict(record: Record, width: int) -> Table:
-    """What was found for each use; without turns if narrow."""
-    headings = ["", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"]
-    if width < WIDE:
-        headings.remove("turns")
-    numeric = ("batch", "samples/s", "peak")
-    table = _Cells(*headings, right=numeric, whole=[h for h in headings if h != "config"])
+def verdict(record: Record) -> Table:
+    """What was found for each use."""
+    table = Table(
+        "What was found for each use, raced in turn with torch's default",
+        ("", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"),
+        right=("batch", "samples/s", "peak"),
+        whole=("", "batch", "samples/s", "turns", "x default (95%)", "peak"),
+        spare=("turns",),
+    )
     for name, choice in record.choices.items():
-        turns = [f"{rate(choice.low)}-{rate(choice.high)}"] if width >= WIDE else []
         table.row(
             name,
             described(choice.config, record.baseline.config),
             str(choice.batch),
             rate(choice.samples_per_s),
-            *turns,
+            f"{rate(choice.low)}-{rate(choice.high)}",
             "1" if choice == record.baseline else spread(choice),
             size(choice.peak_bytes),
         )
@@ -65,43 +46,73 @@ def verdict(record: Record, width: int) -> Table:
 
 def summary(record: Record, cache: str | None) -> Iterator[str]:
     """The lines below the verdict: the input pipeline, what it cost, and what to write."""
+    if record.stale:
+        yield stale(record)
+    yield from said(record)
+    yield from compared(record)
+    if record.input:
+        yield f"input pipeline: {_pipeline(record.input)}"
+    yield f"record {record.id}: {cost(record)}"
+    yield from ("", "In your script:", f"    {script_line(record, cache)}")
+    for other in other_uses(record):
+        yield f"    {other}"
+
+
+def stale(record: Record) -> str:
+    """Why a record no longer holds; '' while it does."""
+    return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
+
+
+def said(record: Record) -> Iterator[str]:
+    """What must be known of the verdict."""
     made, advised = record.provenance, record.winner(LOOP)
-    default = record.baseline.config
-    if advised == record.baseline:
+    if not record.compares:
+        yield "Nothing was raced beside torch's default, which is the advice until something is."
+    elif advised == record.baseline:
         yield "Nothing measured is clearly faster at your batch: the advice is the default."
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    if record.stale:
-        yield f"Marked stale by advisor verify: {record.stale}."
     if paying := pays(record, break_even(record)):
         yield paying
-    unsteady = advised.high / advised.low
+    unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY:
         yield (
             f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
             "shared. Measure again with --force when it is quiet."
         )
+
+
+def compared(record: Record) -> Iterator[str]:
+    """What was held against fp32, and what was served without."""
+    default = record.baseline.config
     for trial in record.trials:
         if trial.stage == "numerics":
             state = "" if trial.measurement.ok else f"{outcome(trial.measurement)}, "
             yield f"{described(trial.config, default)}: {state}{trial.measurement.reason}"
+    yield from unheld(record)
+
+
+def unheld(record: Record) -> Iterator[str]:
+    """What changes numerics and was not held against fp32."""
     for name, choice in record.choices.items():
         if why := unverified(record, choice.config):
-            yield f"{name}: {described(choice.config, default)}{why}"
-    if record.input:
-        said = described(record.input)
-        yield f"input pipeline: {'DataLoader default' if said == 'torch default' else said}"
-    yield (
-        f"record {record.id}: {made.trials} trial{'s' if made.trials != 1 else ''} in "
-        f"{duration(made.seconds)}"
-    )
-    yield from ("", "In your script:", f"    {script_line(record, cache)}")
-    yield from _other_uses(record)
+            yield f"{name}: {described(choice.config, record.baseline.config)}{why}"
 
 
-def _other_uses(record: Record) -> Iterator[str]:
+def cost(record: Record) -> str:
+    """'18 trials in 24.7 s'."""
+    made = record.provenance
+    return f"{made.trials} trial{'s' if made.trials != 1 else ''} in {duration(made.seconds)}"
+
+
+def _pipeline(config: Config) -> str:
+    said = described(config)
+    return "DataLoader default" if said == "torch default" else said
+
+
+def other_uses(record: Record) -> Iterator[str]:
     """What the script can ask for instead, where it gains by that."""
     loop, default = record.winner(LOOP), record.baseline
     captured, flags, free = (
@@ -110,12 +121,12 @@ def _other_uses(record: Record) -> Iterator[str]:
         record.winner(LOOP, free=True),
     )
     if captured.config not in (loop.config, default.config):
-        yield f"    or, with its step given to advice.capture: capture=True: {spread(captured)}"
+        yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
     if flags.config not in (loop.config, default.config):
-        yield f"    a script that calls nothing but apply() gets the flags alone: {spread(flags)}"
+        yield f"a script that calls nothing but apply() gets the flags alone: {spread(flags)}"
     if free.batch != record.batch:
         yield (
-            f'    or, with the batch free: batch="free" ({free.batch} samples a step; another '
+            f'or, with the batch free: batch="free" ({free.batch} samples a step; another '
             "batch is another optimisation)"
         )
 
@@ -127,23 +138,34 @@ def part_name(part: Part) -> str:
 
 def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
-    table = _Cells("knob", "contributes", "95%", "", right=["contributes"])
+    table = Table(
+        "Samples/s of the advice over those with one knob alone at torch's default",
+        ("knob", "contributes", "95%", "note"),
+        right=("contributes",),
+        whole=("95%",),
+    )
     held = record.winner(LOOP).config | record.input
     for part in record.parts:
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
             note = "not needed, set back to torch's default"
+        elif not tells(part.low, part.high):
+            note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        table.row(part_name(part), f"{part.ratio:.2f}x", f"{part.low:.2f}-{part.high:.2f}", note)
+        ratio = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        table.row(part_name(part), ratio, interval(part.low, part.high), note)
     return table
 
 
 def horizon(record: Record, rows: Sequence[Row]) -> Table:
     """Which config is the best from how many steps on, at the user's batch."""
-    headings = ("best from step", "after", "config", "first step", "step", "how")
-    table = _Cells(*headings, right=[h for h in headings if h not in ("config", "how")])
+    table = Table(
+        "The best config at your batch, by the length of a job",
+        ("best from step", "after", "config", "first step", "step", "how"),
+        right=("best from step", "after", "first step", "step"),
+    )
     for row in rows:
         one = row.candidate
         table.row(
@@ -170,63 +192,142 @@ def pays(record: Record, rows: Sequence[Row]) -> str:
     return ""
 
 
-def listing(records: Sequence[tuple[Record, Sequence[Difference]]]) -> Table:
+def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     """One line a record."""
-    headings = ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
-    table = _Cells(*headings, whole=("key", "speed-up", "age"))
-    for record, differs in records:
+    table = Table(
+        "What is tuned",
+        ("key", "device", "target", "mode", "sample", "speed-up", "age", "state"),
+        whole=("key", "speed-up", "age"),
+    )
+    for held, differs in found:
+        record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
-        table.add_row(
-            *map(
-                Text,
-                (
-                    record.id,
-                    record.key.environment.device.name,
-                    record.target.name,
-                    record.key.task.mode,
-                    record.key.task.inputs,
-                    f"{record.winner(LOOP).speedup:.2f}x",
-                    age(record.provenance.created),
-                ),
-            ),
-            Text("stale: " + ", ".join(why), "yellow") if why else Text("fresh"),
+        state = (
+            "stale: " + ", ".join(why) if why else "fresh" if record.compares else "nothing raced"
+        )
+        table.row(
+            record.id,
+            record.key.environment.device.name,
+            record.target.name,
+            record.key.task.mode,
+            record.key.task.inputs,
+            f"{record.winner(LOOP).speedup:.2f}x",
+            age(record.provenance.created),
+            state if held.trusted else f"{state}; {UNSIGNED}",
+            warns=bool(why) or not held.trusted,
         )
     return table
 
 
 def trials(record: Record) -> Table:
-    """Each trial of a record, fastest first."""
+    """Each trial of the search, the fastest first, those that failed last."""
     headings = ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how")
-    table = _Cells(*headings, right=[h for h in headings if h not in ("what", "how")])
-    order = sorted(record.trials, key=lambda t: (t.stage, -t.measurement.samples_per_s, t.number))
-    for trial in order:
-        table.row(*_trial(record, trial))
+    table = Table(
+        "Every trial, the fastest first; x is over torch's default, as raced",
+        headings,
+        right=[heading for heading in headings if heading not in ("what", "how")],
+    )
+    tried = [trial for trial in record.trials if trial.stage == "compute"]
+    for trial in sorted(tried, key=lambda t: (-t.measurement.samples_per_s, t.number)):
+        measured, what = trial.measurement, described(trial.config, record.baseline.config)
+        ok, base = measured.ok, record.baseline.samples_per_s
+        table.row(
+            str(trial.number),
+            what,
+            str(trial.config.batch or ""),
+            rate(measured.samples_per_s) if ok else outcome(measured),
+            f"{measured.samples_per_s / base:.2f}" if ok else "",
+            duration(measured.step_s) if ok else "",
+            duration(measured.first_step_s) if ok and measured.first_step_s else "",
+            size(measured.peak_bytes),
+            trial.origin if ok else measured.reason,
+            warns=not ok,
+        )
     return table
 
 
-def _trial(record: Record, trial: Trial) -> list[str]:
-    measured, default = trial.measurement, record.baseline.config
-    what = described(trial.config, Config(default | record.input))
-    if trial.stage == "numerics":
-        said = "ok" if measured.ok else outcome(measured)
-        return [str(trial.number), f"numerics: {what}", "", said, "", "", "", "", measured.reason]
-    inputs = [t for t in record.trials if t.stage == "input" and t.measurement.ok]
-    base = record.baseline.samples_per_s
-    if trial.stage == "input":
-        what = f"input: {described(trial.config, default)}"
-        base = inputs[0].measurement.samples_per_s if inputs else 0.0
-    ok = measured.ok
-    return [
-        str(trial.number),
-        what,
-        str(trial.config.batch or ""),
-        rate(measured.samples_per_s) if ok else outcome(measured),
-        f"{measured.samples_per_s / base:.2f}" if ok and base else "",
-        duration(measured.step_s) if ok else "",
-        duration(measured.first_step_s) if ok and measured.first_step_s else "",
-        size(measured.peak_bytes),
-        trial.origin if ok else measured.reason,
+def inputs(record: Record) -> Table:
+    """The step on data that is there already, and fed through a DataLoader."""
+    step = record.winner(LOOP)
+    table = Table(
+        "The advice's step, and the same fed through a DataLoader",
+        ("data", "samples/s", "turns", "of the step"),
+        right=("samples/s", "of the step"),
+        whole=("turns",),
+    )
+    for name, measured in pipelines(record):
+        table.row(
+            name,
+            rate(measured.samples_per_s),
+            f"{rate(measured.low)}-{rate(measured.high)}",
+            f"{measured.samples_per_s / step.samples_per_s:.0%}",
+        )
+    return table
+
+
+def pipelines(record: Record) -> list[tuple[str, Choice | Measurement]]:
+    """The loop's advice without a loader, then each input pipeline; empty where none ran."""
+    found = [
+        (_pipeline(Config({name: trial.config[name] for name in _input_knobs(trial.config)})), one)
+        for trial in record.trials
+        for one in [trial.measurement]
+        if trial.stage == "input" and one.ok
     ]
+    return [("on the device already", record.winner(LOOP)), *found] if found else []
+
+
+def _input_knobs(config: Config) -> Iterator[str]:
+    return (name for name in config if name in BY_NAME and BY_NAME[name].stage == INPUT)
+
+
+def memory(record: Record) -> Table:
+    """The peak of each config that was raced."""
+    device = record.key.environment.device
+    table = Table(
+        f"Peak memory of what was raced; the {where_memory_is(record)} has {device.memory_gib} GiB",
+        ("config", "batch", "peak", "of it"),
+        right=("batch", "peak", "of it"),
+    )
+    for choice in raced(record):
+        if choice.peak_bytes:
+            share = choice.peak_bytes / (device.memory_gib * 2**30) if device.memory_gib else 0.0
+            table.row(
+                described(choice.config, record.baseline.config),
+                str(choice.batch),
+                size(choice.peak_bytes),
+                f"{share:.1%}" if share else "-",
+            )
+    return table
+
+
+def where_memory_is(record: Record) -> str:
+    """'device' or 'host'."""
+    return "host" if record.key.environment.device.kind == "cpu" else "device"
+
+
+def raced(record: Record) -> list[Choice]:
+    """Torch's default, what was chosen and what else finished the race, each config once."""
+    found: dict[Config, Choice] = {}
+    for choice in (record.baseline, *record.choices.values(), *record.raced):
+        found.setdefault(choice.config, choice)
+    return list(found.values())
+
+
+def numerics(record: Record) -> Table:
+    """What was held against strict fp32, and how that ended."""
+    headings = ("config", "batch", "outcome", "distance")
+    table = Table("Held against strict fp32 on this model", headings, right=("batch",))
+    for trial in record.trials:
+        if trial.stage == "numerics":
+            measured = trial.measurement
+            table.row(
+                described(trial.config, record.baseline.config),
+                str(trial.config.batch or ""),
+                "ok" if measured.ok else outcome(measured),
+                measured.reason,
+                warns=not measured.ok,
+            )
+    return table
 
 
 def environment(found: Environment) -> list[tuple[str, str]]:

@@ -1,10 +1,11 @@
-"""Numbers with units to text."""
+"""What records say, as text."""
 
 from __future__ import annotations
 
 import time
 
 from advisor.cache.record import Choice, Measurement
+from advisor.cache.shown import speedup
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -18,18 +19,6 @@ OUTCOMES = {
 def rate(samples_per_s: float) -> str:
     """'12,764' or '3.27': samples per second, three digits at least."""
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
-
-
-def size(count: int) -> str:
-    """Bytes as '1.4 GiB'; '-' where not known."""
-    if count <= 0:
-        return "-"
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -59,4 +48,4 @@ def outcome(measured: Measurement) -> str:
 
 def spread(choice: Choice) -> str:
     """'1.38x (1.36-1.41)'."""
-    return f"{choice.speedup:.2f}x ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"
+    return speedup(choice.speedup, choice.speedup_low, choice.speedup_high)

@@ -59,7 +59,7 @@ def choice(config: Config = DEFAULT, rate: float = 2000.0, speedup: float = 1.0)
         speedup_low=0.98 * speedup,
         speedup_high=1.02 * speedup,
         peak_bytes=2**30,
-        rounds=(rate, 1.01 * rate),
+        rounds=(0.99 * rate, rate, 1.01 * rate),
     )
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from advisor.cache.asking import MOST_TOLD, Said, ask
 from advisor.cache.name import Name
-from advisor.cache.records import Held, Listing, Marks, Records, Sought
+from advisor.cache.reader import Held, Listing, Marks, Sought
+from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.patience import go_on, left, within

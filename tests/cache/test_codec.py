@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.cache.codec import FORMAT, decode, encode, enveloped, from_plain, plain, to_plain
+from advisor.cache.config import Config
 from advisor.cache.record import OUTCOMES, STAGES, Choice, Measurement, Record, Trial
 from advisor.cache.seal import Seal
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, record
 from tests.cache.test_config import configs
 
-numbers = st.floats(allow_nan=False, allow_infinity=False)
-amounts = st.floats(min_value=0, allow_infinity=False)
-rates = st.floats(min_value=1e-9, allow_infinity=False)
-counts = st.integers(0, 2**63)
+amounts = st.floats(0, 1e9)
+rates = st.floats(1e-9, 1e12)
+turns = st.lists(st.floats(1, 1000), min_size=1, max_size=4).map(tuple)
+counts = st.integers(0, 10**12)
 lines = st.text(max_size=20).filter(str.isprintable)
 settings = configs.filter(
     lambda one: all(part.isprintable() for part in (*one, *one.values()) if isinstance(part, str))
@@ -31,8 +33,8 @@ measurements = st.builds(
     outcome=st.sampled_from(OUTCOMES),
     reason=lines,
     samples_per_s=rates,
-    low=numbers,
-    high=numbers,
+    low=rates,
+    high=rates,
     peak_bytes=counts,
     steps=counts,
     blocks=st.lists(amounts, max_size=4).map(tuple),
@@ -46,21 +48,24 @@ trials = st.builds(
     origin=lines,
     seconds=amounts,
 )
-choices = st.builds(
-    Choice,
-    config=settings,
-    batch=st.integers(1, 4096),
-    samples_per_s=rates,
-    low=numbers,
-    high=numbers,
-    speedup=rates,
-    speedup_low=numbers,
-    speedup_high=numbers,
-    peak_bytes=counts,
-)
+
+
+def of_turns(config: Config, turns: tuple[float, ...], peak_bytes: int) -> Choice:
+    """Of a baseline: the others are held against its turns."""
+    middle = statistics.median(turns)
+    one = choice(config, middle, 1.0)
+    one = replace(one, batch=64, low=min(turns), high=max(turns), rounds=turns)
+    return replace(one, peak_bytes=peak_bytes)
+
+
+choices = st.builds(of_turns, settings, turns, counts)
 records = st.builds(
     lambda trials, baseline, input: replace(
-        record(), trials=tuple(trials), baseline=baseline, input=input
+        record(),
+        trials=tuple(trials),
+        baseline=baseline,
+        winners=tuple(replace(one, choice=baseline) for one in record().winners),
+        input=input,
     ),
     st.lists(trials, max_size=4),
     choices,
@@ -133,7 +138,7 @@ MEASUREMENT = "trials.1.measurement"
         (put("baseline.batch", True), r"baseline\.batch: expected an integer, got True"),
         (
             put("baseline.batch", 0),
-            r"record\.baseline\.batch: expected a number of at least 1, got 0",
+            r"record\.baseline\.batch: expected a number from 1 to 1e\+12, got 0",
         ),
         (put("key.task.shapes", [[3, "x"]]), r"key\.task\.shapes\.0\.1: expected an integer"),
         (put("key.task.shapes", [[-3, 3]]), "each number from 1"),
@@ -256,6 +261,41 @@ def test_what_could_not_be_read_is_not_written() -> None:
         encode(replace(record(), baseline=choice(speedup=float("nan"))))
     with pytest.raises(RecordDamaged, match="cannot be stored"):
         encode(replace(record(), trials=(replace(record().trials[0], number=2**70),)))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("winners.1.choice.speedup", 1.51, "speed-up 1.51, and its turns say 1.5"),
+        ("winners.1.choice.samples_per_s", 3100.0, "samples/s 3100, and its turns say 3000"),
+        ("winners.1.choice.low", 2900.0, "slowest turn 2900, and its turns say 2970"),
+        ("winners.1.choice.high", 4000.0, "fastest turn 4000, and its turns say 3030"),
+        ("winners.1.choice.speedup_low", 1.6, "not in its own interval"),
+        ("winners.1.choice.rounds", [], "without a turn"),
+        ("baseline.speedup", 1.01, "speed-up 1.01, and its turns say 1"),
+        ("baseline.rounds", [], "without a turn"),
+        ("trials.0.measurement.samples_per_s", 0.0, "without a speed"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(path: str, value: object, says: str) -> None:
+    content = plain(record())
+    put(path, value)(content)
+    with pytest.raises(RecordDamaged, match=says):
+        decode(enclosed(content))
+
+
+def test_a_winner_raced_anew_is_held_against_its_own_turns_alone() -> None:
+    """`explain` keeps no turns of torch's default beside it."""
+    anew = choice(record().winner("loop").config, 3300.0, 1.5)
+    winners = tuple(
+        replace(one, choice=anew) if one.use == "loop" else one for one in record().winners
+    )
+    with pytest.raises(RecordDamaged, match=r"speed-up 1.5, and its turns say 1.65"):
+        encode(replace(record(), winners=winners))
+    explained = replace(record(), winners=winners, revised=1.71e9)
+    assert decode(encode(explained)) == explained
+    with pytest.raises(RecordDamaged, match="speed-up"):
+        encode(replace(explained, raced=(anew,)))
 
 
 def test_text_that_no_terminal_shows_as_it_is_is_replaced() -> None:

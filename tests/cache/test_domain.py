@@ -37,10 +37,14 @@ def test_lines() -> None:
 @pytest.mark.parametrize(
     ("annotated", "held", "refused"),
     [
-        (domain.Above0, [0.001], [0.0, -1.0]),
-        (domain.From0, [0.0, 1.0], [-0.001]),
-        (domain.Count, [0, 1], [-1]),
-        (domain.Positive, [1], [0, -1]),
+        (domain.Rate, [0.001, 1e12], [0.0, -1.0, 1.1e12, 1e300]),
+        (domain.RateOr0, [0.0, 1e12], [-0.001, 1e300]),
+        (domain.Times, [1e-6, 1e6], [0.0, 1.1e6]),
+        (domain.TimesBound, [0.0, 1e12], [-0.001, 1e300]),
+        (domain.Span, [0.0, 1e9], [-0.001, 1e300]),
+        (domain.Bytes, [0, 2**50], [-1, 2**50 + 1, 2**63]),
+        (domain.Count, [0, 1, 10**12], [-1, 2**63]),
+        (domain.Positive, [1, 10**12], [0, -1, 2**63]),
         (domain.Hex, ["", "0af", "a" * 128], ["g", "A", "a" * 129, "a\n"]),
         (domain.Fingerprint, ["a" * 12, "0" * 128], ["a" * 11, "a" * 129, "", "x" * 12]),
         (domain.StudyName, ["", "0a@-9"], ["../x", "x", "a" * 129]),

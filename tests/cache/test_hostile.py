@@ -10,14 +10,12 @@ import pytest
 
 from advisor.cache import exchange
 from advisor.cache.asking import ask
-from advisor.cache.records import Held, Records, Sought
-from advisor.cache.seal import Seal
-from advisor.cache.stores import open_store
+from advisor.cache.reader import Held, Sought
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store, open_stores
 from advisor.errors import StoreError
 from tests import hostile
 from tests.cache.examples import record
-
-MINE = Seal(own=b"m" * 32)
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ every = pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.nam
 def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) -> None:
     url = case.make(tmp_path)
     before = set(tmp_path.iterdir())
-    records = Records(open_store(url), seal=MINE)
+    records = Records(open_stores(url), seal=hostile.MINE)
 
     def choose(held: object) -> tuple[Held | None, bool]:
         return None, False
@@ -70,8 +68,8 @@ def test_commands_on_it_end_with_one_line_and_take_nothing(
     case: hostile.Case, tmp_path: Path
 ) -> None:
     url = case.make(tmp_path)
-    store = open_store(url)
-    records = Records(store, seal=MINE)
+    records = Records(open_stores(url), seal=hostile.MINE)
+    store = records.stores[-1]
     target = open_store(f"dir:{tmp_path}/target")
     said = []
     for act in (

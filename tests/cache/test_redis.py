@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -50,6 +52,26 @@ def test_what_others_planted_is_refused(redis_port: int) -> None:
         client.rpush(f"{{{prefix}}}:record/list", "not a string")
     assert isinstance(store.get_many(["record/list"])["record/list"], RecordDamaged)
     assert Records(store).all() == [record()]
+
+
+def test_what_a_server_says_steers_no_terminal() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _address = server.accept()
+                except OSError:  # the test is over
+                    return
+                with connection:
+                    while connection.recv(2**16):
+                        connection.sendall(b"-ERR \x1b[2Jgone\r\n" * 8)
+
+        threading.Thread(target=answer, daemon=True).start()
+        store = open_store(f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s")
+        with pytest.raises(StoreError, match=r"\?\[2Jgone") as caught:
+            store.keys()
+        assert str(caught.value).isprintable()
 
 
 def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

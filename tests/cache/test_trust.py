@@ -11,8 +11,9 @@ import pytest
 from advisor.cache import exchange
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
+from advisor.cache.reader import Sought
 from advisor.cache.record import Record, Target
-from advisor.cache.records import Records, Sought
+from advisor.cache.records import Records
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.stores import Store, open_store
 from advisor.errors import RecordDamaged
@@ -169,17 +170,25 @@ def test_marks_travel_with_their_records(store: Store, tmp_path: Path) -> None:
     assert marked.stale == "slower now"
 
 
+def named_too(records: Records, one: Record, target: Target) -> Record:
+    """Keep a record under another target's name too."""
+    task = replace(one.key.task, target=target.name)
+    named = replace(one, key=replace(one.key, task=task), target=target)
+    records.put(named, revises=one)
+    return named
+
+
 def test_a_record_has_several_names(store: Store) -> None:
     records = Records(store, seal=MINE)
     first = made()
     records.put(first)
     target = Target(name="pkg/other.py:Net", origin="fedcba98")
-    named = records.add_name(first, target, "pkg/other.py:Net")
+    named = named_too(records, first, target)
     assert records.all() == [first] or records.all() == [named]
     assert len(records.all()) == 1
     assert [one.record for one in records.held(Sought(target="pkg/other.py:Net"))] == [named]
     assert [one.record for one in records.held(Sought(target="model.py:Net"))] == [first]
-    copied = records.add_name(first, Target(name="model.py:Net", origin="0a"), "model.py:Net")
+    copied = named_too(records, first, Target(name="model.py:Net", origin="0a"))
     assert {one.record for one in records.held(Sought(target="model.py:Net"))} == {first, copied}
     # What verify says of one name is said of all, and every one is the owner's.
     records.put(replace(first, stale="slower now", revised=NEW), revises=first)
@@ -283,7 +292,7 @@ def test_each_machine_keeps_its_record(store: Store) -> None:
 def test_all_names_of_a_record_stay(store: Store) -> None:
     records = Records(store, seal=MINE)
     records.put(made())
-    records.add_name(made(), Target(name="other.py:Net", origin="0a"), "other.py:Net")
+    named_too(records, made(), Target(name="other.py:Net", origin="0a"))
     assert reasons(records, store) == {}
     records.put(made(1.72e9))
     assert len(reasons(records, store)) == 1  # the first; the other name has no better version

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import advisor as package
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor
 from tests.face.test_apply import here, remember
 
@@ -96,6 +98,56 @@ def test_a_narrow_record_hides_no_wider_one(here: Path, narrow: tuple[str, ...])
     assert served(precisions=["default", "bf16"]) == wide
 
 
+BUILT = "        super().__init__()\n"
+SLOW_TO_BUILD = MODEL.replace(BUILT, f"{BUILT}        import time; time.sleep(1.5)\n")
+
+
+def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
+    """The same command goes on, each time with a budget of its own, until something was raced."""
+    (here / "model.py").write_text(SLOW_TO_BUILD)
+    only = ("--fixed-batch", "--effort", "quick", "--precisions", "default", "--no-verify")
+    first = advisor(here, *TUNE, *only, "--budget", "3s")
+    assert first.returncode == 0 and "Already tuned" not in first.stdout
+    assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
+    assert first.stdout.splitlines()[-1].startswith("Not tuned yet: 3 s left no time to race")
+    assert "nothing raced" in advisor(here, "show").stdout
+    advice = package.lookup("model.py:Net", device="cpu", strict=True)
+    assert "torch's default: nothing else was raced" in advice.served
+    again = advisor(here, *TUNE, *only, "--budget", "3s", "--json")
+    assert json.loads(again.stdout)["status"] in ("unfinished", "tuned")
+    assert "going on after 1 trials" in again.stderr
+    assert "trial 0:" not in again.stderr and "trial 1:" in again.stderr
+    last = advisor(here, *TUNE, *only, "--budget", "30s", "--json")
+    assert json.loads(last.stdout)["status"] in ("tuned", "known"), last.stderr
+    assert "trial 0:" not in last.stderr and "trial 1:" not in last.stderr
+    assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
+    assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+
+
+def test_what_counts_as_raced() -> None:
+    default, fast = examples.DEFAULT, examples.DEFAULT.replace(precision="bf16")
+    made = examples.record()
+    once = replace(made.baseline, rounds=made.baseline.rounds[:1])
+    alone = replace(
+        made,
+        baseline=once,
+        winners=tuple(replace(one, choice=once) for one in made.winners),
+        raced=(once,),
+        trials=(examples.trial(0, default), examples.trial(1, fast)),
+    )
+    assert made.compares and not alone.compares
+    assert replace(alone, raced=(made.baseline, examples.choice(fast))).compares
+    assert not replace(alone, trials=alone.trials[:1]).compares
+    # There was a race, and the other was too slow to be in it.
+    assert replace(alone, baseline=made.baseline).compares
+    assert not replace(alone, baseline=made.baseline, trials=alone.trials[:1]).compares
+    # What does not run cannot be raced.
+    failed = examples.trial(1, fast, outcome="failed")
+    assert replace(alone, trials=(alone.trials[0], failed)).compares
+    reference = replace(failed, origin="reference")
+    assert not replace(alone, trials=(alone.trials[0], reference)).compares
+
+
 class TestCodeThatChanged:
     """Is another model, whatever it is called: a miss, and measured anew."""
 
@@ -117,8 +169,19 @@ class TestCodeThatChanged:
         status, first = tuned(here)
         assert (status, tuned(here)) == ("tuned", ("known", first))
         (here / "model.py").write_text(after)
+        asked = {"shape": SHAPE, "device": "cpu"}
+        with pytest.warns(package.AdvisorWarning) as seen:
+            advice = package.lookup("model.py:Net", **asked)  # type: ignore[arg-type]
+        assert (advice.status, len(seen)) == ("miss", 1)
+        said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
+        assert said in str(seen[0].message)
+        told = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
+        assert f"not served  {first} model.py:Net: code as tuned -> edited since" in told
+        assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
         status, second = tuned(here)
         assert status == "tuned" and second != first
+        found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+        assert found.record is not None and found.record.id == second
         for command in ("verify", "explain"):
             done = advisor(here, command, first, "--budget", "3s")
             assert done.returncode == 2 and "has changed since" in done.stderr
@@ -137,7 +200,23 @@ class TestCodeThatChanged:
             "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
         )
         (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
+        assert package.lookup("model.py", device="cpu", strict=True).status == "exact"
         assert tuned(here) == ("known", first)
+
+    def test_more_than_the_model_was_edited(self, here: Path, unmeasured: list[Task]) -> None:
+        """By name that is not known to be the same; `tune` builds the model, and knows."""
+        _, first = tuned(here)
+        for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
+            (here / "model.py").write_text(text)
+            with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
+                assert package.lookup("model.py:Net", device="cpu").status == "miss"
+            done = advisor(here, *TUNE)
+            assert done.stdout.startswith("Already tuned, ")
+            assert "what was edited in model.py:Net computes the same" in done.stderr
+            advice = package.lookup("model.py:Net", device="cpu", strict=True)
+            assert advice.record is not None and advice.record.id == first
+            assert "edited" not in advisor(here, *TUNE).stderr
+        assert len(unmeasured) == 1
 
 
 class TestNames:

@@ -124,10 +124,13 @@ class TestRaced:
         )
 
     def test_the_default_is_called_so(self) -> None:
-        found = answer(record(), request())
+        found = answer(record(raced=(choice(TF32, 1001.0),)), request())
         assert found.config == Config(BASE | PINNED)
         assert found.reason == "torch's default: nothing measured is clearly faster"
         assert found.flags == BASE
+
+    def test_nobody_is_told_that_it_won_where_nothing_was_raced(self) -> None:
+        assert answer(record(), request()).reason == "torch's default: nothing else was raced"
 
     def test_a_use_gets_its_own_winner(self) -> None:
         made = record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect, own_threads
-from advisor.tuners.knobs import TORCH
+from advisor.tuners.knobs import KNOBS, TORCH
 from tests.cache import examples
 from tests.face.commands import MODEL, script
 
@@ -117,7 +118,7 @@ def remember(**changes: Any) -> Record:
     }
     record = replace(
         examples.record(key),
-        target=Target(name=made.name, origin=made.origin),
+        target=Target(name=made.name, origin=made.origin, code=made.code),
         baseline=examples.choice(DEFAULT, 100.0),
         winners=tuple(Winner(use=u, free=f, choice=c) for (u, f), c in winners.items()),
         input=Config(),
@@ -175,6 +176,28 @@ def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, argu
     assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
 
 
+@pytest.mark.parametrize("status", ["exact", "miss", "disabled"])
+def test_every_knob_can_be_read_by_its_name(
+    record: Record, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Whatever was served, and torch's own value where that says nothing of it."""
+    if status == "disabled":
+        monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    asked = {"mode": "infer"} if status == "miss" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", advisor.AdvisorWarning)
+        advice = advisor.lookup("model.py:Net", device="cpu", **asked)  # type: ignore[arg-type]
+    assert advice.status == status
+    for knob in KNOBS:
+        assert getattr(advice.config, knob.name) == advice.config.get(knob.name, knob.default)
+    assert advice.config.fused_optimizer is False  # no CPU has it
+    assert advice.config.threads == (OTHER if status == "exact" else None)
+    with pytest.raises(AttributeError, match="config has no 'thread'"):
+        advice.config.thread  # noqa: B018
+    copied = pickle.loads(pickle.dumps(advice.config))
+    assert copied == advice.config and copied.step_graph is False
+
+
 def test_found_by_the_model_itself(record: Record) -> None:
     assert advisor.lookup(net(), device="cpu").config == FAST
     assert advisor.lookup(nn.DataParallel(net()), device="cpu").status == "exact"
@@ -212,7 +235,7 @@ def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, 
         ({"deterministic": True}, "deterministic False -> True"),
         ({"model_args": {"width": 9}}, "model.py:Net was not tuned for this"),
         ({"batch": 32}, "not measured at batch 32"),
-        ({"max_memory": "100MiB"}, "not measured at batch 4 within 0.0977 GiB"),
+        ({"max_memory": "100MiB"}, "not measured at batch 4 within 100 MiB"),
     ],
 )
 def test_miss(record: Record, arguments: Any, says: str) -> None:

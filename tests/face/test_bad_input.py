@@ -137,6 +137,7 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
     ("arguments", "said"),
     [
         (["frob"], "No such command 'frob'. (see: advisor --help)"),
+        (["why", "model.py", "--batch", "9" * 6000], "expected a number of at least 1, or 'free'"),
         (["show", "abcdef"], "'abcdef': no such record; run: advisor show"),
         (["show", "nokey"], "'nokey': expected one as ae1bff61eea5@64; run: advisor show"),
         (["show", "a", "b"], "unexpected extra argument (b)"),

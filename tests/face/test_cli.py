@@ -22,6 +22,7 @@ from advisor.cache.name import Name
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
+from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.report import tables
 from advisor.tuners.environment import detect
@@ -167,7 +168,7 @@ def test_the_line_of_a_store_elsewhere_names_it(
 def test_each_record_is_found_by_its_own_line(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else is tuned for the same file and shape."""
     monkeypatch.chdir(tuned)
-    records = Records(open_store())
+    records = open_records(None)
     (plain,) = records.all()
     key, task = plain.key, plain.key.task
     changes: list[dict[str, Any]] = [
@@ -213,7 +214,7 @@ def test_show(tuned: Path, first: dict[str, Any]) -> None:
         word in whole.stdout
         for word in ("torch default", "samples/s", "first step", "advisor.apply(")
     )
-    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first
+    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first | {"signed": True}
     rows = json.loads(advisor(tuned, "show", "--json").stdout)
     assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, []), (elsewhere.id, [])]
     assert rows["damaged"] == []
@@ -227,7 +228,7 @@ def test_a_narrow_terminal_shows_the_config_whole() -> None:
     shown = {}
     for width in (80, 140):
         out = io.StringIO()
-        Console(width=width, file=out).print(tables.verdict(record, width))
+        Console(width=width, file=out).print(tables.verdict(record))
         shown[width] = out.getvalue()
         assert "channels_last, bf16" in shown[width] and "1.40x (1.37-1.43)" in shown[width]
     assert "turns" in shown[140] and "turns" not in shown[80]

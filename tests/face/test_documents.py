@@ -122,3 +122,22 @@ def test_the_code_in_the_pages_runs(page: str) -> None:
         names["advice"] = advisor.apply("model.py:Net", shape=(4, 8))
         exec(code, names)
     assert torch.isfinite(names["loss"])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own, and that nothing is tuned
+def test_the_code_for_frameworks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "accelerate", "lightning"):
+        pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL
+    )
+    assert len(blocks) == 3
+    names: dict[str, object] = {}
+    try:
+        exec("\n".join(blocks), names)
+    finally:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert {"args", "accelerator", "trainer"} <= set(names)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from advisor.report.progress import Shown
 from tests import hostile
 from tests.face.through import COMMANDS, lost, through
 
@@ -32,3 +35,11 @@ def test_hostile(case: hostile.Case, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("ran"))
     assert happened["apply"].said.count("\n") <= 1
     assert not lost(case, tmp_path)
+
+
+def test_what_tune_says_of_a_record_is_no_markup() -> None:
+    """As the libraries of one that is akin: '[/bold]' alone would end the command."""
+    said = io.StringIO()
+    with Shown(Console(file=said, width=80), budget_s=1.0) as progress:
+        progress.notice("tried first: of torchvision [/bold][link=https://example.com]0.26.0")
+    assert said.getvalue().endswith("[/bold][link=https://example.com]0.26.0\n")

@@ -18,7 +18,9 @@ import pytest
 import advisor as package
 from advisor.cache.task import Task
 from advisor.opening import open_records
+from advisor.tuners import environment
 from tests.face.commands import MODEL, SHAPE, advisor, script
+from tests.face.test_apply import net_of
 
 ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
 WORDS = """
@@ -184,6 +186,86 @@ def test_the_command_that_ends_a_miss_beside_a_record(here: Path) -> None:
     found = typed(here, command)["record"]
     advice = package.lookup("examples/x.py:Net", shape=(4, 3, 9, 9), strict=True)
     assert advice.record is not None and advice.record.id == found["id"]
+
+
+def test_the_command_for_a_model_in_hand(here: Path) -> None:
+    """Names its class's file, wherever below this folder that is."""
+    ran = script(
+        here,
+        "import advisor\n"
+        "from examples.x import Net\n"
+        "advisor.lookup(Net(), shape=(4, 3, 8, 8), device='cpu')\n",
+    )
+    command = command_in(ran.stderr.splitlines()[0])
+    assert command == "advisor tune examples/x.py:Net --shape 4x3x8x8"
+    # Net takes arguments, and those that it was built with are not to be seen.
+    assert "; run, with --model-arg for what it was built with: advisor tune" in ran.stderr
+    found = typed(here, command)
+    advice = package.lookup(net_of("examples/x.py:Net"), shape=(4, 3, 8, 8), device="cpu")
+    assert advice.record is not None and advice.record.id == found["record"]["id"]
+
+
+def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
+    """What cannot be known of it is said in words."""
+    (here / "wanting.py").write_text(MODEL.replace("width=8", "width"))
+    inside = "".join(f"    {line}\n" for line in MODEL.splitlines())
+    (here / "factory.py").write_text(f"def make():\n{inside}    return Net\n")
+    ran = script(
+        here,
+        "import warnings; warnings.simplefilter('always')\n"
+        "import advisor, factory, wanting\n"
+        "from torch import nn\n"
+        f"{MODEL}\n"
+        "for model in wanting.Net(3), factory.make()(), nn.Linear(3, 3), Net():\n"
+        "    advisor.lookup(model, shape=(4, 3), device='cpu')\n"
+        "advisor.lookup(shape=(4, 3), device='cpu')\n",
+    )
+    said = re.findall("AdvisorWarning: (.*)", ran.stderr)
+    assert len(said) == 5, ran.stderr
+    for line in said:
+        assert "; run advisor tune on your model, named as file.py:Class. Training" in line
+    shapeless = missed("model.py:Net")
+    assert "; run advisor tune on model.py:Net, with your batch and one sample as" in shapeless
+    for line in (*said, shapeless):
+        assert "TARGET" not in line and "BATCH" not in line and "run: " not in line
+
+
+def test_the_script_s_own_class_is_named_where_importing_it_does_not_train(here: Path) -> None:
+    ran = script(
+        here,
+        f"import advisor\n{MODEL}\n"
+        "if __name__ == '__main__':\n"
+        "    advisor.lookup(Net(), shape=(4, 3, 8, 8), device='cpu')\n",
+    )
+    command = command_in(ran.stderr.splitlines()[0])
+    assert command == "advisor tune train.py:Net --shape 4x3x8x8"
+    assert typed(here, command)["status"] == "tuned"
+
+
+def test_the_command_names_a_device_that_is_not_the_first(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "default_device", lambda: "cuda:0")
+    said = missed("model.py", shape=(4, 3, 8, 8), device="cpu")
+    assert command_in(said) == "advisor tune model.py --shape 4x3x8x8 --device cpu"
+
+
+@pytest.mark.parametrize("stores", ["dir:else where", "dir:else where,dir:there"])
+def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> None:
+    """In the one that ends a miss, and in the one that measures a stale record again."""
+    cache = stores.split(",")
+    command = command_in(missed("model.py", shape=(4, 3, 8, 8), cache=cache))
+    found = typed(here, command)["record"]
+    advice = package.lookup("model.py", shape=(4, 3, 8, 8), strict=True, cache=cache[0])
+    assert advice.record is not None and advice.record.id == found["id"]
+    assert open_records(None).all() == []
+    records = open_records(cache[0])
+    (held,) = records.all()
+    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
+    with pytest.warns(package.AdvisorWarning) as seen:
+        assert package.lookup("model.py:Net", cache=cache).status == "stale"
+    assert typed(here, command_in(str(seen[0].message)))["status"] == "tuned"
+    assert [one.stale for one in open_records(cache[0]).all()] == [""]
 
 
 def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Task]) -> None:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import advisor as package
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Part, Record
+from advisor.cache.record import LOOP, Measurement, Part, Record
 from advisor.cache.records import Records
 from advisor.opening import open_records
+from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
-from tests.face.commands import LAYERED, SHAPE, advisor, own, take_over
+from advisor.report.tables import parts as parts_table
+from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.race import Ratio
+from tests.cache import examples
+from tests.cache.examples import choice
+from tests.face.commands import LAYERED, SHAPE, Done, advisor, own, take_over
 
+BUSY = LAYERED.replace(
+    "        time.sleep(",
+    "        import pathlib, random\n"
+    "        busy = pathlib.Path(__file__).with_name('busy').exists()\n"
+    "        time.sleep(10 ** random.uniform(-1, 1) * 0.01 if busy else ",
+)
+"""As fast as LAYERED, but where a file says that the machine is busy: then as fast as chance is."""
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
 TRIALS = ("--budget", "15s", "--fixed-batch", "--trials", "3", "--effort", "quick")
 
@@ -25,7 +41,7 @@ TRIALS = ("--budget", "15s", "--fixed-batch", "--trials", "3", "--effort", "quic
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("again")
-    (folder / "model.py").write_text(LAYERED)
+    (folder / "model.py").write_text(BUSY)
     done = advisor(folder, *TUNE, *TRIALS, "--json", **own(folder))
     assert done.returncode == 0, done.stderr
     (loop,) = [
@@ -68,6 +84,15 @@ def advise(config: dict[str, object], speedup: float | None = None) -> Record:
     return changed
 
 
+def verified(folder: Path, *arguments: str) -> Done:
+    """What `verify` says: with a larger budget where it cannot tell, as it says itself."""
+    for budget in ("4s", "12s", "40s"):
+        done = advisor(folder, "verify", *arguments, "--budget", budget)
+        if UNTOLD not in done.stdout:
+            break
+    return done
+
+
 def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
     record = advise({"precision": "bf16"})
     done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
@@ -102,7 +127,8 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
 def test_one_that_is_much_slower_than_it_was_does_not_hold(tuned: Path) -> None:
     """Its speed-up is what it was: the samples a second are compared too."""
     records, record = held()
-    fast = {w.choice.config: replace(w.choice, samples_per_s=1e7) for w in record.winners}
+    turns = {"samples_per_s": 1e7, "low": 1e7, "high": 1e7, "rounds": (1e7,)}
+    fast = {w.choice.config: replace(w.choice, **turns) for w in record.winners}
     records.put(
         replace(
             record,
@@ -117,13 +143,143 @@ def test_one_that_is_much_slower_than_it_was_does_not_hold(tuned: Path) -> None:
 
 def test_a_record_that_holds_says_so(tuned: Path) -> None:
     _, record = held()
-    done = advisor(tuned, "verify", record.id, "--budget", "4s", "--json")
+    done = verified(tuned, record.id, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["holds"] and found["reason"] == ""
+    assert found["verdict"] == HOLDS and found["numerics"].startswith("not compared with fp32: ")
     assert found["now"][LOOP]["ratio"] == pytest.approx(record.winner(LOOP).speedup, rel=0.25)
     assert held()[1].stale == ""
-    told = advisor(tuned, "verify", record.id, "--budget", "4s")
-    assert told.returncode == 0 and told.stdout.endswith("the record holds\n")
+    told = verified(tuned, record.id)
+    assert told.returncode == 0 and told.stdout.endswith(
+        "not compared with fp32: the advice changes no numbers\nthe record holds\n"
+    )
+
+
+class OneSecondEach:
+    """Runs any config, a second each, of which nobody waits for any."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def measure(self, config: Config, **_how: object) -> Measurement:
+        self.time += 1.0
+        rate = 200.0 if config["precision"] == "bf16" else 100.0
+        return Measurement(outcome="ok", samples_per_s=rate)
+
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize(("budget_s", "parts"), [(4.0, 0), (40.0, 1)])
+def test_what_was_measured_once_is_no_part(budget_s: float, parts: int) -> None:
+    """One turn has no interval."""
+    worker = OneSecondEach()
+    again = _Again(replace(examples.record(), input=Config()), worker, budget_s)  # type: ignore[arg-type]
+    again._clock = Clock(budget_s, now=worker.now)
+    found = again.parts()
+    assert [(part.knob, part.ratio) for part in found] == [
+        (Config(precision="bf16"), pytest.approx(2.0))
+    ][:parts]
+
+
+@pytest.mark.parametrize(
+    ("low", "ratio", "high", "idle"),
+    [
+        (0.97, 1.0, 1.03, True),
+        (1.001, 1.005, 1.009, True),
+        (1.2, 1.3, 1.4, False),
+        (0.2, 1.1, 6.0, False),
+        (0.0, 5.0, 29348.73, False),
+    ],
+)
+def test_which_knob_contributes_nothing(low: float, ratio: float, high: float, idle: bool) -> None:
+    """Not one of which nothing is known."""
+    assert _idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
+
+
+def test_a_part_that_cannot_be_told_shows_no_figures() -> None:
+    unknown = Part(knob=Config(precision="bf16"), ratio=5.0, low=0.0, high=29348.73)
+    out = io.StringIO()
+    Console(width=140, file=out).print(
+        parts_table(replace(examples.record(), input=Config(), parts=(unknown,)))
+    )
+    assert "could not tell" in out.getvalue() and "by itself" not in out.getvalue()
+    assert "29348" not in out.getvalue() and "5.00" not in out.getvalue()
+
+
+def test_what_cannot_be_told_changes_nothing(tuned: Path) -> None:
+    """A machine that is now fast, now slow: the interval is too wide to say."""
+    records, record = held()
+    quiet = {
+        one.choice.config: replace(one.choice, speedup=1.02, samples_per_s=1.0)
+        for one in record.winners
+    }
+    winners = tuple(replace(one, choice=quiet[one.choice.config]) for one in record.winners)
+    changed = replace(record, winners=winners, stale="it was busy", revised=time.time())
+    records.put(changed, revises=record)
+    (tuned / "busy").touch()
+    try:
+        told = advisor(tuned, "verify", record.id, "--budget", "5s")
+    finally:
+        (tuned / "busy").unlink()
+    last = told.stdout.splitlines()[-1]
+    assert told.returncode == 1 and last.startswith("could not tell whether the record holds: ")
+    assert "from end to end, is too wide to say; measure on a quieter machine" in last
+    assert held()[1] == changed
+
+
+def ratio(mean: float, low: float, high: float) -> Ratio:
+    return Ratio(mean=mean, low=low, high=high)
+
+
+def test_a_fault_counts_before_a_doubt() -> None:
+    then = {"flags": choice(speedup=2.0), LOOP: choice(speedup=2.0)}
+    now = {"flags": ratio(2.0, 0.5, 8.0), LOOP: ratio(1.2, 1.1, 1.3)}
+    assert judged(then, now, [2000.0])[0] == FAILS
+    good = {LOOP: ratio(2.0, 1.9, 2.1)}
+    assert judged(then, good, [2000.0], "it no longer trains like fp32") == (
+        FAILS,
+        "it no longer trains like fp32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "verdict", "said"),
+    [
+        (14.31, (14.0, 13.7, 14.3), HOLDS, ""),
+        (14.31, (20.0, 19.0, 21.0), HOLDS, ""),
+        (14.31, (13.0, 11.0, 15.4), HOLDS, ""),
+        (14.31, (20.0, 13.0, 30.8), HOLDS, ""),
+        (14.31, (6.37, 0.4, 101.0), UNTOLD, "252x from end to end"),
+        (14.31, (6.37, 2.0, 20.3), UNTOLD, "10.2x from end to end"),
+        (14.31, (14.31, 9.0, 22.8), UNTOLD, "2.53x from end to end"),
+        (14.31, (6.37, 0.0, math.inf), UNTOLD, "more than 1000x from end to end"),
+        (1.02, (1.02, 0.99, 1.05), UNTOLD, "1.06x from end to end"),
+        (17.6, (8.1, 7.0, 9.4), FAILS, "8.10x (7.00-9.40) torch's default now, 17.60x when"),
+        (1.05, (1.0, 0.995, 1.005), FAILS, "it is not faster any more"),
+    ],
+)
+def test_what_is_said_of_a_speed_up(
+    then: float, now: tuple[float, float, float], verdict: str, said: str
+) -> None:
+    found, reason = judged({LOOP: choice(speedup=then)}, {LOOP: ratio(*now)}, [2000.0])
+    assert found == verdict and said in reason
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [
+        ([1900.0, 2000.0, 1500.0], HOLDS),
+        ([600.0, 700.0, 1900.0], UNTOLD),
+        ([600.0, 700.0, 800.0], FAILS),
+    ],
+)
+def test_the_samples_a_second_count_too(rates: list[float], verdict: str) -> None:
+    found, reason = judged({LOOP: choice(speedup=1.5)}, {LOOP: ratio(1.5, 1.48, 1.52)}, rates)
+    assert found == verdict
+    assert ("700 samples/s now, 2,000 when it was tuned" in reason) == (verdict != HOLDS)
 
 
 def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
@@ -147,7 +303,7 @@ def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_line(tuned: Path, arguments: tuple[str, ...], said: str) -> None:
-    (tuned / "other.py").write_text(LAYERED.replace("width=8", "width=9"))
+    (tuned / "other.py").write_text(BUSY.replace("width=8", "width=9"))
     _, record = held()
     given = [record.id if word == "KEY" else word for word in arguments]
     done = advisor(tuned, *given)
@@ -197,10 +353,8 @@ class TestNothingARecordNamesIsRun:
 
     def test_a_moved_target_is_named(self, tuned: Path, tmp_path: Path) -> None:
         _, record = held()
-        (tmp_path / "model.py").write_text(LAYERED)  # of that name, and not the one that was tuned
+        (tmp_path / "model.py").write_text(BUSY)  # of that name, and not the one that was tuned
         done = advisor(tmp_path, "verify", record.id)
         assert done.returncode == 2 and "name it with --target" in done.stderr
-        named = advisor(
-            tmp_path, "verify", record.id, "--target", "model.py", "--budget", "4s", "--json"
-        )
+        named = verified(tmp_path, record.id, "--target", "model.py", "--json")
         assert json.loads(named.stdout)["holds"], named.stderr

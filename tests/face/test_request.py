@@ -77,7 +77,7 @@ def test_a_step_is_captured_in_one_process_only(monkeypatch: pytest.MonkeyPatch)
     assert (processes(), of(capture=True).use) == (1, "capture")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (processes(), of(capture=True).use) == (2, "loop")
-    for odd in ("", "0", "-3", "many"):
+    for odd in ("", "0", "-3", "many", "9" * 10, "9" * 6000):
         monkeypatch.setenv("WORLD_SIZE", odd)
         assert processes() == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Target
 from advisor.errors import RecordDamaged
@@ -95,12 +96,21 @@ def test_what_a_terminal_obeys_is_never_shown(here: Path, text: str) -> None:
         assert all(line.isprintable() for line in lines) and text not in done.stdout
 
 
+@pytest.mark.parametrize("odd", ["\x1b[2J", "\x9b2J", "\r", "\n", "\u202e"])
+def test_a_warning_is_one_line_of_text(here: Path, odd: str) -> None:
+    """Whatever the path that it names: a file's name may hold all of it."""
+    with pytest.warns(package.AdvisorWarning) as seen:
+        package.lookup(f"a{odd}b.py:Net", device="cpu")
+    (said,) = [str(one.message) for one in seen]
+    assert "there is no file" in said and said.isprintable()
+
+
 def test_a_listing_is_not_spoilt_by_one(here: Path) -> None:
     records = open_records(None)
     for number, name in enumerate(ODD):
         records.put(named(name, device=f"device {number}"))
     records.put(replace(record(), winners=tuple(
-        replace(one, choice=choice(rate=3000.0)) for one in record().winners
+        replace(one, choice=choice(rate=3000.0, speedup=1.5)) for one in record().winners
     )))  # fmt: skip
     shown = advisor(here, "show")
     assert shown.returncode == 0 and shown.stderr == ""

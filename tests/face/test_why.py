@@ -50,7 +50,7 @@ def made(loop: Config = FAST, **changes: object) -> Record:
     best = choice(loop, 3000.0, 1.5)
     return replace(
         one,
-        target=Target(name=spec.name, origin=spec.origin),
+        target=Target(name=spec.name, origin=spec.origin, code=spec.code),
         baseline=choice(BASE),
         winners=tuple(
             replace(w, choice=choice(BASE) if w.use == FLAGS else best) for w in one.winners
@@ -213,6 +213,60 @@ class TestSeveralStores:
         assert open_store(urls[0]).keys() == open_store(urls[1]).keys()
         (first,) = look_up(cache=urls)[0].explanation.stores  # type: ignore[union-attr]
         assert first[0] == urls[0]  # the second is not asked any more
+
+    @pytest.mark.parametrize("other", [{}, {"tolerance": 0.5}])
+    def test_a_stranger_s_before_does_not_hide_ones_own(
+        self, here: Path, other: dict[str, object]
+    ) -> None:
+        """Not even one of a task that is as near to what is asked."""
+        urls = [f"dir:{here}/theirs", f"dir:{here}/mine", f"dir:{here}/behind"]
+        keep(made(**{"tolerance": 0.25} if other else {}), urls[1])
+        theirs = made(FAST.replace(threads=1), **other)
+        date = replace(theirs.provenance, created=1.74e9, effort="exhaustive")
+        Records(open_store(urls[0])).put(replace(theirs, provenance=date))
+        advice, said = look_up(cache=urls)
+        assert (advice.status, said, advice.config) == ("exact", "", FAST)
+        assert "unsigned" not in advice.reason and advice.explanation is not None
+        assert [url for url, _said in advice.explanation.stores] == urls[:2]
+        advice, _said = look_up(cache=urls)
+        assert advice.config == FAST  # copied before, where the search now ends
+        assert advice.explanation is not None and len(advice.explanation.stores) == 1
+
+    def test_a_stranger_s_is_served_where_nothing_else_is_and_said_to_be(
+        self, here: Path, own_surroundings: Path
+    ) -> None:
+        urls = [f"dir:{here}/theirs", f"dir:{here}/behind"]
+        theirs = made(FAST.replace(threads=1))
+        Records(open_store(urls[0])).put(theirs)
+        advice, _said = look_up(cache=urls)
+        assert advice.explanation is not None and len(advice.explanation.stores) == 1  # no key
+        keep(made(mode="infer"), urls[1])
+        advice, said = look_up(cache=urls)
+        assert (advice.status, said, advice.record) == ("exact", "", theirs)
+        assert advice.explanation is not None and len(advice.explanation.stores) == 2
+        assert advice.served.endswith("; unsigned")
+        asked = ("--cache", ",".join(urls))
+        told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", *asked).stdout
+        assert "; unsigned" in told
+        told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", "--mode", "infer", *asked)
+        assert f"not served  {theirs.id} model.py:Net (unsigned): mode" in told.stdout
+        shown = json.loads(advisor(here, "show", "--json", *asked).stdout)["records"]
+        assert {one["id"]: one["signed"] for one in shown} == {
+            theirs.id: False,
+            made(mode="infer").id: True,
+        }
+        assert advisor(here, "show", *asked).stdout.count("unsigned") == 1
+        assert "unsigned" in advisor(here, "show", theirs.id, *asked).stdout
+        assert "unsigned" not in advisor(here, "show", made(mode="infer").id, *asked).stdout
+
+    def test_one_s_own_that_cannot_answer_does_not_stand_before_a_stranger_s(
+        self, here: Path
+    ) -> None:
+        """Each batch that a record did not measure is another's to answer."""
+        keep(made(shapes=((2, 3, 8, 8),)))
+        Records(open_store()).put(made(FAST.replace(threads=1)))
+        advice, _said = look_up()
+        assert advice.config["threads"] == 1 and advice.served.endswith("; unsigned")
 
     def test_stale_here_and_exact_behind(self, here: Path) -> None:
         urls = [f"disk:{here}/mine", f"dir:{here}/team"]

@@ -20,6 +20,7 @@ OTHER = hostile.OTHER.id
 COMMANDS: dict[str, tuple[str, ...]] = {
     "show": ("show",),
     "show it": ("show", OTHER),
+    "report": ("report", OTHER, "--html", "-"),
     "why": ("why", "model.py:Net", "--shape", SHAPE),
     "tune": ("tune", "model.py", "--shape", SHAPE, "--device", "cpu"),
     "verify": ("verify", OTHER, "--budget", "3s"),

@@ -18,7 +18,7 @@ from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
 from advisor.tuners.measure.worker import parent
-from advisor.tuners.measure.worker.child import recognise
+from advisor.tuners.measure.worker.child import code_of, recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
 from advisor.tuning import _keep, _Tuning
 from tests.cache import examples
@@ -47,6 +47,7 @@ class Describing:
             name=loaded.spec.name,
             model=fingerprint.of_model(model),
             hooks=fingerprint.of_hooks(loaded.make_batch, loaded.loss),
+            code=code_of(loaded.spec),
             libraries=fingerprint.libraries(model),
             family=fingerprint.family(model),
             modules=modules,
@@ -65,7 +66,7 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(self: Any, subject: Any, near: Sequence[Config], fresh: bool) -> Record:
+    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> Record:
         measured.append(subject.key.task)
         made = examples.record(subject.key)
         plan = self._plan
@@ -78,7 +79,7 @@ def unmeasured() -> Iterator[list[Task]]:
         record = dataclasses.replace(
             made, target=subject.target, input=Config(), provenance=provenance, trials=()
         )
-        _keep(self._records, record, fresh, self._progress)
+        _keep(self._records, record, before.fresh, self._progress)
         return record
 
     with pytest.MonkeyPatch.context() as patch:

@@ -356,6 +356,24 @@ def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> 
     assert torch.backends.cuda.matmul.allow_tf32  # bf16 runs over it
 
 
+def test_what_is_handed_over_sets_all_flags_and_waits_for_no_piece() -> None:
+    """A framework's loop follows the rest: the end of the process has nothing to complain of."""
+    whole = Config(precision="bf16", cudnn_benchmark=True)
+    advice = Advice(
+        whole,
+        device="cpu",
+        reason="2.00x",
+        default=Config(precision="default", cudnn_benchmark=False),
+        flags=Config(precision="default", cudnn_benchmark=False),
+        gains={"flags": 1.0, "loop": 2.0},
+    )
+    advice.hand_over()
+    assert torch.backends.cudnn.benchmark
+    assert torch.get_float32_matmul_precision() == "high"
+    assert advice.reason == "2.00x"
+    assert advice.report().splitlines()[1:] == ["in effect: bf16", "in effect: cudnn_benchmark"]
+
+
 @pytest.mark.usefixtures("threads")
 def test_a_lookup_that_set_no_flags_sets_none_when_it_prepares() -> None:
     advice = served(
@@ -439,6 +457,24 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_every_flag_is_read_back() -> None:
+    values = {"precision": "tf32", "cudnn_benchmark": True, "cudnn_deterministic": True}
+    default = TORCHS.replace(cudnn_deterministic=False)
+    advice = served(default.replace(**values), default=default)
+    advice.set_flags()
+    assert [line[:9] for line in advice.report().splitlines()[1:-1]] == ["in effect"] * 3
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+    now = (
+        "precision (matmul=ieee conv=tf32 rnn=tf32) now, as it was set since",
+        "cudnn_benchmark=False now, as it was set since",
+        "cudnn_deterministic (False) now, as it was set since",
+    )
+    assert advice.reason == f"1.84x torch's default at batch 128; but {'; '.join(now)}"
+
+
+@pytest.mark.usefixtures("threads")
 def test_flags_that_were_changed_are_claimed_no_more() -> None:
     advice = served(TORCHS.replace(threads=1, channels_last=True))
     advice.set_flags()
@@ -501,6 +537,7 @@ def test_what_was_put_in_force_is_released() -> None:
     assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == precision
     assert in_force.config == Config() and in_force.changed == {}
+    in_force.put(Config(threads=1))
     torch.set_num_threads(3)
     in_force.release()
     assert torch.get_num_threads() == 3

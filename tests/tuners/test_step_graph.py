@@ -22,8 +22,8 @@ from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.recorder import RECORDERS
-from advisor.tuners.act.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder

@@ -144,6 +144,15 @@ def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:
     assert len({trial.config for trial in trials}) == len(trials)
 
 
+@pytest.mark.parametrize(("resumes", "more"), [(True, 0), (False, 2)])
+def test_the_time_of_a_run_that_ended_is_its_own(tmp_path: Path, resumes: bool, more: int) -> None:
+    """Each has time for two trials; those of one that was cut off count for the next."""
+    search(Simulated(), tmp_path, search_s=1.5).run()
+    runner = Simulated()
+    search(runner, tmp_path, search_s=1.5, resumes=resumes).run()
+    assert len(runner.measured) == more
+
+
 def test_it_is_an_ordinary_optuna_study(tmp_path: Path) -> None:
     runner = Simulated()
     search(runner, tmp_path, name="abc", trials=8).run()

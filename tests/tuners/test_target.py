@@ -13,7 +13,7 @@ from torch import nn
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
-from advisor.tuners import fingerprint
+from advisor.tuners import fingerprint, source
 from advisor.tuners.target import build, load, parse
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -276,3 +276,177 @@ def test_hooks(tmp_path: Path) -> None:
     assert fingerprint.of_hooks(None, nn.functional.mse_loss) != fingerprint.of_hooks(
         None, nn.functional.l1_loss
     )
+
+
+class TestSource:
+    """What of a file decides its model, read without importing it."""
+
+    @staticmethod
+    def differs(folder: Path, before: str, after: str, file: str = "mine.py") -> bool:
+        """Whether a change in a file beside the target's is seen there."""
+        spec = parse(f"{folder / 'mine.py'}:Net")
+        path = folder / file
+        text = path.read_text()
+        assert before in text
+        first = spec.code
+        assert first == spec.code
+        path.write_text(text.replace(before, after))
+        second = spec.code
+        path.write_text(text)
+        assert spec.code == first
+        return second != first
+
+    @pytest.mark.parametrize(
+        ("text", "before", "after"),
+        [
+            ("MADE = {}\n@note\nclass Other: x = 1\n", "x = 1", "x = 2"),
+            ("MADE = {}\nMADE['a'] = lambda: 1\n", "lambda: 1", "lambda: 2"),
+            ("if torch.cuda.is_available():\n    SIZE = 1\n", "SIZE = 1", "SIZE = 2"),
+            ("try:\n    import a\nexcept ImportError:\n    a = 1\n", "a = 1", "a = 2"),
+            ("if __name__ == '__main__':\n    pass\nelse:\n    Net.a = 1\n", "a = 1", "a = 2"),
+            ("B = A = 1\nclass Net(Net): a = A\n", "A = 1", "A = 2"),
+            ("A, B = 1, 2\nclass Net(Net): a = A\n", "1, 2", "3, 2"),
+            ("A = 1\nA += 1\nclass Net(Net): a = A\n", "A += 1", "A += 2"),
+            ("A: int = 1\nclass Net(Net): a = A\n", "int = 1", "int = 2"),
+            ("async def f(): return 1\nclass Net(Net): a = f\n", "return 1", "return 2"),
+            ("def f(): return 1\nclass Net(Net): a = globals()['f']\n", "return 1", "return 2"),
+            ("def f(): return 1\nclass Net(Net): a = sys.modules[__name__]\n", "rn 1", "rn 2"),
+        ],
+    )
+    def test_counts(self, tmp_path: Path, text: str, before: str, after: str) -> None:
+        write(tmp_path, NET + text)
+        assert self.differs(tmp_path, before, after)
+
+    @pytest.mark.parametrize(
+        ("text", "before", "after"),
+        [
+            ("class Other: x = 1\n", "x = 1", "x = 2"),
+            ("def f(): return 1\n", "return 1", "return 2"),
+            ("@torch.no_grad()\ndef f(): return 1\n", "return 1", "return 2"),
+            ("if '__main__' == __name__:\n    f(1)\n", "f(1)", "f(2)"),
+            ("if TYPE_CHECKING:\n    from a import A\n", "import A", "import B"),
+            ("import a, b\n", "import a, b", "import a, c"),
+            ("class Net(Net):\n    def f(self, x: int): pass\n", ": int", ": float"),
+        ],
+    )
+    def test_does_not(self, tmp_path: Path, text: str, before: str, after: str) -> None:
+        write(tmp_path, NET + text)
+        assert not self.differs(tmp_path, before, after)
+
+    @pytest.mark.parametrize(
+        ("line", "used"),
+        [
+            ("from parts import f", "f"),
+            ("from parts import f as g", "g"),
+            ("from parts import *", "f"),
+            ("import parts", "parts.f"),
+            ("import parts as p", "p.f"),
+            ("import inner.deep", "inner.deep.f"),
+            ("import inner.deep as d", "d.f"),
+            ("from inner import deep", "deep.f"),
+            ("from inner.deep import f", "f"),
+            ("from inner import f", "f"),
+            ("from inner import again", "again"),
+        ],
+    )
+    def test_of_the_project_counts(self, tmp_path: Path, line: str, used: str) -> None:
+        (tmp_path / "inner").mkdir()
+        for name in ("parts.py", "inner/deep.py"):
+            (tmp_path / name).write_text("def f(x): return 2 * x\ndef g(x): return 5 * x\n")
+        (tmp_path / "inner" / "__init__.py").write_text(
+            "from .deep import f\nfrom . import deep\nagain = deep.f\n"
+        )
+        for inside in (False, True):
+            head = "" if inside else f"{line}\n"
+            local = f"        {line}\n" if inside else ""
+            if inside and "*" in line:
+                continue  # is no Python
+            text = f"class Net:\n    def forward(self, x):\n{local}        return {used}(x)\n"
+            write(tmp_path, head + text)
+            file = "inner/deep.py" if "inner" in line else "parts.py"
+            assert self.differs(tmp_path, "2 * x", "3 * x", file)
+            # Of a module that is imported inside a function, any part may be used.
+            whole = "*" in line or line == "import inner.deep" or (inside and "." in used)
+            assert self.differs(tmp_path, "5 * x", "6 * x", file) is whole
+
+    def test_what_imports_itself_ends(self, tmp_path: Path) -> None:
+        write(tmp_path, "from other import *\nimport mine\nclass Net(mine.Base): x = Net\n")
+        (tmp_path / "other.py").write_text("from mine import *\nclass Base: x = 1\n")
+        assert self.differs(tmp_path, "x = 1", "x = 2", "other.py")
+
+    @pytest.mark.parametrize(
+        ("data", "says"),
+        [
+            (b"def f(:\n", "SyntaxError"),
+            (b"x = 1\0\n", "Error"),
+            (b"x = '\xff'\n", "SyntaxError"),
+            (b"x = " + b"(" * 5000 + b"\n", "Error"),
+            (b"class Net:\n    x = 1" + b" + 1" * 50_000 + b"\n", "Error"),
+            (b"#" * (source.MOST_BYTES + 1), f"larger than {source.MOST_BYTES} bytes"),
+        ],
+    )
+    def test_what_cannot_be_read_is_said(self, tmp_path: Path, data: bytes, says: str) -> None:
+        path = tmp_path / "mine.py"
+        path.write_bytes(data)
+        spec = parse(f"{path}:Net")
+        with pytest.raises(TargetError, match=rf"mine\.py cannot be read: .*{says}"):
+            _ = spec.code
+        assert "cannot be read" in spec.edited("ab")
+        # Of what is imported only the line counts then.
+        path.rename(tmp_path / "parts.py")
+        write(tmp_path, "from parts import x\nclass Net: a = x\n")
+        assert spec.edited(spec.code) == ""
+
+    def test_what_is_no_file_is_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.py"
+        write(tmp_path, NET)
+        spec = parse(f"{path}:Net")
+        path.unlink()
+        for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
+            make()
+            with pytest.raises(TargetError, match=r"mine\.py cannot be read"):
+                _ = spec.code
+
+    def test_says_nothing_and_imports_nothing(self, tmp_path: Path) -> None:
+        text = "raise SystemExit(1)\nclass Net: x = '\\d'; y = 1 is 1\n"
+        assert parse(f"{write(tmp_path, text)}:Net").code
+
+    def test_another_encoding(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.py"
+        path.write_bytes("# coding: latin-1\nclass Net: x = 'ü'\n".encode("latin-1"))
+        assert len(parse(f"{path}:Net").code) == 64
+
+
+class TestModules:
+    """Where the source of `package.module:factory` lies, found without an import."""
+
+    def test_of_the_users_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = tmp_path / "owned" / "deep"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").write_text("raise SystemExit('imported')\n")
+        file = Path(write(package, NET))
+        monkeypatch.chdir(tmp_path)
+        here = parse("owned.deep.mine:Net")
+        assert here.file == str(file)
+        assert (here.origin, here.code) == (parse(f"{file}:Net").origin, parse(f"{file}:Net").code)
+        monkeypatch.chdir("/")
+        assert parse("owned.deep.mine:Net").file == ""
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert parse("owned.deep.mine:Net") == here
+        assert parse("owned:Net").file == str(package.parent / "__init__.py")
+
+    @pytest.mark.parametrize(
+        "name", ["torchvision.models:resnet18", "json:loads", "sys:exit", "no_such.module:f"]
+    )
+    def test_of_a_library_or_nowhere(self, name: str) -> None:
+        spec = parse(name)
+        assert (spec.file, spec.origin, spec.code, spec.edited("")) == ("", "", "", "")
+
+    def test_installed_into_the_current_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        installed = tmp_path / "site-packages"
+        installed.mkdir()
+        write(installed, NET, "owned.py")
+        monkeypatch.chdir(installed)
+        assert parse("owned:Net").origin == ""

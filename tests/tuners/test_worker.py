@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -18,10 +19,11 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.cache.task import Task
-from advisor.errors import TargetFailed, WorkerError
+from advisor.errors import TargetError, TargetFailed, WorkerError
+from advisor.tuners import fingerprint, target
 from advisor.tuners.measure.worker import host_memory
 from advisor.tuners.measure.worker.parent import Worker
-from advisor.tuners.measure.worker.wire import Job
+from advisor.tuners.measure.worker.wire import CHANGED, Job
 
 MEAN = """
 import os, signal, sys, threading, time
@@ -364,6 +366,41 @@ class Net(nn.Linear):
 """
 
 
+RAN = """
+from pathlib import Path
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 4)
+
+    def forward(self, x):
+        Path(__file__).with_name("ran").touch()
+        return super().forward(x)
+
+def loss(output, target):
+    return output.square().mean()
+"""
+
+
+@pytest.mark.parametrize("other", ["", "model", "make_batch or loss"])
+def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> None:
+    path = tmp_path / "known.py"
+    path.write_text(RAN)
+    loaded = target.load(target.parse(str(path)), Config())
+    model = fingerprint.of_model(target.build(loaded))
+    hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
+    known = ("0" * 64 if other == "model" else model, "0" * 64 if "loss" in other else hooks)
+    made = Worker(dataclasses.replace(job(path), known=known), deadline_s=60)
+    with made:
+        if not other:
+            assert made.describe().model == model and (tmp_path / "ran").exists()
+            return
+        with pytest.raises(TargetError, match=f"the {other} of known.py:Net {CHANGED}"):
+            made.describe()
+    assert not (tmp_path / "ran").exists()
+
+
 @linux
 def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "hungry.py"
@@ -371,11 +408,11 @@ def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
     with Worker(job(path, max_memory=2**30), deadline_s=60) as made:
         made.describe()
         tried = measure(made, 5)
-        assert tried.outcome == "out_of_memory" and "of the 1.00 permitted" in tried.reason
+        assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in tried.reason
         assert measure(made, 4).ok
     with (
         Worker(job(path, max_memory=2**30, batch=6), deadline_s=60) as made,
-        pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1\.00"),
+        pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1 GiB"),
     ):
         made.describe()
 

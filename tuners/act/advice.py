@@ -23,12 +23,15 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.act import ranks
 from advisor.tuners.act.acting import Acting, rows_of
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.act.following import (
     AUTOCAST,
     BATCHES,
     CAPTURE,
     LOADER,
     OPTIMIZER,
+    PIECES,
     PREPARE,
     SET_FLAGS,
     STEP,
@@ -36,10 +39,8 @@ from advisor.tuners.act.following import (
     tell_at_exit,
 )
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.recorder import RECORDERS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.served import Served
-from advisor.tuners.act.step_graph import StepGraph
 from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import Knob
 
@@ -150,7 +151,11 @@ class Advice:
         self._used.add(PREPARE)
         if self.served.flags is not None and SET_FLAGS in self._used:
             self._put(self.config)
-        model = model.to(self.device)
+        return self.lay_out(model.to(self.device))
+
+    def lay_out(self, model: nn.Module) -> nn.Module:
+        """The model in the advised memory format, compiled in place: what `prepare` does to it,
+        for a loop that moves and compares it by itself."""
         for knob, value in self._acting.rows:
             if knob.model is not None:
                 model = knob.model(model, value)
@@ -158,6 +163,12 @@ class Advice:
             self._replays.attach(model)
         self._models.add(model)
         return model
+
+    def hand_over(self) -> None:
+        """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
+        that no piece is waited for at the end."""
+        self._used.update(PIECES)
+        self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
         known = record.provenance
@@ -218,9 +229,9 @@ class Advice:
         """The training step as one CUDA graph where that is advised, else as it is.
 
         `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
-        callable that comes back is used in its place. See `tuners.act.step_graph.StepGraph` for
-        what happens at its first calls and what falls back to `train_step` itself: one warning
-        says so.
+        callable that comes back is used in its place. See `StepGraph` in
+        `tuners.act.capture.step_graph` for what happens at its first calls and what falls back to
+        `train_step` itself: one warning says so.
 
         Args:
             train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).

@@ -90,15 +90,14 @@ class Following:
         if knob.flag is None:
             return ""
         name, now = knob.name, knob.flag.now()
+        shown = f"{name}={now}" if isinstance(now, int) else f"{name} ({now})"
         if name in self.kept:
             who = "the environment sets it" if knob.chosen and knob.chosen() else "as it was set"
-            if now == advised:
-                return f"{name}={now} was so already: {who}"
-            return f"{name}={now} stays, {who}"
+            return f"{shown} was so already: {who}" if now == advised else f"{shown} stays, {who}"
         if name not in self.put or IN_FORCE.config.get(name) == self.put[name]:
             return ""
         who = "as it was set" if name in IN_FORCE.changed else "as other advice set it"
-        return f"{name}={now} now, {who} since"
+        return f"{shown} now, {who} since"
 
     def reason(self) -> str:
         """What is in force, and what would be; no speed-up that is not is claimed."""
@@ -110,7 +109,7 @@ class Following:
             said += f"; but the step is not replayed: {self.failed}"
         elif waiting := self.waiting():
             said = self._once(waiting, claimed=bool(self.put) and not others)
-        return said + (f"; but {', '.join(others)}" if others else "")
+        return said + (f"; but {'; '.join(others)}" if others else "")
 
     def _once(self, waiting: list[str], *, claimed: bool) -> str:
         once = f"once the {'script' if waiting == [SET_FLAGS] else 'loop'} also calls"

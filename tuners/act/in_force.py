@@ -55,10 +55,6 @@ class InForce:
             if held.stands:
                 held.flag.set_back(held.before)
 
-    def holds(self, name: str) -> bool:
-        """Whether a knob's flag is what it was set to here."""
-        return name in self._put and self._put[name].stands
-
     @property
     def config(self) -> Config:
         """What is in force: the value of each flag that is still what it was set to."""

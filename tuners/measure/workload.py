@@ -15,7 +15,7 @@ from torch.nn import functional
 from advisor.cache.task import Task
 from advisor.errors import TargetFailed
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.step_graph import StepGraph
+from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.measure.made_up import Feed, forever, make_batch, outputs_of, random_targets
 from advisor.tuners.target import Loaded, build
 

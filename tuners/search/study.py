@@ -69,6 +69,7 @@ class Scope:
         memory: bytes that a config may take; 0 where that is not known.
         first: configs to try before the guesses, from records that nearly fit.
         seed: of the sampler.
+        resumes: whether the time of earlier runs of this study counts: they were cut off.
         sampler: any Optuna sampler in place of GainPerSecond; it is kept from dear knobs, whose
             cost it does not count.
     """
@@ -78,6 +79,7 @@ class Scope:
     memory: int = 0
     first: Sequence[Config] = ()
     seed: int = 0
+    resumes: bool = True
     sampler: optuna.samplers.BaseSampler | None = None
 
 
@@ -126,7 +128,8 @@ class Search:
     def _resume(self) -> None:
         trials, interrupted = self._journal.resume()
         self._attempts.update(interrupted)
-        self.clock.resume(sum(trial.seconds for trial in trials))
+        if self._scope.resumes:
+            self.clock.resume(sum(trial.seconds for trial in trials))
         for trial in trials:
             measured = trial.measurement
             failed = not measured.ok and trial.config == self._space.default

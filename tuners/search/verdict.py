@@ -11,6 +11,7 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
+from advisor.cache.shown import interval
 from advisor.tuners import knobs
 from advisor.tuners.length import Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
@@ -136,7 +137,7 @@ class _Decision:
         if unclear := untold(self.space, choices, verdict):
             listed = ", ".join(
                 f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
-                f"torch's default ({choice.speedup_low:.2f}-{choice.speedup_high:.2f})"
+                f"torch's default ({interval(choice.speedup_low, choice.speedup_high)})"
                 for choice in unclear[:MOST_TOLD]
             )
             self.progress.notice(

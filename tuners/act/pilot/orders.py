@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Count, From0
+from advisor.cache.domain import Bytes, Count, Span
 from advisor.tuners.act.pilot.seen import Seen
 
 
@@ -29,10 +29,10 @@ class Lap:
 
     steps: Count
     samples: Count
-    seconds: From0
-    first_s: From0
-    waited_s: From0
-    peak_bytes: Count
+    seconds: Span
+    first_s: Span
+    waited_s: Span
+    peak_bytes: Bytes
 
 
 class Guide(Protocol):

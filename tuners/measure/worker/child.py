@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, target
 from advisor.tuners.act.advice import Advice
@@ -91,6 +92,14 @@ def recognise(job: Job, loaded: target.Loaded) -> None:
             raise TargetError(f"the {what} of {loaded.spec.name} {CHANGED}")
 
 
+def code_of(spec: target.Spec) -> str:
+    """Digest of the target's source; '' where it cannot be read so, as a very large file."""
+    try:
+        return spec.code
+    except TargetError:
+        return ""
+
+
 class Bench:
     """Builds and measures workloads for one job."""
 
@@ -112,6 +121,8 @@ class Bench:
                 share = min(1.0, self._task.max_memory / total)
                 torch.cuda.set_per_process_memory_fraction(share)
         self._loaded = target.load(target.parse(self._task.target), self._task.model_args)
+        # Read when it was imported: what is edited later is not what is measured.
+        self._code = code_of(self._loaded.spec)
 
     def describe(self) -> Facts:
         """Run one step as torch does by default.
@@ -137,6 +148,7 @@ class Bench:
             name=self._loaded.spec.name,
             model=fingerprint.of_model(built),
             hooks=fingerprint.of_hooks(self._loaded.make_batch, self._loaded.loss),
+            code=self._code,
             libraries=fingerprint.libraries(built),
             family=fingerprint.family(built),
             modules=modules,
@@ -290,7 +302,7 @@ class Bench:
         if not self._cuda and most and peak > most:
             return Measurement(
                 outcome="out_of_memory",
-                reason=f"it held {peak / 2**30:.2f} GiB of the {most / 2**30:.2f} permitted",
+                reason=f"it held {size(peak)} of the {size(most)} permitted",
                 peak_bytes=peak,
             )
         samples = self._samples(config, stage)

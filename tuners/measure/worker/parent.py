@@ -17,6 +17,7 @@ from typing import IO, Any
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.cache.shown import size
 from advisor.errors import (
     RecordDamaged,
     TargetError,
@@ -293,8 +294,8 @@ class Worker:
             return "crashed", "the worker closed its pipe"
         code, over = report["code"], report["over"]
         if over:
-            most = self._most() / 2**30
-            return "out_of_memory", f"it held {over / 2**30:.2f} GiB of the {most:.2f} permitted"
+            held = f"it held {size(over)} of the {size(self._most())} permitted"
+            return "out_of_memory", held
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         outcome = "crashed"
         if code == -signal.SIGKILL:

@@ -35,6 +35,8 @@ class Facts:
     """Fingerprint."""
     hooks: str
     """Fingerprint of the target's make_batch and loss; '' where it has none."""
+    code: str
+    """Digest of the source of all these; '' where that is no file of the user's."""
     libraries: tuple[str, ...]
     """That its classes come from, as 'torchvision==0.26.0'."""
     family: str

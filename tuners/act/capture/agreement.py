@@ -102,3 +102,18 @@ def _distance(a: Tensor, b: Tensor) -> float:
     difference = torch.where(same, 0.0, a - b)
     found = float(difference.abs().square().sum().sqrt())
     return found if math.isfinite(found) else math.inf
+
+
+def nudge(weights: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each weight by its last digit: what this does to a step, rounding may do to it."""
+    nudges = []
+    for weight in (w.detach() for w in weights if w.is_floating_point()):
+        before = weight.clone()
+        weight.mul_(1 + 2 * torch.finfo(weight.dtype).eps)
+        nudges.append((weight, weight - before))
+    return nudges
+
+
+def nudge_back(nudges: list[tuple[Tensor, Tensor]]) -> None:
+    for weight, by in nudges:
+        weight.sub_(by)

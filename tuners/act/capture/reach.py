@@ -1,21 +1,18 @@
-"""What a training step can reach in Python: a graph replays kernels, and all of this stands still.
+"""What a training step can reach in Python, and by which names its code gets there.
 
 A step's function leads to its closure, to the globals that its code names, to the object that it is
 a method of, and from there to modules, optimizers, schedules, containers and the user's objects.
-What they hold is compared before and after a step, and looked at again between steps.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import random
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,7 +24,7 @@ REACH = 50_000
 WIDE = 1000
 """Entries of a container from which only their number is watched: data, not settings."""
 
-_SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 _BY_NAME = ("__dict__", "vars", "eval", "exec")
@@ -36,9 +33,6 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__del__")
 """Methods that Python calls unnamed, but not in a step."""
 
-_GONE = object()
-
-Seen = list[dict[Any, Any]]
 Way = tuple[str, ...]
 
 
@@ -92,34 +86,12 @@ class Place:
         return ".".join(part for part in (self.label, str(name)) if part)
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Some values of a place, quick to hold against what they are later."""
-
-    place: Place
-    names: tuple[Any, ...]
-    get: Callable[[Any], Any]
-    before: Any
-    plain: bool
-    """Compared as values; others are the same objects or not."""
-
-    def differs(self) -> bool:
-        try:
-            now = self.get(self.place.held)
-            if self.plain:
-                return bool(now != self.before)
-        except (KeyError, IndexError, ValueError, RuntimeError, AttributeError):
-            return True  # gone, or a tensor where a number was
-        return any(map(lambda a, b: a is not b, now, self.before))
-
-
-class Watch:
+class Reach:
     """All that `train_step` reaches, as it is when this is made.
 
     Attributes:
         places: what holds values.
         tensors: those in places and modules, each once, by id.
-        modules: that are reached.
         complete: False where there was too much to look at.
     """
 
@@ -131,14 +103,12 @@ class Watch:
     ) -> None:
         self.places: list[Place] = []
         self.tensors: dict[int, Tensor] = {}
-        self.modules: list[nn.Module] = []
         self.complete = True
         self._names: set[str] = set()
         self._direct: set[str] = set()  # x.name
         self._chained: set[tuple[str, str]] = set()  # x.first.second
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
         self._ways: dict[int, list[Way]] = {}
-        self._looks: list[_Look] = []
         self._uncalled: list[tuple[str, FunctionType, list[Way] | None]] = []
         self._later: list[tuple[Any, str, Way]] = [
             (one, type(one).__name__, ()) for one in (*modules, *optimizers)
@@ -167,13 +137,13 @@ class Watch:
         waiting, self._uncalled = self._uncalled, []
         for name, function, ways in waiting:
             special = name == "forward" or (name.startswith("__") and name not in _MAKING)
-            if special or self._reads(name, ways):
+            if special or self.reads(name, ways):
                 self._later.append((function, name, ()))
             else:
                 self._uncalled.append((name, function, ways))
         return bool(self._later)
 
-    def _reads(self, name: str, ways: list[Way] | None) -> bool:
+    def reads(self, name: str, ways: list[Way] | None) -> bool:
         """Whether the step's code reads an attribute of what is reached so; None: in any way."""
         if name in self._direct or not self._names.isdisjoint(_BY_NAME):
             return True
@@ -182,7 +152,7 @@ class Watch:
         return any((way[-1], name) in self._chained for way in ways if way)
 
     def _meet(self, value: Any, label: str, way: Way) -> None:
-        if isinstance(value, _SCALARS) or not self._first(value, way):
+        if isinstance(value, SCALARS) or not self._first(value, way):
             return
         ways = self._ways[id(value)]
         if isinstance(value, Tensor):
@@ -192,7 +162,7 @@ class Watch:
         elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             self._place(Place(label, vars(value), inside=True), way)
         elif isinstance(value, FunctionType):
-            if not _library(value.__module__):
+            if not library(value.__module__):
                 self._function(value)
         elif isinstance(value, MethodType):
             self._later += [(value.__func__, label, way), (value.__self__, label, way)]
@@ -204,7 +174,7 @@ class Watch:
         elif isinstance(value, tuple | set | frozenset):
             self._later += [(part, label, way) for part in value if len(value) <= WIDE]
         elif isinstance(value, nn.Module) or not (
-            isinstance(value, type | ModuleType) or _library(type(value).__module__)
+            isinstance(value, type | ModuleType) or library(type(value).__module__)
         ):
             self._object(value, label, way)
 
@@ -225,21 +195,20 @@ class Watch:
     def _class(self, kind: type, label: str, ways: list[Way] | None) -> None:
         """What the user's classes hold, and the functions that the step's code may call."""
         for one in kind.__mro__:
-            if _library(one.__module__) or not self._first(one, ()):
+            if library(one.__module__) or not self._first(one, ()):
                 continue
             plain = []
             for name, value in vars(one).items():
                 inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if isinstance(inner, FunctionType):
                     self._uncalled.append((name, inner, ways))
-                elif isinstance(value, _SCALARS) and not name.startswith("__"):
+                elif isinstance(value, SCALARS) and not name.startswith("__"):
                     plain.append(name)
             if plain:
                 self.places.append(Place(label, one, names=tuple(plain), ways=ways or [()]))
 
     def _module(self, module: nn.Module, label: str, way: Way, ways: list[Way]) -> None:
-        self.modules.append(module)
-        if _library(type(module).__module__):
+        if library(type(module).__module__):
             self.places.append(Place(label, vars(module), settings=True, library=True, ways=ways))
         else:
             self._place(Place(label, vars(module), ways=ways, module=True, kind=type(module)), way)
@@ -269,7 +238,7 @@ class Watch:
         self._globals("", world, names)
         for name in names & world.keys():
             module = world[name]
-            if isinstance(module, ModuleType) and not _library(module.__name__):
+            if isinstance(module, ModuleType) and not library(module.__name__):
                 self._globals(name, vars(module), names)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._later.append((default, function.__name__, ()))
@@ -297,126 +266,12 @@ class Watch:
         if named:
             self._place(Place(label, world, names=named, settings=True), ())
 
-    def read(self) -> Seen:
-        """What every place holds now: for `moved`, `replaced` and `put_back`."""
-        return [place.read() for place in self.places]
-
-    def moved(self, before: Seen) -> str:
-        """What a step has changed in Python, as 'schedule.last_epoch'; '' where nothing.
-
-        An object in the place of another, as an output that is kept, is no change.
-        """
-        for place, old in zip(self.places, before, strict=True):
-            new = place.read()
-            for name in old.keys() | new.keys():
-                if name not in old or name not in new or not _alike(old[name], new[name]):
-                    return place.called(name)
-        return ""
-
-    def put_back(self, before: Seen) -> None:
-        """Each value that was there; what has been added to a list goes."""
-        for place, old in zip(self.places, before, strict=True):
-            new = place.read()
-            for name, value in old.items():
-                if name not in new or new[name] is not value:
-                    place.write(name, value)
-            if isinstance(place.held, list | deque) and "len()" not in old:
-                while len(place.held) > len(old):
-                    place.held.pop()
-
-    def replaced(self, before: Seen) -> list[tuple[Place, Any, Any, Any]]:
-        """Where another object stands than before: place, name, the object then and now."""
-        return [
-            (place, name, old[name], new)
-            for place, old in zip(self.places, before, strict=True)
-            for name, new in place.read().items()
-            if name in old and old[name] is not new and not _plain(new)
-        ]
-
-    def settle(self, before: Seen) -> None:
-        """From now on `differs` compares with what there is; not what the step itself replaces."""
-        own = {(id(place.held), name) for place, name, _old, _new in self.replaced(before)}
-        self._looks = [look for place in self.places for look in self._look(place, own)]
-
-    def _look(self, place: Place, own: set[tuple[int, Any]]) -> Iterator[_Look]:
+    def looked_at(self, place: Place) -> bool:
+        """Whether the step's code gets to a place, so that a change there may change the step."""
+        if place.inside:
+            return False
         named = self._names.isdisjoint(_BY_NAME)
-        if place.inside or (named and not any(map(self._names.issuperset, place.ways))):
-            return
-        ways = None if place.module else place.ways
-        held = {n: v for n, v in place.read().items() if (id(place.held), n) not in own}
-        if place.library:
-            held = {name: v for name, v in held.items() if isinstance(v, bool | float)}
-        elif not place.settings:
-            held = {name: value for name, value in held.items() if self._reads(name, ways)}
-        shadowing = tuple(name for name in _of_class(place) if self._reads(name, ways))
-        if shadowing:
-
-            def get_all(held: dict[str, Any]) -> tuple[Any, ...]:
-                return tuple(held.get(name, _GONE) for name in shadowing)
-
-            yield _Look(place, shadowing, get_all, get_all(place.held), False)
-        for plain in (True, False):
-            names = tuple(name for name, value in held.items() if _plain(value) is plain)
-            if names:
-                get = _getter(place, names)
-                yield _Look(place, names, get, get(place.held), plain)
-
-    def differs(self) -> str:
-        """What the script has changed since `settle`, between two steps; '' where nothing."""
-        for look in self._looks:
-            if look.differs():
-                now = look.place.read()
-                was = dict(zip(look.names, look.before, strict=True))
-                changed = [n for n in look.names if n not in now or not _same(now[n], was[n])]
-                return look.place.called((changed or look.names)[0])
-        return ""
-
-
-def _of_class(place: Place) -> Iterator[str]:
-    """Values of the user's classes that this object has no own of, yet."""
-    for one in place.kind.__mro__ if place.kind else ():
-        if not _library(one.__module__):
-            for name, value in vars(one).items():
-                if _plain(value) and not name.startswith("__") and name not in place.held:
-                    yield name
-
-
-def _getter(place: Place, names: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """Reads these names as a tuple."""
-    if type(place.held) is dict and names:
-        if len(names) > 1:
-            return itemgetter(*names)
-        (name,) = names
-        return lambda held: (held[name],)
-    return lambda _held: tuple(map(place.read().__getitem__, names))
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, tuple | frozenset):
-        return all(map(_plain, value))
-    return isinstance(value, _SCALARS)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (_plain(a) and _plain(b) and _alike(a, b))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Equal in value as far as Python can tell: of what it cannot, the same type is enough."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        # An output that is kept is None, or missing, before the first.
-        return False
-    if isinstance(a, _SCALARS):
-        return bool(a == b or (a != a and b != b))
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[name], b[name]) for name in a)
-    if isinstance(a, set | frozenset):
-        return len(a) == len(b)
-    return True
+        return not named or any(map(self._names.issuperset, place.ways))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -429,7 +284,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @functools.cache
-def _library(module: str | None) -> bool:
+def library(module: str | None) -> bool:
     """Whether it is installed, or Python's own, or ours: not what a user writes beside a script."""
     if module is None or module.partition(".")[0] in ("advisor", "torch", "builtins"):
         return True
@@ -437,12 +292,3 @@ def _library(module: str | None) -> bool:
         return False
     found = getattr(sys.modules.get(module), "__file__", None)
     return found is not None and found.startswith(_LIBRARIES)
-
-
-def drawn() -> object:
-    """The state of Python's and NumPy's random numbers, for comparison."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), tuple(rest)

@@ -1,0 +1,104 @@
+"""The numbers of each chart of a record; who draws them is elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+from advisor.cache.record import Record
+from advisor.cache.shown import size
+from advisor.report.data import Comparison, Estimate, Timeline, Tried
+from advisor.report.tables import part_name, pipelines, raced
+from advisor.report.text import rate
+from advisor.tuners.knobs import described
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+def race(record: Record) -> Comparison | None:
+    """What was raced against torch's default; None where that raced alone."""
+    names = {choice.config: name for name, choice in record.choices.items()}
+    default = record.baseline.config
+    rows = tuple(
+        Estimate(
+            f"{names.get(choice.config, 'not chosen')}: {described(choice.config, default)}, "
+            f"batch {choice.batch}",
+            choice.speedup,
+            choice.speedup_low,
+            choice.speedup_high,
+        )
+        for choice in raced(record)
+        if choice.config != default
+    )
+    if not rows:
+        return None
+    axis = "samples/s over those of torch's default at your batch (95% interval)"
+    return _compared("What was raced, over torch's default", axis, rows)
+
+
+def parts(record: Record) -> Comparison:
+    """What each knob contributes, of a record that was explained."""
+    axis = "samples/s of the advice over those without it (95% interval)"
+    rows = tuple(Estimate(part_name(one), one.ratio, one.low, one.high) for one in record.parts)
+    return _compared("What each knob contributes", axis, rows)
+
+
+def _compared(title: str, axis: str, rows: tuple[Estimate, ...]) -> Comparison:
+    return Comparison(title=title, axis=axis, rows=rows, text=_times, reference=1.0)
+
+
+def inputs(record: Record) -> Comparison | None:
+    """The step alone, and fed through each input pipeline; None where none ran."""
+    rows = tuple(
+        Estimate(name, one.samples_per_s, one.low, one.high) for name, one in pipelines(record)
+    )
+    if not rows:
+        return None
+    title, axis = "The step alone, and through a DataLoader", "samples/s (slowest to fastest turn)"
+    return Comparison(title=title, axis=axis, rows=rows, text=rate)
+
+
+def memory(record: Record) -> Comparison | None:
+    """The peak of each config that was raced; None where none is known."""
+    known = [choice for choice in raced(record) if choice.peak_bytes]
+    if not known:
+        return None
+    # Round numbers of this unit are round to a reader.
+    unit = 2**30 if max(choice.peak_bytes for choice in known) >= 2**30 else 2**20
+    rows = [
+        (f"{described(one.config, record.baseline.config)}, batch {one.batch}", one.peak_bytes)
+        for one in known
+    ]
+    return Comparison(
+        title="Peak memory of what was raced",
+        axis="peak memory",
+        rows=tuple(Estimate(label, *[peak / unit] * 3) for label, peak in rows),
+        text=lambda units: size(round(units * unit)) if units else "0",
+    )
+
+
+def timeline(record: Record) -> Timeline | None:
+    """Each trial of the search when it ended; None where there is none."""
+    ended, best, points = 0.0, 0.0, []
+    for trial in sorted(record.trials, key=lambda trial: trial.number):
+        ended = min(ended + trial.seconds, sys.float_info.max)
+        if trial.stage != "compute":
+            continue
+        measured, at_batch = trial.measurement, trial.config.batch == record.batch
+        reached = measured.samples_per_s if measured.ok else 0.0
+        leads = at_batch and reached > best
+        best = max(best, reached) if at_batch else best
+        what = described(trial.config, record.baseline.config)
+        points.append(
+            Tried(
+                label=f"{trial.number}: {what}, batch {trial.config.batch}",
+                at_s=ended,
+                samples_per_s=reached,
+                at_batch=at_batch,
+                leads=leads,
+            )
+        )
+    if not points:
+        return None
+    return Timeline(title="Samples/s of each trial over time", points=tuple(points))

@@ -1,0 +1,97 @@
+"""What the jobs in this folder share: their options, made-up data, and their own samples/s.
+
+The jobs are ordinary training scripts, each as its framework's users write it, and know nothing of
+advisor. With `--by-hand MODE` the same job has bf16, TF32, a fused optimizer, channels_last where
+it convolves, and torch.compile in that mode written into it: what advice is to be compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+MODES = ("none", "default", "reduce-overhead", "max-autotune")
+
+
+def options(description: str, *, batch_size: int, size: int | None = None) -> argparse.Namespace:
+    """The command line's options, over what is usual for the job."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_000_000, help="optimizer steps, at least 2")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="a GPU's, in one batch")
+    if size is not None:
+        parser.add_argument("--size", type=int, default=size, help="of a picture's side or a text")
+    parser.add_argument("--workers", type=int, default=8, help="the data loader's")
+    parser.add_argument("--by-hand", choices=MODES, help="fast, compiled in this mode")
+    args = parser.parse_args()
+    if args.steps < 2:
+        parser.error(f"--steps must be at least 2, not {args.steps}")
+    return args
+
+
+def fast_math() -> None:
+    """TF32 for what stays fp32, and cuDNN's fastest convolutions for the shapes at hand."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+
+
+def autocast(device: torch.device, *, by_hand: bool) -> contextlib.AbstractContextManager[None]:
+    """bf16 around a forward pass if asked for, else nothing at all."""
+    return torch.autocast(device.type, torch.bfloat16) if by_hand else contextlib.nullcontext()
+
+
+class Pictures(Dataset):
+    """As many as ImageNet has, drawn from few, as bytes: workers and copies, but no decoding."""
+
+    def __init__(self, size: int, classes: int = 1000) -> None:
+        self.pictures = torch.randint(256, (512, 3, size, size), dtype=torch.uint8)
+        self.labels = torch.randint(classes, (512,))
+
+    def __len__(self) -> int:
+        return 1_281_167
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.pictures[index % 512], self.labels[index % 512]
+
+
+def normalized(pictures: Tensor) -> Tensor:
+    """Bytes as floats from -1 to 1."""
+    return pictures.float().div_(127.5).sub_(1)
+
+
+class Speed:
+    """Prints the loss every 50 steps and, when all are done, samples/s over their second half."""
+
+    def __init__(self, steps: int, samples_per_step: int) -> None:
+        self.steps = steps
+        self.samples_per_step = samples_per_step * int(os.environ.get("WORLD_SIZE", "1"))
+        self.speaks = os.environ.get("RANK", "0") == "0"
+        self.done = 0
+        self.started = 0.0
+
+    def step(self, loss: Tensor | None = None) -> bool:
+        """Counts a step that was queued, and says whether it was the last."""
+        self.done += 1
+        if loss is not None and self.done % 50 == 0:
+            self._print(f"step {self.done}: loss {loss.item():.4f}")
+        if self.done == self.steps // 2:
+            self.started = self._now()
+        if self.done == self.steps:
+            timed = self.steps - self.steps // 2
+            rate = timed * self.samples_per_step / (self._now() - self.started)
+            self._print(f"{rate:.1f} samples/s over the last {timed} steps")
+        return self.done >= self.steps
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _print(self, line: str) -> None:
+        if self.speaks:
+            print(line, flush=True)

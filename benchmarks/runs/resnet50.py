@@ -1,0 +1,80 @@
+"""ResNet-50 as torchvision's references train it: a loop written by hand, on one GPU or several.
+
+python benchmarks/runs/resnet50.py
+torchrun --nproc-per-node 2 benchmarks/runs/resnet50.py
+"""
+
+import itertools
+import os
+
+import torch
+import torch.distributed as dist
+import torchvision
+from job import Pictures, Speed, autocast, fast_math, normalized, options
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+
+def main() -> None:
+    args = options(__doc__, batch_size=64, size=224)
+    by_hand = args.by_hand is not None
+    distributed, local_rank = "LOCAL_RANK" in os.environ, int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if distributed:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(0)
+
+    dataset = Pictures(args.size)
+    sampler = DistributedSampler(dataset) if distributed else RandomSampler(dataset)
+    loader = DataLoader(
+        dataset,
+        batch_size=args.batch_size,
+        sampler=sampler,
+        num_workers=args.workers,
+        pin_memory=device.type == "cuda",
+        drop_last=True,
+    )
+
+    model = torchvision.models.resnet50(weights=None).to(device)
+    if by_hand:
+        fast_math()
+        model = model.to(memory_format=torch.channels_last)
+        if args.by_hand != "none":
+            model.compile(mode=args.by_hand)
+    if distributed:
+        device_ids = [local_rank] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=device_ids)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=by_hand or None
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90 * len(loader))
+
+    speed = Speed(args.steps, args.batch_size)
+    for epoch in itertools.count():
+        if distributed:
+            sampler.set_epoch(epoch)
+        model.train()
+        for pictures, labels in loader:
+            pictures = normalized(pictures.to(device, non_blocking=True))
+            labels = labels.to(device, non_blocking=True)
+            if by_hand:
+                pictures = pictures.contiguous(memory_format=torch.channels_last)
+            with autocast(device, by_hand=by_hand):
+                loss = criterion(model(pictures), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if speed.step(loss):
+                return
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""ViT-B/16 by Accelerate, batch 64, on one GPU or several.
+
+python benchmarks/runs/vit_accelerate.py
+accelerate launch --num_processes 2 benchmarks/runs/vit_accelerate.py
+"""
+
+import torch
+import torchvision
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from job import Pictures, Speed, fast_math, normalized, options
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def main() -> None:
+    args = options(__doc__, batch_size=64, size=224)
+    by_hand = args.by_hand is not None
+    accelerator = Accelerator(mixed_precision="bf16" if by_hand else None)
+    set_seed(0)
+
+    loader = DataLoader(
+        Pictures(args.size),
+        batch_size=args.batch_size,
+        shuffle=True,
+        num_workers=args.workers,
+        pin_memory=accelerator.device.type == "cuda",
+        drop_last=True,
+    )
+    model = torchvision.models.vit_b_16(weights=None, image_size=args.size)
+    if by_hand:
+        fast_math()
+        if args.by_hand != "none":
+            model.compile(mode=args.by_hand)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, weight_decay=0.05, fused=by_hand or None
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300 * len(loader))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    speed = Speed(args.steps, args.batch_size)
+    while True:
+        model.train()
+        for pictures, labels in loader:
+            loss = criterion(model(normalized(pictures)), labels)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            if speed.step(loss):
+                accelerator.end_training()
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What a reader finds in one store: of each record the version that counts for them.
+
+Names and marks tell which that is (see `name`); it alone is fetched, and another only where it is
+no sound record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from advisor.cache.codec import opened, reason_in
+from advisor.cache.name import MARKS, ORIGIN, PREFIX, TARGET, Mark, Name, ranked, target_part
+from advisor.cache.record import Record, Target
+from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.stores import Store
+from advisor.cache.stores.patience import go_on
+from advisor.errors import RecordDamaged, StoreError
+
+Check = Callable[[Record], str]
+"""What is wrong with a record, or '': what the cache cannot know, as a knob's domain."""
+
+
+def nothing_wrong(_record: Record) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A record and where it is.
+
+    Attributes:
+        name: of the version that counts; `texts` all that a store needs to say the same: beside
+            it a mark, and the version under the target's name if that is another one.
+        trusted: the reader or their team measured it, and signed it.
+    """
+
+    record: Record
+    name: Name
+    store: Store
+    texts: tuple[str, ...]
+    trusted: bool
+
+    @property
+    def of(self) -> tuple[str, Target]:
+        """Which record it is, and under which target's name."""
+        return self.name.place, self.record.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a store holds: of each record and each of its targets the version that counts.
+    `damaged`: one line for each that could not be read."""
+
+    held: tuple[Held, ...]
+    damaged: tuple[str, ...]
+
+
+Marks = dict[tuple[str, str], tuple[Mark, Store]]
+"""The newest mark that counts for the reader on each version, and where it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sought:
+    """Which records are looked for: what is None or '' does not matter.
+
+    Attributes:
+        model: the whole fingerprint; `id` the start of a key's.
+        target: a target's name; `origins` some places where it may lie.
+    """
+
+    model: str | None = None
+    target: str | None = None
+    origins: frozenset[str] | None = None
+    id: str = ""
+    batch: int | None = None
+
+    @property
+    def parts(self) -> frozenset[str] | None:
+        """What names of it hold, of which one suffices; None where any name will do."""
+        if self.target is not None:
+            return frozenset((target_part(self.target),))
+        return None if self.origins is None else frozenset(map(target_part, self.origins))
+
+    def is_of(self, name: Name) -> bool:
+        """Whether a name is of such an id and batch."""
+        return name.id.startswith(self.id) and self.batch in (None, name.batch)
+
+    def fits(self, record: Record) -> bool:
+        """Whether a record is of this model, target and origin."""
+        target = record.target
+        return (
+            self.model in (None, record.key.model)
+            and self.target in (None, target.name)
+            and (self.origins is None or target.origin in self.origins)
+        )
+
+
+EVERYTHING = Sought()
+AT_ONCE = 64
+"""Records fetched from a store in one exchange."""
+
+
+class Reader:
+    """Whose keys tell what counts, and what else a record is held against."""
+
+    def __init__(self, seal: Seal = UNSEALED, check: Check = nothing_wrong) -> None:
+        self._seal = seal
+        self._check = check
+
+    def look_into(
+        self, store: Store, sought: Sought = EVERYTHING, marks: Marks | None = None
+    ) -> Listing:
+        """What one store has of what is sought.
+
+        Args:
+            marks: those of the stores before it; this one's are added.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        texts = store.keys()
+        marks = {} if marks is None else marks
+        self.mark(marks, store, texts)
+        look = _Look(self, store, sought, marks)
+        orders = [
+            ranked(names, stale_of(names, marks))
+            for names in self._places(texts, sought).values()
+            if sought.is_of(names[0])
+        ]
+        for start in range(0, len(orders), AT_ONCE):
+            look.take(orders[start : start + AT_ONCE])
+        return Listing(
+            held=tuple(one for one in look.held if sought.fits(one.record)),
+            damaged=tuple(look.damaged),
+        )
+
+    def _places(self, texts: Iterable[str], sought: Sought) -> dict[str, list[Name]]:
+        """All versions of each record that has one of this model, target and origin."""
+        model = sought.model
+        start = f"{PREFIX}{model[:12]}/" if model is not None else PREFIX
+        texts = [text for text in texts if text.startswith(start)]
+        wanted: set[str] | None = None
+        if (parts := sought.parts) is not None:  # before names are taken apart: there are many
+            among = [text for text in texts if text[TARGET] in parts or text[ORIGIN] in parts]
+            wanted = {name.place for text in among if (name := Name.parse(text))}
+            starts = tuple({f"{PREFIX}{place[:13]}" for place in wanted})
+            texts = [text for text in texts if text.startswith(starts)]
+        places: dict[str, list[Name]] = {}
+        for number, text in enumerate(texts):
+            if not number % 256:
+                go_on()
+            name = Name.parse(text, self._seal)
+            if name is not None and (wanted is None or name.place in wanted):
+                places.setdefault(name.place, []).append(name)
+        return places
+
+    def mark(self, marks: Marks, store: Store, texts: Iterable[str]) -> None:
+        """Add the marks among a store's keys that count, where no newer one is there."""
+        for text in texts:
+            if not text.startswith(MARKS):
+                continue
+            mark = self.parse_mark(text)
+            if mark is None:
+                continue
+            known = marks.get(mark.version_of)
+            if known is None or (known[0].made, known[0].digest) < (mark.made, mark.digest):
+                marks[mark.version_of] = mark, store
+
+    def reason(self, mark: Mark, store: Store) -> str | None:
+        """Why a version is stale, '' where it is not; None where the mark cannot be read."""
+        try:
+            data = store.get(mark.text)
+            return None if data is None else reason_in(data, self._seal)
+        except StoreError:
+            return None
+
+    def parse(self, text: str) -> Name | None:
+        """The name that a store's key is, trusted where the reader's keys tagged it."""
+        return Name.parse(text, self._seal)
+
+    def parse_mark(self, text: str) -> Mark | None:
+        """The mark that a store's key is; None where the reader's keys did not tag it."""
+        mark = Mark.parse(text, self._seal)
+        return mark if mark is not None and mark.trusted else None
+
+    def is_ours(self, name: Name) -> bool:
+        """Whether the reader or their team wrote it; of a reader without any key, anybody did."""
+        return name.trusted or not self._seal.signs
+
+    def names(self, store: Store) -> list[Name]:
+        """The names of the records in a store, versions that no longer count included."""
+        return [name for text in store.keys() if (name := Name.parse(text, self._seal))]
+
+    def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
+        """The record in what `get_many` gave, if it may be used and is what its name says.
+
+        Raises:
+            RecordDamaged: why not.
+        """
+        return self.opened(name, data)[0]
+
+    def opened(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
+        """The same, and whether one of the reader's keys signed it."""
+        if isinstance(data, RecordDamaged):
+            raise data
+        record, signed = opened(data, self._seal)
+        if wrong := self._check(record):
+            raise RecordDamaged(f"record: {wrong}; refused")
+        if Name.of(record, data).untagged != name.untagged:
+            raise RecordDamaged(f"record: it is not what its name {name.text} says; refused")
+        if name.trusted and not signed:
+            raise RecordDamaged("record: its name is signed and it is not; refused")
+        return record, signed and name.trusted
+
+
+class _Look:
+    """One look into a store: what is found there, place by place."""
+
+    def __init__(self, reader: Reader, store: Store, sought: Sought, marks: Marks) -> None:
+        self.held: list[Held] = []
+        self.damaged: list[str] = []
+        self._reader, self._store, self._marks = reader, store, marks
+        self._parts = sought.parts
+        self._fetched: dict[str, bytes | RecordDamaged | None] = {}
+
+    def take(self, orders: Sequence[Sequence[Name]]) -> None:
+        """Of each record, whose versions are given in their order, the one that counts.
+
+        That one comes in one exchange for all; another is fetched where it is no sound record.
+        """
+        first = [names[0].text for names in orders]
+        self._fetched = {**dict.fromkeys(first), **self._store.get_many(first)}
+        for names in orders:
+            for name in names:
+                if found := self._sound(name):
+                    self._keep(name, names, *found)
+                    break  # versions behind the one that counts are not looked at
+
+    def _sound(self, name: Name) -> tuple[Record, bool] | None:
+        go_on()
+        if name.text not in self._fetched:
+            self._fetched.update(self._store.get_many([name.text]))
+        data = self._fetched.get(name.text)
+        if data is None:  # removed since it was listed
+            return None
+        try:
+            return self._reader.opened(name, data)
+        except RecordDamaged as exc:
+            self.damaged.append(f"{name.record_id}: {exc}")
+            return None
+
+    def _keep(self, name: Name, names: Sequence[Name], record: Record, trusted: bool) -> None:
+        """The version that counts, under each of the record's names that is looked for."""
+        texts = [name.text]
+        if found := self._marks.get((name.place, name.version.digest)):
+            mark, store = found
+            reason = self._reader.reason(mark, store)
+            if reason is not None and bool(reason) == mark.stale:
+                record = dataclasses.replace(record, stale=reason)
+            if store is self._store:
+                texts.append(mark.text)
+        called = {one.called for one in names if self._wants(one)} | {name.called}
+        for other in sorted(called):
+            if other == name.called:
+                self._add(record, name, texts, trusted)
+                continue
+            for alias in names:
+                # What others call a record of the reader's own is not taken for granted.
+                if alias.called != other or alias.trusted < name.trusted:
+                    continue
+                known = self._sound(alias)
+                if known and known[0].key.digest == record.key.digest:
+                    named = dataclasses.replace(record, key=known[0].key, target=known[0].target)
+                    self._add(named, name, [*texts, alias.text], trusted)
+                    break
+
+    def _wants(self, name: Name) -> bool:
+        return self._parts is None or not self._parts.isdisjoint(name.called)
+
+    def _add(self, record: Record, name: Name, texts: Sequence[str], trusted: bool) -> None:
+        self.held.append(
+            Held(
+                record=record,
+                name=name,
+                store=self._store,
+                texts=tuple(texts),
+                trusted=trusted,
+            )
+        )
+
+
+def united(held: Iterable[Held]) -> list[Held]:
+    """Of the same record under one target's name in several stores, the version that counts."""
+    places: dict[tuple[str, Target], list[Held]] = {}
+    for one in held:
+        places.setdefault(one.of, []).append(one)
+    found = []
+    for several in places.values():
+        stale = {one.name.text: bool(one.record.stale) for one in several}
+        first = ranked([one.name for one in several], stale)[0]
+        found.append(next(one for one in several if one.name.text == first.text))
+    return found
+
+
+def stale_of(names: Iterable[Name], marks: Marks) -> dict[str, bool]:
+    """What marks say of versions, by their name's text."""
+    return {
+        name.text: mark[0].stale
+        for name in names
+        if (mark := marks.get((name.place, name.version.digest)))
+    }

@@ -1,0 +1,33 @@
+"""Numbers as people read them, wherever they are said."""
+
+from __future__ import annotations
+
+UNTOLD = 1.5
+"""Largest over smallest end of an interval that holds 1 from which it tells nothing."""
+
+
+def size(count: int) -> str:
+    """Bytes as '1.4 GiB' or '512 KiB'; '-' where not known."""
+    if count <= 0:
+        return "-"
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def tells(low: float, high: float) -> bool:
+    """Whether the interval of a ratio says anything: that it is not 1, or is about 1."""
+    return not low <= 1 <= high or high < UNTOLD * low
+
+
+def speedup(ratio: float, low: float, high: float) -> str:
+    """'1.38x (1.36-1.41)'."""
+    return f"{ratio:.2f}x ({interval(low, high)})"
+
+
+def interval(low: float, high: float) -> str:
+    """'1.36-1.41'; 'could not tell' where its figures would say nothing."""
+    return f"{low:.2f}-{high:.2f}" if tells(low, high) else "could not tell"

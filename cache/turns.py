@@ -1,0 +1,50 @@
+"""What a record says of itself, held against what was measured for it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from advisor.cache.record import Choice, Record
+
+ROUNDING = 1e-6
+"""By which a number and the same computed anew may differ, as a part of it."""
+
+
+def contradiction(record: Record) -> str:
+    """Where a record says something else than its own measurements; '' where it does not."""
+    return next(_contradictions(record), "")
+
+
+def _contradictions(record: Record) -> Iterator[str]:
+    for trial in record.trials:
+        measured = trial.measurement
+        if measured.ok and trial.stage != "numerics" and not measured.samples_per_s:
+            yield f"trial {trial.number} is said to be measured, without a speed"
+    chosen = [record.baseline, *(one.choice for one in record.winners)]
+    for choice in dict.fromkeys([*chosen, *record.raced]):
+        if not choice.speedup_low <= choice.speedup <= choice.speedup_high:
+            yield f"a speed-up of {choice.speedup:g} that is not in its own interval"
+        if not choice.rounds:
+            yield "a choice without a turn of its race"
+            return
+        # `explain` races a winner anew, beside turns of torch's default that it does not keep.
+        anew = record.revised and choice not in record.raced
+        yield from _unlike_turns(choice, () if anew else record.baseline.rounds)
+
+
+def _unlike_turns(choice: Choice, beside: Sequence[float]) -> Iterator[str]:
+    """`beside`: the turns of torch's default that its own were measured with, where known."""
+    turns = choice.rounds
+    said = {
+        "samples/s": (choice.samples_per_s, statistics.median(turns)),
+        "slowest turn": (choice.low, min(turns)),
+        "fastest turn": (choice.high, max(turns)),
+    }
+    if beside:
+        logs = [math.log(a / b) for a, b in zip(turns, beside, strict=False)]
+        said["speed-up"] = choice.speedup, math.exp(statistics.fmean(logs))
+    for what, (claimed, found) in said.items():
+        if not math.isclose(claimed, found, rel_tol=ROUNDING):
+            yield f"{what} {claimed:g}, and its turns say {found:g}"

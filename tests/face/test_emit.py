@@ -1,0 +1,683 @@
+"""A record in a framework's own words: what is served, that it is all said, that it is real.
+
+What needs a framework is skipped where it is not installed, and says so: `pip install -e .[dev]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+import typing
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import advisor as package
+from advisor import frameworks
+from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.key import Key
+from advisor.cache.record import Measurement, Record, Target, Trial, Winner
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
+from advisor.cache.task import Task
+from advisor.errors import AdvisorWarning, NoRecord, UsageError
+from advisor.frameworks import NAMES
+from advisor.frameworks.following import Told, told
+from advisor.frameworks.text import data, text
+from advisor.frameworks.words import Scene, Words
+from advisor.tuners import fingerprint, target, tf32
+from advisor.tuners.environment import detect, own_threads
+from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
+from tests.cache import examples
+from tests.face.commands import MODEL, advisor
+
+CUDA = Config(TORCH).at(64)
+TF32 = CUDA.replace(precision="tf32")
+BF16 = CUDA.replace(precision="bf16", channels_last=True, cudnn_benchmark=True)
+COMPILED = BF16.replace(compile="reduce-overhead")
+GRAPHED = BF16.replace(step_graph=True, compile="default")
+SGD = examples.TASK
+ADAMW = replace(SGD, optimizer="adamw")
+WORDS = replace(ADAMW, shapes=((64, 128),), dtype="int64")
+
+
+def trial(config: Config, rate: float, stage: str = "compute") -> Trial:
+    return Trial(
+        number=0,
+        config=config,
+        measurement=Measurement(
+            outcome="ok", samples_per_s=rate, low=0.99 * rate, high=1.01 * rate, peak_bytes=2**30
+        ),
+        stage=stage,
+        origin="guess",
+        seconds=1.0,
+    )
+
+
+def record_of(
+    *configs: tuple[Config, float], task: Task = SGD, base: Config = CUDA, **winners: Config
+) -> Record:
+    """A record whose trials have these rates, all of them verified; the winner of each use."""
+    rates = {base: 100.0, **dict(configs)}
+    chosen = {"flags": base, "loop": base, **winners}
+    chosen.setdefault("capture", chosen["loop"])
+    made = examples.record(replace(examples.KEY, task=task))
+    return replace(
+        made,
+        baseline=examples.choice(base, 100.0),
+        winners=tuple(
+            Winner(
+                use=use.removeprefix("free_"),
+                free=use.startswith("free_"),
+                choice=examples.choice(config, rates[config], rates[config] / 100),
+            )
+            for use, config in chosen.items()
+        ),
+        input=Config(),
+        trials=tuple(
+            trial(config, rate, stage)
+            for config, rate in rates.items()
+            for stage in ("compute", "numerics")
+        ),
+    )
+
+
+def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Told:
+    return told(frameworks.framework(name), record, batch=batch, free=free)
+
+
+# What is served
+
+
+def test_the_loops_winner_where_all_of_it_can_be_said() -> None:
+    found = emitted("hf", record_of((BF16, 300.0), loop=BF16))
+    assert found.words == Words(
+        settings={
+            "bf16": True,
+            "tf32": True,
+            "per_device_train_batch_size": 64,
+            "dataloader_pin_memory": False,
+        },
+        flags=(
+            "torch.backends.cudnn.benchmark = True",
+            "torch.backends.cuda.matmul.allow_tf32 = True",
+            "torch.backends.cudnn.allow_tf32 = True",
+        ),
+        model=("model = model.to(memory_format=torch.channels_last)",),
+    )
+    assert found.reason == "3.00x torch's default at batch 64"
+
+
+def test_a_config_is_served_whole_or_not_at_all() -> None:
+    """timm's script cannot do without cuDNN: the next best that was measured is served."""
+    without = BF16.replace(cudnn_enabled=False)
+    record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
+    found = emitted("timm", record)
+    assert found.scene.config == BF16
+    assert found.reason == "3.00x torch's default at batch 64, each measured once"
+    assert "#     at your batch, 4.00x: cudnn_enabled=False\n" in text(found)
+    assert emitted("hf", record).scene.config == without
+
+
+def test_a_fused_optimizer() -> None:
+    """transformers has a word for AdamW's; another one is the user's own."""
+    fused = BF16.replace(fused_optimizer=True)
+    for task, settings, own in (
+        (ADAMW, {"optim": "adamw_torch_fused"}, {}),
+        (SGD, {}, {"fused": True}),
+    ):
+        words = emitted("hf", record_of((fused, 400.0), task=task, loop=fused)).words
+        assert settings.items() <= words.settings.items()
+        assert words.optimizer == own
+    plain = emitted("hf", record_of((BF16, 400.0), task=ADAMW, loop=BF16)).words
+    assert plain.settings["optim"] == "adamw_torch"  # and not its own default, the fused one
+
+
+def test_a_captured_step_is_said_to_be_missing() -> None:
+    record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
+    for name in ("hf", "lightning", "accelerate", "timm"):
+        found = emitted(name, record)
+        assert found.scene.config == BF16
+        assert "step captured, 5.00x: step_graph=True" in text(found)
+        assert data(found)["not_expressed"] == {"step captured": {"step_graph": True}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
+    """Is named, and what has it is not served."""
+    task = WORDS if name == "torchtitan" else SGD
+    sour = TF32.replace(slack=9)
+    found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=task, loop=sour))
+    assert found.scene.config == TF32
+    assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rows_are_of_knobs(name: str) -> None:
+    assert set(frameworks.framework(name).rows) <= set(BY_NAME)
+
+
+def test_what_the_task_asks_for_is_said_or_refused() -> None:
+    fixed = CUDA.replace(cudnn_deterministic=True)
+    task = replace(SGD, deterministic=True)
+    record = record_of(task=task, base=fixed, loop=fixed, flags=fixed)
+    assert "torch.use_deterministic_algorithms(True)\n" in text(emitted("hf", record))
+    assert emitted("lightning", record).words.settings["deterministic"] is True
+    with pytest.raises(NoRecord, match=r"timm's train.py cannot be told cudnn_deterministic=True"):
+        emitted("timm", record)
+    with pytest.raises(NoRecord, match="batch_size=64"):  # of images
+        emitted("torchtitan", record_of())
+    with pytest.raises(NoRecord, match="tuned for mode infer"):
+        emitted("hf", record_of(task=replace(SGD, mode="infer")))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("hf", {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}),
+        ("lightning", {"accumulate_grad_batches": 4}),
+        ("accelerate", {"gradient_accumulation_steps": 4}),
+        ("timm", {"batch_size": 16, "grad_accum_steps": 4}),
+        ("torchtitan", {"training.local_batch_size": 16, "training.global_batch_size": 64}),
+    ],
+)
+def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> None:
+    small, odd, large = TF32.at(16), TF32.at(24), TF32.at(128)
+    task = WORDS if name == "torchtitan" else SGD
+    rates = [(small, 400.0), (odd, 500.0), (large, 600.0), (TF32, 200.0)]
+    rates += [(CUDA.at(size), 90.0) for size in (16, 24, 128)]
+    free = record_of(*rates, task=task, loop=TF32, free_loop=small)
+    found = emitted(name, free, free=True)
+    assert settings.items() <= found.words.settings.items()
+    assert found.words.loader.get(BATCH, 16) == 16
+    assert "4 batches of 16 make one of 64" in text(found)
+    # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
+    free_large = record_of(*rates, task=task, loop=TF32, free_loop=large)
+    alone = [name for name, value in settings.items() if value == 4]
+    for plain in (emitted(name, free), emitted(name, free_large, free=True)):
+        assert not any(setting in plain.words.settings for setting in alone)
+    with pytest.raises(NoRecord):  # 24 does not go into 64
+        emitted(name, record_of(*rates, task=task, loop=TF32, free_loop=odd), free=True)
+
+
+# That the words do what was measured
+
+STATES: list[tuple[str, Value]] = [
+    *(("precision", one) for one in ("default", "tf32", "fp32", "bf16", "fp16")),
+    *(("cudnn_benchmark", one) for one in (False, True)),
+    *(("cudnn_deterministic", one) for one in (False, True)),
+    *(("cudnn_enabled", one) for one in (False, True)),
+    ("threads", 2),
+]
+
+
+THREADS = torch.get_num_threads()
+
+
+def _put_back() -> None:
+    for knob in KNOBS:
+        if knob.flags is not None and knob.default is not None:
+            knob.flags(knob.default)
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture
+def flags_put_back() -> Iterator[None]:
+    yield
+    _put_back()
+
+
+def state() -> tuple[object, ...]:
+    cudnn = torch.backends.cudnn
+    return (
+        *(torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32),
+        *(cudnn.benchmark, cudnn.deterministic, cudnn.enabled),
+        *(torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()),
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), STATES)
+def test_the_lines_set_what_the_knob_sets(
+    flags_put_back: None, monkeypatch: pytest.MonkeyPatch, name: str, value: Value
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    act = BY_NAME[name].flags
+    assert act is not None
+    scene = Scene.of(record_of(), CUDA.replace(**{name: value}))
+    words = frameworks.framework("accelerate").rows[name](value, scene)
+    assert words is not None
+    act(value)
+    wanted = state()
+    _put_back()
+    exec("\n".join(words.flags), {"torch": torch, "os": os})
+    assert state() == wanted
+
+
+def test_the_lines_lay_out_and_compile_as_the_knob_does() -> None:
+    words = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).words
+    assert words.model == (
+        "model = model.to(memory_format=torch.channels_last)",
+        'model.compile(mode="reduce-overhead")',
+    )
+    scope = {"torch": torch, "model": nn.Sequential(nn.Conv2d(3, 8, 3))}
+    exec("\n".join(words.model), scope)
+    assert scope["model"][0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+    assert scope["model"]._compiled_call_impl is not None  # type: ignore[attr-defined]
+
+
+def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
+    plain = CUDA.replace(compile="default")
+    record = record_of((plain, 200.0), loop=plain)
+    found = emitted("hf", record)
+    assert found.words.settings["tf32"] is False
+    assert "By itself it switches TF32 on" in text(found)
+    off = ("torch.backends.cuda.matmul.allow_tf32 = False",)
+    assert found.words.after == emitted("accelerate", record).words.after == off
+    assert "By itself it switches TF32 on" in text(emitted("accelerate", record))
+    said = text(emitted("timm", record))
+    assert "By itself it sets cudnn.benchmark to True; this was measured without." in said
+    assert "By itself it switches TF32 on for matrix products; this was measured without." in said
+
+
+@pytest.mark.parametrize("value", ["default", "tf32", "fp32", "bf16"])
+def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, value: str) -> None:
+    """It sets the new switches alone; where the old ones differ, reading them raises."""
+    pytest.importorskip("transformers", reason="NOT CHECKED: transformers is not installed")
+    from transformers.utils.import_utils import enable_tf32
+
+    config = CUDA.replace(precision=value, compile="default")
+    words = emitted("hf", record_of((config, 200.0), loop=config)).words
+    act = BY_NAME["precision"].flags
+    assert act is not None
+    act(value)
+    wanted = tf32.describe()
+    _put_back()
+    try:
+        exec("\n".join(words.flags), {"torch": torch})
+        enable_tf32.__wrapped__(words.settings["tf32"])
+        if words.after:  # as Accelerate does, where it compiles in float32
+            torch.backends.cuda.matmul.allow_tf32 = True
+        exec("\n".join(words.after), {"torch": torch})
+        assert tf32.describe() == wanted
+        assert torch.get_float32_matmul_precision() == (
+            "high" if "matmul=tf32" in wanted else "highest"
+        )
+        assert torch.backends.cudnn.allow_tf32 is ("conv=tf32" in wanted)
+    finally:
+        torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
+def test_the_python_that_is_printed_runs(flags_put_back: None, name: str) -> None:
+    if name == "accelerate":
+        pytest.importorskip("accelerate", reason="NOT CHECKED: accelerate is not installed")
+    found = emitted(name, record_of((COMPILED, 300.0), loop=COMPILED))
+    scope: dict[str, Any] = {}
+    exec(text(found), scope)
+    assert list(scope["arguments"]) == list(found.words.settings)
+    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.words.settings)
+
+
+def test_the_yaml_that_is_printed_reads() -> None:
+    yaml = pytest.importorskip("yaml")
+    fused = COMPILED.replace(fused_optimizer=True, pin_memory=True)
+    read = yaml.safe_load(text(emitted("timm", record_of((fused, 300.0), loop=fused))))
+    assert read == {
+        "device": "cuda",
+        "amp": True,
+        "amp_dtype": "bfloat16",
+        "batch_size": 64,
+        "channels_last": True,
+        "torchcompile": "inductor",
+        "torchcompile_mode": "reduce-overhead",
+        "opt_kwargs": {"fused": True},
+        "pin_mem": True,
+    }
+
+
+def test_the_function_that_is_printed_runs(flags_put_back: None) -> None:
+    best = CUDA.replace(precision="bf16", compile="default", fused_optimizer=True)
+    scope: dict[str, Any] = {}
+    exec(text(emitted("torchtitan", record_of((best, 300.0), task=WORDS, loop=best))), scope)
+    parts = ("training", "compile", "optimizer", "debug")
+    config = type("Config", (), {part: type(part, (), {})() for part in parts})()
+    assert scope["advised"](config) is config
+    assert vars(config.training) == {
+        "seq_len": 128,
+        "local_batch_size": 64,
+        "mixed_precision_param": "bfloat16",
+    }
+    assert vars(config.compile) == {"enable": True, "components": ["model"], "backend": "inductor"}
+    assert vars(config.optimizer) == {"implementation": "fused"}
+
+
+def test_what_the_page_shows_is_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
+    printed = text(emitted("hf", record)).replace(record.id, "0a20b631573e@64")
+    assert textwrap.indent(printed, "    ") in page
+
+
+def test_a_record_says_nothing_but_comments() -> None:
+    record = record_of((BF16, 300.0), loop=BF16)
+    evil = replace(record, target=Target(name="x\nimport os\x1b[2J", origin=""))
+    lines = text(emitted("hf", evil)).splitlines()
+    assert not any("\x1b" in line or line.startswith("import os") for line in lines)
+
+
+# That the names are real
+
+
+def every_setting(name: str) -> dict[str, set[Any]]:
+    """Each setting that a framework's file can say, with its values that are text or numbers."""
+    framework, found = frameworks.framework(name), dict[str, set[Any]]()
+    for task, kind in itertools.product((SGD, ADAMW, WORDS), framework.devices):
+        scene = replace(Scene.of(record_of(task=task), CUDA), device=kind)
+        for knob, compiled in itertools.product(KNOBS, ("none", "default")):
+            for value in (16, 64) if knob.domain.most else knob.domain.values:
+                config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
+                words, _unsaid = framework.say(replace(scene, config=config))
+                for setting, said in words.settings.items():
+                    plain = isinstance(said, str | int | float)
+                    found.setdefault(setting, set()).update([said] if plain else [])
+    return found
+
+
+def test_names_of_transformers() -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: transformers is not installed"
+    )
+    said = every_setting("hf")
+    fields = {one.name: one for one in dataclasses.fields(transformers.TrainingArguments)}
+    assert {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"} <= set(said) <= set(fields)
+    from transformers.training_args import OptimizerNames
+
+    assert said["optim"] <= {one.value for one in OptimizerNames}
+    assert said["torch_compile_mode"] == set(BY_NAME["compile"].domain.values) - {
+        "none",
+        "cudagraphs",
+    }
+
+
+def test_names_of_lightning() -> None:
+    pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+    from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR
+    from lightning.pytorch import Trainer
+
+    said = every_setting("lightning")
+    known = set(inspect.signature(Trainer.__init__).parameters)
+    assert {"precision", "benchmark", "deterministic"} <= set(said) <= known
+    assert said["precision"] <= set(typing.get_args(_PRECISION_INPUT_STR))
+
+
+def test_names_of_accelerate() -> None:
+    accelerate = pytest.importorskip(
+        "accelerate", reason="NOT CHECKED: accelerate is not installed"
+    )
+    said = every_setting("accelerate")
+    known = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
+    assert {"mixed_precision", "dynamo_backend", "dynamo_plugin"} <= set(said) <= known
+    from accelerate.utils import DynamoBackend, PrecisionType
+
+    assert said["mixed_precision"] <= {one.value for one in PrecisionType}
+    assert {one.upper() for one in said["dynamo_backend"]} <= {one.value for one in DynamoBackend}
+
+
+def test_names_of_torchtitan() -> None:
+    """Of the file that has them, alone: the whole package wants more than a test has."""
+    package = importlib.util.find_spec("torchtitan")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("NOT CHECKED: torchtitan is not installed")
+    (folder,) = package.submodule_search_locations
+    configs = runpy.run_path(str(Path(folder) / "config" / "configs.py"))
+    parts = {"training": "TrainingConfig", "compile": "CompileConfig", "debug": "DebugConfig"}
+    known = {
+        f"{part}.{one.name}"
+        for part, name in parts.items()
+        for one in dataclasses.fields(configs[name])
+    }
+    said = set(every_setting("torchtitan"))
+    assert said - known == {"optimizer.implementation"}
+    assert said & known >= {"training.seq_len", "training.local_batch_size", "compile.backend"}
+
+
+def test_timms_optimizers_take_what_is_said() -> None:
+    optim = pytest.importorskip("timm.optim", reason="NOT CHECKED: timm is not installed")
+    for name in ("sgd", "adamw"):
+        made = optim.create_optimizer_v2(nn.Linear(2, 2), opt=name, lr=0.1, fused=True)
+        assert made.defaults["fused"] is True
+
+
+def on_cpu(*, compile: str = "none") -> Record:
+    """Of this machine's CPU."""
+    base = Config(
+        {name: value for name, value in TORCH.items() if not name.startswith("cudnn")},
+        threads=own_threads(),
+    ).at(64)
+    best = base.replace(precision="bf16", channels_last=True, compile=compile)
+    made = record_of((best, 300.0), base=base, loop=best, flags=base)
+    return replace(made, key=replace(made.key, environment=detect("cpu")))
+
+
+@pytest.mark.filterwarnings("ignore")  # the framework's own
+def test_transformers_is_made_of_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: transformers is not installed"
+    )
+    scope: dict[str, Any] = {}
+    exec(text(emitted("hf", on_cpu(compile="default"))), scope)
+    made = transformers.TrainingArguments(output_dir=str(tmp_path), **scope["arguments"])
+    assert (made.bf16, made.per_device_train_batch_size, made.use_cpu) == (True, 64, True)
+    assert (made.torch_compile_mode, made.dataloader_pin_memory) == ("default", False)
+
+
+@pytest.mark.filterwarnings("ignore")  # the framework's own
+def test_a_trainer_is_made_of_it(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+    scope: dict[str, Any] = {}
+    exec(text(emitted("lightning", on_cpu(compile="default"))), scope)
+    made = lightning.Trainer(logger=False, default_root_dir=tmp_path, **scope["arguments"])
+    assert made.precision == "bf16-mixed"
+
+
+@pytest.mark.filterwarnings("ignore")  # the framework's own
+@pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
+def test_an_accelerator_is_made_of_it(mode: str) -> None:
+    accelerate = pytest.importorskip(
+        "accelerate", reason="NOT CHECKED: accelerate is not installed"
+    )
+    from accelerate.state import AcceleratorState
+
+    scope: dict[str, Any] = {}
+    exec(text(emitted("accelerate", on_cpu(compile=mode))), scope)
+    try:
+        made = accelerate.Accelerator(**scope["arguments"])
+        assert made.mixed_precision == "bf16"
+        plugin = made.state.dynamo_plugin
+        assert plugin.backend.value == ("NO" if mode == "none" else "INDUCTOR")
+        assert plugin.mode == ("default" if mode == "none" else mode)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# In a script
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags_put_back: None) -> Iterator[Path]:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def net() -> nn.Module:
+    return target.build(target.load(target.parse("model.py:Net"), Config()))
+
+
+def remember() -> Record:
+    """Of model.py:Net on this CPU: the loop's winner is laid out, the flags' has two threads."""
+    made, base = (
+        target.parse("model.py:Net"),
+        Config(precision="default", channels_last=False, compile="none", threads=own_threads()).at(
+            4
+        ),
+    )
+    best = base.replace(precision="bf16", channels_last=True)
+    flags, bf16 = base.replace(threads=own_threads() + 1), base.replace(precision="bf16")
+    small = bf16.at(2)
+    found = record_of(
+        *((best, 400.0), (bf16, 300.0), (flags, 200.0), (small, 350.0), (base.at(2), 90.0)),
+        base=base,
+        loop=best,
+        flags=flags,
+        free_loop=small,
+    )
+    key = Key(
+        environment=detect("cpu"),
+        model=fingerprint.of_model(net()),
+        task=Task.of("model.py:Net", {"shape": (4, 3, 8, 8)}),
+        threads=own_threads(),
+    )
+    found = replace(
+        found,
+        key=key,
+        target=Target(name=made.name, origin=made.origin),
+        provenance=replace(found.provenance, parameters=fingerprint.size(net())[1]),
+    )
+    Records(open_store(None)).put(found)
+    return found
+
+
+ASKED = {"shape": (4, 3, 8, 8), "device": "cpu"}
+
+
+def test_arguments_are_of_what_they_can_express_whole(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's winner needs a line on the model: the next best that was measured is served."""
+    monkeypatch.delenv("OMP_NUM_THREADS")  # whoever set them keeps them
+    remember()
+    assert package.hf.arguments("model.py:Net", **ASKED) == {
+        "use_cpu": True,
+        "bf16": True,
+        "per_device_train_batch_size": 4,
+    }
+    assert package.lightning.arguments("model.py:Net", **ASKED) == {
+        "accelerator": "cpu",
+        "precision": "bf16-mixed",
+    }
+    asked = {**ASKED, "precisions": ["default"]}
+    assert package.accelerate.arguments("model.py:Net", **asked) == {"cpu": True}
+    assert torch.get_num_threads() == own_threads() + 1
+
+
+def test_arguments_keep_the_batch_by_accumulation(here: Path) -> None:
+    remember()
+    found = package.hf.arguments("model.py:Net", **{**ASKED, "batch": "free"})
+    assert found["per_device_train_batch_size"] == found["gradient_accumulation_steps"] == 2
+    with pytest.raises(UsageError, match="leaves the loader to the script"):
+        package.accelerate.arguments("model.py:Net", **{**ASKED, "batch": "free"})
+
+
+def test_arguments_break_nothing(here: Path) -> None:
+    before = state()
+    with pytest.warns(AdvisorWarning, match="advisor tune"):
+        assert package.hf.arguments("model.py:Net", shape=(4, 3, 9, 9), device="cpu") == {}
+    assert state() == before
+    with pytest.raises(NoRecord):
+        package.hf.arguments("model.py:Net", shape=(4, 3, 9, 9), device="cpu", strict=True)
+    with pytest.raises(TypeError, match="flavour"):
+        package.hf.arguments("model.py:Net", flavour="sour")
+
+
+def test_nothing_is_loaded_before_it_is_used() -> None:
+    code = (
+        "import sys, advisor\n"
+        "advisor.hf, advisor.lightning, advisor.accelerate\n"
+        "from advisor.frameworks import NAMES, framework\n"
+        "[framework(name) for name in NAMES]\n"
+        "heavy = 'torch', 'transformers', 'lightning', 'accelerate', 'timm', 'torchtitan'\n"
+        "print([one for one in heavy if one in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.filterwarnings("ignore")  # the framework's own
+def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+    remember()
+
+    class Lit(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def training_step(self, batch: torch.Tensor, _number: int) -> torch.Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            return self.part(batch).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(part: nn.Module) -> None:
+        trainer = lightning.Trainer(
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=here,
+            callbacks=[advised],
+            **advised.arguments,
+        )
+        trainer.fit(Lit(part), torch.utils.data.DataLoader(torch.randn(8, 3, 8, 8), batch_size=4))
+
+    advised = package.lightning.callback("model.py:Net", **ASKED)
+    assert advised.advice.config.channels_last is True
+    part = net()
+    fit(part)
+    weight = part.get_parameter("conv.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(4)))
+    assert any("has no part that is the module tuned" in str(one.message) for one in seen)
+
+
+# The command
+
+
+def test_the_command(here: Path) -> None:
+    record = remember()
+    done = advisor(here, "emit", "lightning", record.id)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == text(emitted("lightning", record))
+    assert "#     model = model.to(memory_format=torch.channels_last)\n" in done.stdout
+    found = json.loads(advisor(here, "emit", "hf", record.id, "--batch", "free", "--json").stdout)
+    assert found["settings"]["gradient_accumulation_steps"] == 2
+
+    for words, code, said in (
+        (("keras", record.id), 2, "'keras' is not one of"),
+        (("hf", "ffff"), 2, "ffff"),
+        (("hf", record.id, "--batch", "0"), 2, "--batch '0': expected a number"),
+        (("hf", record.id, "--batch", "7"), 1, "was not measured at batch 7"),
+        (("torchtitan", record.id), 1, "was measured on cpu"),
+    ):
+        done = advisor(here, "emit", *words)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert said in done.stderr and len(done.stderr.splitlines()) == 1

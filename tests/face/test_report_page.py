@@ -1,0 +1,387 @@
+"""The page of a record, and `advisor show KEY`, which says the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.cache.record import Choice, Part, Record, Trial, Winner
+from advisor.opening import open_records
+from advisor.report.data import Comparison, Row, Section, Timeline
+from advisor.report.html import Scale, across, page
+from advisor.report.sections import report
+from tests.cache import examples
+from tests.face.commands import MODEL, QUICK, SHAPE, advisor, own, take_over
+
+TAGS = frozenset(
+    re.findall(
+        r"\w+",
+        "html head meta title style body a header h1 h2 p nav ul li main section figure figcaption "
+        "span b small svg desc text line circle rect div table caption thead tbody tr th td pre "
+        "code dl dt dd",
+    )
+)
+SECTIONS = ("chosen", "tried", "knobs", "length", "loader", "memory", "numerics", "script")
+FAST = examples.DEFAULT.replace(precision="bf16", channels_last=True)
+
+
+class Page(HTMLParser):
+    """A page taken apart: every tag is closed in turn, or this raises."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+    def values(self, name: str) -> list[str]:
+        """Of an attribute, wherever it is."""
+        return [attributes[name] for _tag, attributes in self.tags if name in attributes]
+
+
+def flat(text: str) -> str:
+    """Without blanks, which a terminal folds and a page collapses."""
+    return "".join(text.split())
+
+
+def input_trial(number: int, pinned: bool, rate: float) -> Trial:
+    one = examples.trial(number, Config(FAST | {"pin_memory": pinned}))
+    return replace(one, stage="input", measurement=replace(one.measurement, samples_per_s=rate))
+
+
+def full() -> Record:
+    """A record with something in every section, failures included."""
+    fast = examples.choice(FAST, 3000.0, 1.5)
+    free = examples.choice(FAST.at(128), 3300.0, 1.65)
+    made = examples.record()
+    checked = examples.trial(6, FAST)
+    reason = "loss within 0.03% of fp32 over 24 steps, worst gradient 3.2% (conv.bias)"
+    return replace(
+        made,
+        winners=(
+            made.winners[0],
+            Winner(use="loop", free=False, choice=fast),
+            Winner(use="capture", free=False, choice=fast),
+            Winner(use="loop", free=True, choice=free),
+        ),
+        trials=(
+            examples.trial(0),
+            replace(examples.trial(1, FAST.at(512), "out_of_memory"), origin="large"),
+            examples.trial(2, FAST),
+            examples.trial(3, FAST.at(128)),
+            input_trial(4, False, 2400.0),
+            input_trial(5, True, 2900.0),
+            replace(
+                checked,
+                stage="numerics",
+                measurement=replace(checked.measurement, samples_per_s=0.0, reason=reason),
+            ),
+            replace(examples.trial(7, FAST.replace(precision="tf32"), "wrong"), stage="numerics"),
+        ),
+        parts=(
+            Part(knob=Config(precision="bf16"), ratio=1.4, low=1.3, high=1.5),
+            Part(knob=Config(pin_memory=True), ratio=1.2, low=0.9, high=9.0, stage="input"),
+        ),
+        stale="loop: 1.1x now, 1.5x then",
+    )
+
+
+def well_made(text: str) -> Page:
+    """Taken apart, when it is a page that needs nothing and can be used without a mouse."""
+    assert text.startswith("<!doctype html>")
+    found = Page(text)
+    assert {tag for tag, _ in found.tags} <= TAGS
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    ids = found.values("id")
+    assert len(ids) == len(set(ids)) and set(SECTIONS) < set(ids)
+    assert {link.removeprefix("#") for link in found.values("href")} < set(ids)
+    assert all(link.startswith("#") for link in found.values("href"))
+    labels = {one for value in found.values("aria-labelledby") for one in value.split()}
+    assert labels < set(ids)
+    assert not found.values("src") and not found.values("style")
+    for tag, attributes in found.tags:
+        if tag == "svg":
+            assert "aria-labelledby" in attributes or attributes["aria-hidden"] == "true"
+        if attributes.get("class") == "scroll":
+            assert attributes["tabindex"] == "0" and attributes["role"] == "region"
+    order = [tag for tag, _ in found.tags]
+    assert order.count("h1") == 1 and order.count("table") == order.count("caption")
+    for name in ("x", "y", "cx", "cy", "x1", "x2", "y1", "y2", "width"):
+        for value in found.values(name):
+            assert 0 <= float(value.removesuffix("%")) <= 100, (name, value)
+    return found
+
+
+def facts(record: Record) -> Iterator[str]:
+    """All that a page and a terminal must say of a record."""
+    told = report(record)
+    yield from (told.title, told.headline, told.stale, *(value for _, value in told.facts))
+    for section in told.sections:
+        yield from (section.title, *section.lines, *section.code)
+
+
+def cells(record: Record) -> Iterator[str]:
+    for section in report(record).sections:
+        if section.table:
+            yield from (cell for row in section.table.rows for cell in row.cells)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and its store with one record."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "model.py").write_text(MODEL)
+    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--no-compile", *QUICK)
+    done = advisor(folder, *tune, **own(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def tuned(project: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+    take_over(project)
+    monkeypatch.chdir(project)
+    (record,) = open_records(None).all()
+    return record
+
+
+def test_the_page_of_what_was_tuned(tuned: Record, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("of another day")
+    done = advisor(Path.cwd(), "report", tuned.id, "--html", str(file))
+    assert (done.returncode, done.stdout) == (0, f"page: {file}\n"), done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
+    found = well_made(file.read_text())
+    assert tuned.id in found.text and "over time" in found.text
+    assert f"{tuned.provenance.trials} trial" in found.text
+    printed = advisor(Path.cwd(), "report", tuned.id[:6], "--html", "-")
+    assert printed.stdout.rstrip("\n") == file.read_text().rstrip("\n") == page(tuned).rstrip("\n")
+
+
+def test_a_terminal_says_the_same(tuned: Record) -> None:
+    open_records(None).put(full())
+    for record in (tuned, full()):
+        shown = advisor(Path.cwd(), "show", record.id)
+        assert shown.returncode == 0, shown.stderr
+        written = well_made(page(record)).text
+        for fact in facts(record):
+            assert flat(fact) in flat(shown.stdout), fact
+            assert flat(fact) in flat(written), fact
+        for cell in cells(record):
+            # A narrow column folds a cell, and other columns come between its lines.
+            assert all(word in flat(shown.stdout) for word in cell.split()), cell
+            assert flat(cell) in flat(written), cell
+
+
+def test_every_section_has_its_numbers() -> None:
+    record = full()
+    told = {section.name: section for section in report(record).sections}
+    assert tuple(told) == SECTIONS
+    assert all(
+        section.table for section in told.values() if section.name not in ("script", "length")
+    )
+    found = well_made(page(record))
+    assert "out of memory" in found.text and "said so" in found.text
+    assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
+    assert "1.50x (1.47-1.53) torch's default" in found.text
+    assert "batch free" in found.text and '# or, with the batch free: batch="free"' in found.text
+    assert [row.cells[3] for row in table(told["loader"])] == ["100%", "80%", "97%"]
+    assert {row.cells[-1] for row in table(told["memory"])} == {"0.7%"}
+
+
+def table(section: Section) -> list[Row]:
+    assert section.table
+    return section.table.rows
+
+
+def test_the_best_so_far_is_at_the_users_batch() -> None:
+    chart = next(one.chart for one in report(full()).sections if one.name == "tried")
+    assert isinstance(chart, Timeline)
+    assert [(one.at_s, one.samples_per_s, one.at_batch, one.leads) for one in chart.points] == [
+        (1.5, 2000.0, True, True),
+        (3.0, 0.0, False, False),
+        (4.5, 2000.0, True, False),
+        (6.0, 2000.0, False, False),
+    ]
+
+
+def test_what_is_empty_says_what_to_do(tmp_path: Path) -> None:
+    made = examples.record(trials=0)
+    bare = replace(made, trials=(), baseline=replace(made.baseline, peak_bytes=0))
+    bare = replace(
+        bare,
+        winners=tuple(
+            replace(one, choice=replace(one.choice, peak_bytes=0)) for one in bare.winners
+        ),
+    )
+    cache = f"dir:{tmp_path}/some where"
+    found = well_made(page(bare, cache))
+    assert f"advisor explain {bare.id} --cache '{cache}'" in found.text
+    told = {section.name: section for section in report(bare).sections}
+    for name in ("tried", "knobs", "length", "loader", "memory"):
+        assert told[name].table is None and told[name].lines, name
+    default = tuple(replace(one, choice=bare.baseline) for one in bare.winners)
+    nothing = well_made(page(replace(bare, winners=default, input=Config())))
+    assert "advisor explain" not in nothing.text
+    assert "The advice is torch's default" in nothing.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "' onmouseover='alert(1)",
+        "</style><style>@import 'http://example.org'</style>",
+        "</title></svg><a href=javascript:alert(1)>",
+        "{{ report.title }}{% include 'style.css' %}",
+        "&lt;b&gt; &amp; ]]>",
+    ],
+)
+def test_markup_in_a_record_is_text(text: str) -> None:
+    plain = full()
+    device = replace(plain.key.environment.device, name=text)
+    key = replace(plain.key, environment=replace(plain.key.environment, device=device))
+    odd = Config(FAST | {text: text})
+    loop = replace(plain.winners[1], choice=replace(plain.winners[1].choice, config=odd))
+    record = replace(
+        plain,
+        key=key,
+        target=replace(plain.target, name=text),
+        winners=(plain.winners[0], loop, *plain.winners[2:]),
+        trials=tuple(
+            replace(
+                one,
+                config=Config(one.config | {text: text}),
+                origin=text,
+                measurement=replace(one.measurement, reason=text),
+            )
+            for one in plain.trials
+        ),
+        parts=(replace(plain.parts[0], knob=Config({text: text})),),
+        provenance=replace(plain.provenance, advisor=text, effort=text),
+        stale=text,
+    )
+    whole = page(record)
+    honest, found = well_made(page(plain)), well_made(whole)
+    assert {tag for tag, _ in found.tags} == {tag for tag, _ in honest.tags}
+    assert not any(
+        "alert" in value for _, attributes in found.tags for value in attributes.values()
+    )
+    assert flat(text) in flat(found.text)
+    assert "<" not in text or text not in whole
+
+
+EXTREMES = (5e-324, 1e-300, 0.5, 1.0, 1e17, 1e300, 1.7976931348623157e308)
+"""Each is allowed for a speed or for seconds."""
+
+
+def strained(record: Record, seed: int) -> Record:
+    """With numbers that no clock has measured, and intervals that are none."""
+    chosen = random.Random(seed)
+
+    def any_of(*more: float) -> float:
+        return chosen.choice((*EXTREMES, *more))
+
+    def choice(one: Choice) -> Choice:
+        return replace(
+            one,
+            samples_per_s=any_of(),
+            low=any_of(0.0, -1e308),
+            high=any_of(0.0, -1e308),
+            speedup=any_of(),
+            speedup_low=any_of(0.0, -1e308),
+            speedup_high=any_of(0.0, -1e308),
+            peak_bytes=chosen.choice((0, 1, 2**63)),
+            first_step_s=any_of(0.0),
+        )
+
+    def trial(one: Trial) -> Trial:
+        measured = replace(
+            one.measurement,
+            samples_per_s=any_of(),
+            low=any_of(-1.0),
+            high=any_of(-1.0),
+            step_s=any_of(0.0),
+            first_step_s=any_of(0.0),
+            peak_bytes=chosen.choice((0, 1, 2**63)),
+        )
+        return replace(one, measurement=measured, seconds=any_of(0.0))
+
+    def part(one: Part) -> Part:
+        return replace(one, ratio=any_of(), low=any_of(-1e308), high=any_of(-1e308))
+
+    return replace(
+        record,
+        baseline=choice(record.baseline),
+        winners=tuple(replace(one, choice=choice(one.choice)) for one in record.winners),
+        trials=tuple(map(trial, record.trials)),
+        parts=tuple(map(part, record.parts)),
+        provenance=replace(record.provenance, seconds=any_of()),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_numbers_that_nobody_measured_are_drawn_all_the_same(seed: int) -> None:
+    found = well_made(page(strained(full(), seed)))
+    assert not re.search(r"\bnan\b", found.text)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 3.1, [0, 1, 2, 3]),
+        (0.9, 1.9, [1.0, 1.25, 1.5, 1.75]),
+        (0.0, 25_000.0, [0, 10_000, 20_000]),
+        (0.0, 8.0, [0, 2, 4, 6, 8]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
+    assert Scale(low, high).ticks() == pytest.approx(ticks)
+
+
+def test_a_wide_interval_flattens_nothing() -> None:
+    chart = next(one.chart for one in report(full()).sections if one.name == "knobs")
+    assert isinstance(chart, Comparison)
+    scale = across(chart)
+    assert scale.cuts(9.0) and not scale.cuts(0.9) and not scale.cuts(1.5)
+    places = [scale.at(value) for value in (0.9, 1.0, 1.2, 1.4, 9.0)]
+    assert all(a < b for a, b in itertools.pairwise(places)) and places[-1] == 99
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    open_records(None).put(examples.record())
+    file = tmp_path / "missing" / "page.html"
+    done = advisor(tmp_path, "report", examples.record().id, "--html", str(file))
+    assert done.returncode == 2
+    assert done.stderr == f"advisor: page {str(file)!r}: No such file or directory\n"
+    folder = advisor(tmp_path, "report", examples.record().id, "--html", str(tmp_path))
+    assert folder.returncode == 2 and folder.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

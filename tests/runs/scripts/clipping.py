@@ -1,0 +1,36 @@
+"""Gradients clipped, by their norm and then by value, for a recurrent net."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0])
+
+
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(128, 12, 6), torch.randint(4, (128, 12)))
+model = Tagger()
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+
+for _ in range(2):
+    for x, y in DataLoader(dataset, batch_size=16, shuffle=True):
+        optimizer.zero_grad(set_to_none=False)
+        loss = criterion(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+    print(f"loss {loss.item():.4f}, gradients' norm {norm:.4f}")
+
+torch.save(model.state_dict(), sys.argv[1])

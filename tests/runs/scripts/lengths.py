@@ -1,0 +1,45 @@
+"""Texts of many lengths: each batch as long as its longest, and a last batch that is smaller."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils.data import DataLoader
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, 12, padding_idx=0)
+        self.recurrent = nn.GRU(12, 16, batch_first=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(
+            self.tokens(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.recurrent(packed)[1][-1])
+
+
+def collate(texts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.tensor([len(text) for text in texts])
+    labels = torch.stack([text[0] % 2 for text in texts])
+    return pad_sequence(texts, batch_first=True), lengths, labels
+
+
+torch.manual_seed(0)
+texts = [torch.randint(1, 40, (int(length),)) for length in torch.randint(3, 25, (100,))]
+loader = DataLoader(texts, batch_size=8, shuffle=True, collate_fn=collate)
+model = Tagger()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+for _ in range(2):
+    for tokens, lengths, labels in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens, lengths), labels)
+        loss.backward()
+        optimizer.step()
+    print(f"loss {loss.item():.4f}")
+
+torch.save(model.state_dict(), sys.argv[1])

@@ -1,0 +1,134 @@
+"""The optimizers that a recorded step takes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class _Rate:
+    """The learning rate of a parameter group, in a tensor that a graph reads at each replay."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+        self._value = float(group["lr"])
+        self.tensor = torch.full((), self._value, device=group["params"][0].device)
+
+    @staticmethod
+    def fits(group: dict[str, Any], device: str) -> bool:
+        """Whether its optimizer takes a tensor; one on the device already needs no other."""
+        if not group["params"] or "lr" not in group:
+            return False
+        held = group["lr"]
+        takes = bool(group.get("fused")) or ("capturable" in group and device == "cuda")
+        return takes and not (isinstance(held, Tensor) and held.device.type == "cuda")
+
+    def follow(self) -> None:
+        """Take over what a scheduler has set."""
+        value = float(self.group["lr"])
+        if value != self._value:
+            self._value = value
+            self.tensor.fill_(value)
+
+
+class Optimizers:
+    """Those of torch.optim that a step was seen to step.
+
+    Args:
+        device: 'cuda' or 'cpu': on which the step is recorded.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._met: dict[int, torch.optim.Optimizer] = {}
+        self._rates: list[_Rate] = []
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._met.values())
+
+    @contextmanager
+    def counting(self) -> Iterator[list[int]]:
+        """The optimizers that step, by id, in their order."""
+        found: list[int] = []
+
+        def see(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            self._met[id(optimizer)] = optimizer
+            found.append(id(optimizer))
+
+        seen = register_optimizer_step_pre_hook(see)
+        try:
+            yield found
+        finally:
+            seen.remove()
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._met.values():
+            yield from optimizer.param_groups
+
+    def settings(self) -> list[Any]:
+        """All that a capture takes for given, the learning rates that it follows left out."""
+        fluid = {id(rate.group) for rate in self._rates}
+        # Loading a checkpoint replaces an optimizer's state and groups.
+        found: list[Any] = [id(optimizer.state) for optimizer in self._met.values()]
+        for group in self._groups():
+            for name, value in group.items():
+                if name == "params":
+                    found += [(weight.data_ptr(), weight.requires_grad) for weight in value]
+                elif name != "lr" or id(group) not in fluid:
+                    found.append(value.data_ptr() if isinstance(value, Tensor) else value)
+        found.append(torch.is_grad_enabled())
+        return found
+
+    def weights(self) -> list[Tensor]:
+        return [p for g in self._groups() for p in g["params"]]
+
+    def state(self) -> list[Tensor]:
+        """What they keep of each weight, as momentum."""
+        found: list[Tensor] = []
+        for optimizer in self._met.values():
+            for state in optimizer.state.values():
+                found += [value for value in state.values() if isinstance(value, Tensor)]
+        return found
+
+    def take_rates(self) -> None:
+        """Where an optimizer can read its learning rate from the device, it is followed there."""
+        self._rates = [_Rate(group) for group in self._groups() if _Rate.fits(group, self._device)]
+
+    def follow_rates(self) -> None:
+        """Take over what the script has set the learning rates to since."""
+        for rate in self._rates:
+            rate.follow()
+
+    def drop_rates(self) -> None:
+        self._rates = []
+
+    def count_on_device(self) -> None:
+        """Their steps, which a capture cannot read from the host."""
+        for optimizer in self._met.values():
+            for parameter, state in optimizer.state.items():
+                if "step" in state and isinstance(state["step"], Tensor):
+                    state["step"] = state["step"].to(parameter.device)
+
+    @contextmanager
+    def capturable(self) -> Iterator[None]:
+        """The optimizers as a capture needs them: their learning rates on the device."""
+        on_device = self._device == "cuda"
+        held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group in self._groups():
+            held.append(
+                (group, {name: group[name] for name in ("lr", "capturable") if name in group})
+            )
+            if "capturable" in group and on_device:
+                group["capturable"] = True
+        for rate in self._rates:
+            rate.group["lr"] = rate.tensor
+        try:
+            yield
+        finally:
+            for group, values in held:
+                group.update(values)

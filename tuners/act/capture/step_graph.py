@@ -1,0 +1,422 @@
+"""A whole training step, forward, loss, backward and optimizer, recorded once and replayed.
+
+What cannot be recorded, or does not do in a replay what it does without, runs as it would have run
+anyway, and says so: a replay runs kernels, and no Python.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from advisor.errors import AdvisorWarning
+from advisor.tuners.act.capture.agreement import apart, nudge, nudge_back
+from advisor.tuners.act.capture.buffers import Buffers
+from advisor.tuners.act.capture.moment import Moment
+from advisor.tuners.act.capture.optimizers import Optimizers
+from advisor.tuners.act.capture.recorded import Gradient, Recorded, detached
+from advisor.tuners.act.capture.recorder import Recorder
+from advisor.tuners.act.capture.watch import Seen, Watch, drawn
+
+WARM_STEPS = 3
+"""Steps before the capture, as PyTorch's notes have it: lazy state is made in them."""
+CHECKED = 3
+"""Replays that are compared with the same step without a graph, each on a batch of its own."""
+RECAPTURES = 8
+"""Captures in a row, each undone by the very next change, after which graphs are given up."""
+OTHERS = 64
+"""Batches in a row that are unlike the example's, after which it is said that nothing replays."""
+SMALL = 16 * 2**20
+"""Bytes up to which a tensor that the step reaches, but is not known to write, is compared too."""
+
+_MEND = (
+    "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
+    "decision on their values"
+)
+
+TrainStep = Callable[[Any], Any]
+
+
+class StepGraph:
+    """A training step that is replayed; called as the step itself, with one batch.
+
+    The first WARM_STEPS calls train without a graph; the next CHECKED ones train twice from the
+    same state, with it and without, and keep the latter; from then on a call copies its batch into
+    the graph's buffers and replays. A batch unlike the example, as the last of an epoch or one with
+    another number or name among its tensors, runs without a graph. A learning rate that the script
+    changes between steps is taken over; any other change of the optimizer's settings, of which
+    weights train, or of a value that the step's code reads, captures anew.
+
+    The step's Python code runs at captures only. One that changes values in Python, as a schedule
+    stepped inside or a counter, or draws Python's random numbers, is named and never replayed.
+
+    Args:
+        train_step: takes a batch; returns tensors, such as the loss, in any nesting.
+        example: a batch on the device, as those to come.
+        models: the modules that the step trains, for their buffers.
+        recorder: what captures and replays.
+
+    Attributes:
+        failure: why it runs without a graph for good; empty while it does not.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        example: Any,
+        models: Iterable[nn.Module],
+        recorder: Recorder,
+    ) -> None:
+        self._recorder = recorder
+        self._train_step = train_step
+        self._models = tuple(models)
+        self._optimizers = Optimizers(recorder.device)
+        self._buffers = Buffers(example)
+        self._warm = 0
+        self._stepped: list[list[int]] = []
+        self._checked = 0
+        self._wasted = 0
+        self._others = 0
+        self._recorded: Recorded | None = None
+        self._fixed: list[Any] = []
+        self._written: list[Tensor] = []
+        self._watch = Watch(lambda: None, (), ())
+        self.failure = ""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._give_up("gradients are exchanged with other processes")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next batch is replayed, or nothing ever will be."""
+        return bool(self.failure) or self._checked >= CHECKED
+
+    def __call__(self, batch: Any) -> Any:
+        if self.failure:
+            return self._train_step(batch)
+        leaves = self._buffers.leaves(batch)
+        if leaves is None:
+            return self._other(batch)
+        self._others = 0
+        if self._warm < WARM_STEPS:
+            return self._warm_up(batch)
+        if self._recorded is not None and (changed := self._changed(self._recorded)):
+            self._recorded, self._wasted = None, self._wasted + 1
+            if self._wasted >= RECAPTURES:
+                self._give_up(f"{changed} is changed at every step")
+                return self._train_step(batch)
+        if self._recorded is None:
+            if not self._capture(leaves):
+                return self._train_step(batch)
+            self._checked = min(self._checked, CHECKED - 1)
+        elif self._checked >= CHECKED:
+            self._wasted = 0
+        if self._checked < CHECKED:
+            return self._check(batch, leaves)
+        return self._replay(leaves, batch)
+
+    def _plainly(self, batch: Any) -> Any:
+        if self._recorded is not None:
+            self._recorded.attached = False
+        # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
+        return tree_map(detached, self._train_step(batch))
+
+    def _other(self, batch: Any) -> Any:
+        """A batch that is not like the example; a graph makes room for it where it must."""
+        self._others += 1
+        if self._others == OTHERS and not self._checked:
+            warnings.warn(
+                f"advisor: {OTHERS} batches in a row were not like the example that "
+                "advice.capture was given (other shapes, types, or values beside the tensors): "
+                "nothing is replayed, and training is slower than advised. Give it a batch as "
+                "those to come",
+                AdvisorWarning,
+                stacklevel=3,
+            )
+        if self._recorded is None:
+            return self._plainly(batch)
+        # The step may need what memory the graph holds. Buffers are small; weights are not.
+        buffers = [buffer for model in self._models for buffer in model.buffers()]
+        kept, random = [buffer.clone() for buffer in buffers], self._recorder.random_state()
+        with self._optimizers.counting() as stepped:
+            try:
+                return self._plainly(batch)
+            except RuntimeError as exc:
+                if not _no_memory(exc) or stepped:
+                    raise
+        self._give_up("there is no memory for it beside a batch of another shape")
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)
+        self._recorder.set_random_state(random)
+        return self._train_step(batch)
+
+    def _warm_up(self, batch: Any) -> Any:
+        self._warm += 1
+        last = self._warm == WARM_STEPS
+        if last:
+            self._look()
+            if self.failure:
+                return self._train_step(batch)
+        before, luck = self._watch.read(), self._luck()
+        versions = {at: _version(tensor) for at, tensor in self._watch.tensors.items()}
+        with self._optimizers.counting() as stepped, self._recorder.beside() as waits:
+            output = self._plainly(batch)
+        self._stepped.append(stepped)
+        if not stepped and last:
+            self._give_up("the step ran no optimizer of torch.optim")
+        elif last:
+            # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
+            obstacle = self._moving(before, luck) or (
+                f"it waits for the device ({waits[0]}); {_MEND}" if waits else ""
+            )
+            if not obstacle and self._stepped[-1] != self._stepped[-2]:
+                obstacle = "not every call steps the same optimizers"
+            if obstacle:
+                self._give_up(obstacle)
+                return output
+            self._written = [
+                tensor
+                for at, tensor in self._watch.tensors.items()
+                if _version(tensor) != versions[at] or tensor.nbytes <= SMALL
+            ]
+            self._watch.settle(before)
+        return output
+
+    def _look(self) -> None:
+        self._watch = Watch(self._train_step, self._models, self._optimizers)
+        if not self._watch.complete:
+            self._give_up("it reaches too many objects to see which of them it changes")
+
+    def _luck(self) -> object:
+        return drawn(), self._recorder.host_state()
+
+    def _moving(self, before: Seen, luck: object) -> str:
+        """What a step just now has changed that a replay would not; '' where nothing."""
+        if moved := self._watch.moved(before):
+            return f"it changes {moved} in Python, which a replay would not: do that outside"
+        if luck != self._luck():
+            return "it draws random numbers of Python, NumPy or the host, which would stand still"
+        return ""
+
+    def _changed(self, recorded: Recorded) -> str:
+        """What the script has changed since the capture, where the graph would not follow."""
+        self._optimizers.follow_rates()
+        if self._optimizers.settings() != self._fixed:
+            return (
+                "a setting of the optimizer, other than the learning rate of a fused one, or what "
+                "weights train,"
+            )
+        if not all(map(Gradient.as_recorded, recorded.gradients)):
+            return "which gradients there are before a step"
+        return self._watch.differs()
+
+    def _capture(self, leaves: list[Any]) -> bool:
+        seen: Seen = []
+        gradients: list[Gradient] = []
+        try:
+            self._buffers.fill(leaves)
+            self._optimizers.count_on_device()
+            self._optimizers.take_rates()
+            self._look()
+            seen = self._watch.read()
+            if self.failure:
+                return False
+            self._fixed = self._optimizers.settings()
+            gradients = [Gradient(weight) for weight in self._optimizers.weights()]
+            buffers = [(m, *b) for m in self._modules() for b in m.named_buffers(recurse=False)]
+            self._recorded = Recorded(self._record(), gradients)
+        except (RuntimeError, ValueError, TypeError) as exc:
+            # What PyTorch, CUDA and the user's code raise where a step cannot be captured.
+            why = _why(exc)
+            if seen:
+                self._watch.put_back(seen)
+            for gradient in gradients:
+                gradient.weight.grad = gradient.before
+        else:
+            why = self._settled(seen, buffers)
+        if why:
+            del gradients  # they lie in the graph's memory, which is given back
+            self._give_up(why)
+        return not why
+
+    def _record(self) -> tuple[Callable[[], None], Any]:
+        with self._optimizers.capturable():
+            return self._recorder.record(lambda: self._train_step(self._buffers.batch()))
+
+    def _settled(self, seen: Seen, buffers: list[Any]) -> str:
+        """Put everything back as it was before the capture; why a replay cannot, or ''."""
+        replaced = [held for held in buffers if getattr(held[0], held[1]) is not held[2]]
+        for module, name, tensor in replaced:
+            setattr(module, name, tensor)
+        if replaced:
+            return f"the buffer {replaced[0][1]!r} is replaced, not changed in place"
+        assert self._recorded is not None
+        self._recorded.keep(self._watch.replaced(seen), seen)
+        self._watch.settle(seen)
+        self._watch.put_back(seen)
+        return ""
+
+    def _modules(self) -> Iterator[nn.Module]:
+        for model in self._models:
+            yield from model.modules()
+
+    def _replay(self, leaves: list[Any], batch: Any) -> Any:
+        """The batch trained on by the graph; where there is no memory for that, without it."""
+        try:
+            return self._played(leaves)
+        except RuntimeError as exc:
+            if not _no_memory(exc):
+                raise
+        self._give_up("there is no memory to replay it")
+        return self._train_step(batch)
+
+    def _played(self, leaves: list[Any]) -> Any:
+        assert self._recorded is not None
+        return self._recorded.play(lambda: self._buffers.fill(leaves))
+
+    def _check(self, batch: Any, leaves: list[Any]) -> Any:
+        """One step with the graph, undone, and one without; both must come to the same."""
+        start: Moment | None = None
+        wrong = "there is no memory to compare a replay with the step itself"
+        try:
+            start = Moment(self._state(), self._trained(), self._recorder, self._watch)
+            wrong = self._disagreement(start, leaves)
+        except RuntimeError as exc:
+            if not _no_memory(exc):
+                raise
+        finally:
+            if start is not None:
+                start.restore()
+        if start is None:
+            self._give_up(wrong)
+            return self._train_step(batch)
+        luck = self._luck()
+        try:
+            with self._optimizers.counting() as stepped:
+                output = self._plainly(batch)
+        except RuntimeError as exc:
+            if not _no_memory(exc):
+                raise
+            start.restore()
+            wrong = "there is no memory for the step itself beside it"
+        else:
+            wrong = self._moving(start.seen, luck) or wrong
+            if stepped != self._stepped[-1]:
+                wrong = "not every call steps the same optimizers"
+            if wrong:
+                self._give_up(wrong)
+            self._checked += 1
+            return output
+        del start
+        self._give_up(wrong)
+        return self._train_step(batch)
+
+    def _disagreement(self, start: Moment, leaves: list[Any]) -> str:
+        """Where replays differ from steps, as the optimizers take them in a capture."""
+        recorded = self._recorded
+        assert recorded is not None
+
+        def left(output: Any) -> list[Tensor]:
+            return [*start.tensors, *_tensors((output, recorded.kept()))]
+
+        def replayed() -> list[Tensor]:
+            start.restore()
+            return left(self._played(leaves))
+
+        def plain(nudged: bool = False) -> list[Tensor]:
+            start.restore()
+            nudges = nudge(self._optimizers.weights()) if nudged else []
+            for gradient in recorded.gradients:
+                if gradient.before is not None and gradient.after is not gradient.before:
+                    # A step that clears them first, as it must have, does not see this.
+                    self._spoil(gradient.weight)
+            with self._optimizers.capturable(), self._recorder.beside():
+                output = self._plainly(self._buffers.batch())
+            nudge_back(nudges)
+            return left(output)
+
+        found = apart(replayed, plain, lambda: plain(nudged=True), start.clones)
+        if found is None:
+            return ""
+        at, share = found
+        if at >= len(start.tensors):
+            return f"what a replay returns differs by {share:.2g} of it from the step itself"
+        called = self._called(start.tensors[at])
+        return f"what a replay does to {called} differs by {share:.2g} of it from the step itself"
+
+    @staticmethod
+    def _spoil(weight: Tensor) -> None:
+        if weight.grad is not None:
+            weight.grad.detach().fill_(torch.nan)
+
+    def _called(self, tensor: Tensor) -> str:
+        for model in self._models:
+            for name, one in (*model.named_parameters(), *model.named_buffers()):
+                if one is tensor:
+                    return name
+        return "a tensor that it writes"
+
+    def _trained(self) -> list[Tensor]:
+        """Whatever may have a gradient."""
+        held = [p for model in self._models for p in model.parameters()]
+        found = (*self._optimizers.weights(), *held)
+        return list({id(one): one for one in found}.values())
+
+    def _state(self) -> list[Tensor]:
+        """What a step changes: weights, buffers, the optimizers' own, and what else it writes."""
+        found = self._trained()
+        found += [buffer for model in self._models for buffer in model.buffers()]
+        found += [*self._optimizers.state(), *self._written]
+        return [one for one in {id(one): one for one in found}.values() if _fills(one)]
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        self._recorded, self._written = None, []
+        self._buffers.drop()
+        self._optimizers.drop_rates()
+        self._watch = Watch(lambda: None, (), ())
+        if self._warm >= WARM_STEPS:
+            self._recorder.empty()
+        warnings.warn(
+            f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
+            "without, which is slower than the advice says",
+            AdvisorWarning,
+            stacklevel=4,
+        )
+
+
+def _fills(value: Any) -> bool:
+    """Whether it is a tensor that another can be copied into."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_inference()
+        and not any(
+            n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True)
+        )
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf.detach() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _no_memory(exc: BaseException) -> bool:
+    return isinstance(exc, torch.OutOfMemoryError) or "out of memory" in str(exc).lower()
+
+
+def _why(exc: Exception) -> str:
+    said = next(iter(str(exc).strip().splitlines()), "")
+    if _no_memory(exc):
+        return "there is no memory to capture it"
+    if "captur" in said.lower():
+        return f"it does what a CUDA graph cannot hold ({said}); {_MEND}"
+    return f"{type(exc).__name__}: {said}"[:300]
