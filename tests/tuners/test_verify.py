@@ -227,7 +227,7 @@ def tampered(folder: Path, change: str) -> tuple[bool, str]:
         configs = numerics.Configs(fp32=FP32, candidate=FP32.replace(threads=1), plain=FP32)
 
         def build(one: Config) -> Workload:
-            workload = made._build(one, "compute", batches=4, watch=True)
+            workload = made._build(one, "compute", count=4, watch=True)
             assert workload.optimizer is not None
             if one == configs.candidate and change:
                 workload.optimizer.param_groups[0][change] = 0.0
@@ -271,14 +271,14 @@ def test_a_graph_that_does_not_train(tmp_path: Path) -> None:
 
 def test_every_parameter_is_looked_at(tmp_path: Path) -> None:
     made = bench(tmp_path, SOUND)
-    workload = made._build(FP32, "compute", batches=4, watch=True)
+    workload = made._build(FP32, "compute", count=4, watch=True)
     names = {name for name, _ in workload.model.named_parameters()}
     trace = Observer(workload).trace(8)
     assert len(trace.points) == 2 and len(trace.losses) == 8
     for point in trace.points:
         assert set(point.gradients) == names == set(trace.moved)
         assert all(float(g.norm()) > 0 for g in point.gradients.values())
-    again = Observer(made._build(FP32, "compute", batches=4, watch=True)).trace(8)
+    again = Observer(made._build(FP32, "compute", count=4, watch=True)).trace(8)
     assert again.losses == trace.losses, "its random numbers are others"
 
 
