@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners.environment import threads_set
-from advisor.tuners.tf32 import Float32, set_float32
+from advisor.tuners.tf32 import Float32, describe, set_float32
 
 COMPUTE, INPUT = "compute", "input"
 
@@ -107,6 +107,38 @@ def _never(_value: Value) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What of a running script tells which knobs it has set itself.
+
+    Attributes:
+        weights: of all its models that train.
+        autocast: the number format of its own autocast around them.
+        compiled: whether it compiles one itself.
+        optimizers: those that train.
+    """
+
+    weights: Sequence[Tensor]
+    autocast: torch.dtype | None = None
+    compiled: bool = False
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A knob's value that a script has set; `stays`: it is not tuned. `why` it cannot be, where
+    that is not plain; the value None is torch's own."""
+
+    value: Value
+    stays: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """One thing that can be tuned. What is said of a value holds for those that are not torch's."""
 
@@ -149,6 +181,8 @@ class Knob:
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
     that advice sets whatever it was, others stay as the user has them."""
+    script: Callable[[Script], Own | None] | None = None
+    """What a running script has set itself, None where that is nothing."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
@@ -177,6 +211,17 @@ def _set_precision(value: Value) -> None:
     set_float32("tf32" if value in ("bf16", "fp16") else str(value))
 
 
+def _own_precision(script: Script) -> Own | None:
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    formats = [script.autocast, *(weight.dtype for weight in script.weights)]
+    if own := next((half[one] for one in formats if one in half), None):
+        return Own(own)
+    if any(isinstance(one, torch.optim.LBFGS) for one in script.optimizers):
+        return Own(None, why="LBFGS lives by small differences of gradients")
+    # Only its matrix products' switch: half precision may still be faster.
+    return Own("tf32", stays=False) if "matmul=tf32" in describe() else None
+
+
 def _autocast(value: Value) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(value))
 
@@ -195,6 +240,15 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
     return model
+
+
+def _own_layout(script: Script) -> Own | None:
+    def laid_out(weight: Tensor) -> bool:
+        layout = _LAYOUTS.get(weight.dim())
+        last = layout is not None and weight.is_contiguous(memory_format=layout)
+        return last and not weight.is_contiguous()
+
+    return Own(True) if any(map(laid_out, script.weights)) else None
 
 
 def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
@@ -278,6 +332,13 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
     return model
 
 
+def _own_fused(script: Script) -> Own | None:
+    if any(group.get("fused") for group in script.groups):
+        return Own(True)
+    fused = all("fused" in group for group in script.groups)
+    return None if fused else Own(None, why="the optimizer has no fused kernels")
+
+
 def _set_threads(value: Value) -> None:
     torch.set_num_threads(int(value or 1))
 
@@ -313,6 +374,7 @@ KNOBS: tuple[Knob, ...] = (
         # fp16 needs a scaler, and can overflow.
         weight=lambda value: 2 if value == "fp16" else 1,
         shown=str,
+        script=_own_precision,
         flag=Flag(set=_set_precision, now=Float32.now, back=Float32.put_back),
         autocast=_autocast,
         scaled=lambda value: value == "fp16",
@@ -324,6 +386,7 @@ KNOBS: tuple[Knob, ...] = (
         memory=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
         needs=lambda _value: PILOT,
+        script=_own_layout,
         model=_lay_out_model,
         layout=_batch_layout,
     ),
@@ -339,6 +402,7 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: FLAGS,
         first_step=True,
         guess="leader",
+        script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
     ),
     Knob(
@@ -380,6 +444,7 @@ KNOBS: tuple[Knob, ...] = (
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
         # ResNet-50's loss became NaN on an H200.
         conflicts={"precision": ("fp16",)},
+        script=_own_fused,
         optimizer=lambda value: {"fused": True} if value else {},
     ),
     Knob(
@@ -395,6 +460,7 @@ KNOBS: tuple[Knob, ...] = (
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
+        script=lambda script: Own("default") if script.compiled else None,
         model=_compile,
         graphs=lambda value: value in GRAPHED_MODES,
     ),
@@ -420,6 +486,7 @@ KNOBS: tuple[Knob, ...] = (
         values=_threads,
         needs=lambda _value: FLAGS,
         first_step=True,  # they are started then
+        script=lambda _script: Own(None) if threads_set() else None,
         flag=Flag(set=_set_threads, now=torch.get_num_threads),
         chosen=threads_set,
     ),

@@ -1,36 +1,30 @@
-"""Ordinary training scripts, run as they are: each trains, and to the same bits every time."""
+"""Ordinary training scripts under the pilot: as they are to the bit, or as near as bf16 is."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+from tests.runs.forked import Weights, trained
 
-# What could differ from run to run: buffers and a copy of the model, two processes, workers.
-TWICE = ("averaged", "distributed", "evaluation")
+FOLDER = Path(__file__).parent / "scripts"
+SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "distributed")
+HALF = {"precision": "bf16", "channels_last": True}
+NEAR = 0.25
+"""Part of the weights by which a few steps in bf16 may move them elsewhere."""
 
-Weights = dict[str, Tensor]
+
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda path: path.stem)
+def script(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
 
 
-def trained(script: Path, folder: Path, *before: str) -> Weights:
-    """What `script` saves in `folder`, run there by this Python, its command behind `before`."""
-    out = folder / f"{script.stem}.pt"
-    launcher = TORCHRUN if script.stem == "distributed" else ()
-    command = [*before, sys.executable, *launcher, str(script), str(out)]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(out)
+@pytest.fixture(scope="module")
+def alone(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return trained(script, tmp_path_factory.mktemp(script.stem))
 
 
 def differing(one: Weights, other: Weights) -> list[str]:
@@ -42,27 +36,19 @@ def differing(one: Weights, other: Weights) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Path, list[Future[Weights]]]]:
-    """The runs of each script that is asked for, two at a time: most of one is importing torch."""
-    here = (item for item in request.session.items if item.path == request.path)
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            script: [
-                pool.submit(trained, script, tmp_path_factory.mktemp(script.stem))
-                for _ in range(2 if script.stem in TWICE else 1)
-            ]
-            for script in (item.callspec.params["script"] for item in here)
-        }
-        pool.shutdown(cancel_futures=True)
+def test_as_it_is_to_the_bit(script: Path, alone: Weights, tmp_path: Path) -> None:
+    assert alone
+    assert all(weight.isfinite().all() for weight in alone.values())
+    assert differing(alone, trained(script, tmp_path, {})) == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_trains_to_the_same_bits(script: Path, runs: dict[Path, list[Future[Weights]]]) -> None:
-    weights, *again = [run.result() for run in runs[script]]
-    assert weights
-    assert all(weight.isfinite().all() for weight in weights.values())
-    for other in again:
-        assert differing(weights, other) == []
+def test_in_half_precision_it_trains_alike(script: Path, alone: Weights, tmp_path: Path) -> None:
+    half = trained(script, tmp_path, HALF)
+    assert half.keys() == alone.keys()
+    assert [w.dtype for w in half.values()] == [w.dtype for w in alone.values()]
+    floats = [name for name, weight in alone.items() if weight.is_floating_point()]
+    apart = torch.stack([(half[n] - alone[n]).norm() for n in floats]).norm()
+    whole = torch.stack([alone[n].norm() for n in floats]).norm()
+    assert apart <= NEAR * whole
+    if script.stem not in ("own_autocast", "closure"):
+        assert apart > 0

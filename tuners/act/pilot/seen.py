@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from advisor.cache import key as keys
-from advisor.cache.config import BATCH, Config
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, OPTIMIZERS, Task
-from advisor.tuners import fingerprint, tf32
+from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import Crew, Input, Trained
-from advisor.tuners.environment import threads_set
+from advisor.tuners.knobs import KNOBS, Script, described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,6 @@ class Seen:
     @property
     def script(self) -> str:
         """What the script does itself: 'bf16, fused_optimizer'."""
-        from advisor.tuners.knobs import described
-
         return described(self.own.without(BATCH), Config()) if self.own else ""
 
 
@@ -153,47 +151,37 @@ def _device(model: nn.Module) -> str:
 
 def _own(crew: Crew, trained: Sequence[Trained]) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """What a script has set itself, what of it is kept, and why some knobs cannot be tuned."""
-    found: dict[str, object] = {}
+    script = Script(
+        weights=[weight for one in trained for weight in one.model.parameters()],
+        autocast=crew.autocast,
+        compiled=any(crew.compiled(one) for one in trained),
+        optimizers=crew.optimizers,
+    )
+    found: dict[str, Value] = {}
     kept: list[str] = []
     limits: list[str] = []
-    weights = [p for one in trained for p in one.model.parameters()]
-    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    dtypes = [crew.autocast, *(p.dtype for p in weights)]
-    own_half = next((half[d] for d in dtypes if d in half), None)
-    if own_half is not None:
-        found["precision"] = own_half
-        kept.append("precision")
-    elif "matmul=tf32" in tf32.describe():
-        found["precision"] = "tf32"
-    if any(_is_channels_last(p) for p in weights):
-        found["channels_last"] = True
-        kept.append("channels_last")
-    if any(crew.compiled(one) for one in trained):
-        found["compile"] = "default"
-        kept.append("compile")
-    groups = [group for one in crew.optimizers for group in one.param_groups]
-    if any(group.get("fused") for group in groups):
-        found["fused_optimizer"] = True
-        kept.append("fused_optimizer")
-    elif not all("fused" in group for group in groups):
-        kept.append("fused_optimizer")
-        limits.append("the optimizer has no fused kernels")
-    if threads_set():
-        kept.append("threads")
-    if torch.backends.cudnn.benchmark:
-        found["cudnn_benchmark"] = True
-    if any(isinstance(one.outer, nn.DataParallel) for one in trained):
-        kept += ["precision", "channels_last", "compile"]
-        limits.append("nn.DataParallel copies the model at every step: flags and optimizer only")
-    if any(type(one.outer).__name__.startswith("FullyShardedDataParallel") for one in trained):
-        kept += ["precision", "channels_last", "compile", "fused_optimizer"]
-        limits.append("FSDP shards the weights: flags only")
-    return Config(found), tuple(dict.fromkeys(kept)), tuple(limits)  # type: ignore[arg-type]
+    for knob in KNOBS:
+        own = knob.script(script) if knob.script is not None else None
+        if own is None:
+            continue
+        if own.value is not None:
+            found[knob.name] = own.value
+        kept += [knob.name] if own.stays else []
+        limits += [own.why] if own.why else []
+    beyond = [why for one in trained if (why := _beyond(one.outer))]
+    if beyond:
+        kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
+    return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *beyond]))
 
 
-def _is_channels_last(weight: torch.Tensor) -> bool:
-    return (
-        weight.dim() == 4
-        and weight.is_contiguous(memory_format=torch.channels_last)
-        and not weight.is_contiguous()
-    )
+def _beyond(outer: nn.Module) -> str:
+    """Why a model is left as it is: its weights are not where they are computed with."""
+    if isinstance(outer, nn.DataParallel):
+        return (
+            "nn.DataParallel copies the model at every step, so only flags are tuned; the same "
+            "job under torchrun and DistributedDataParallel is faster, and tuned whole"
+        )
+    kinds = {type(module).__name__ for module in outer.modules()}
+    if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):
+        return "its weights are sharded: only flags are tuned"
+    return ""

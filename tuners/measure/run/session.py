@@ -98,12 +98,7 @@ class Session:
         Raises:
             Ended: it is over.
         """
-        order = msgpack.packb(to_plain(Order(config=config, steps=steps, own=own)))
-        try:
-            for pipe in self._pipes:
-                pipe.send_bytes(order)
-        except OSError:
-            raise self._why() from None
+        self._tell(Order(config=config, steps=steps, own=own))
         laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
@@ -115,12 +110,31 @@ class Session:
             peak_bytes=max(lap.peak_bytes for lap in laps),
         )
 
+    def let_go(self, config: Config, own: Config) -> tuple[int, str]:
+        """Have it train on with a config until it ends by itself.
+
+        Returns:
+            Its exit code, and the last line that it printed.
+        """
+        self._tell(Order(config=config, own=own))
+        while not self._command.ended:
+            time.sleep(LOOK_S)
+        return self._command.obituary()
+
     def end(self) -> None:
         """End it, and everything it started."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
         self._command.end()
+
+    def _tell(self, order: Order) -> None:
+        message = msgpack.packb(to_plain(order))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+        except OSError:
+            raise self._why() from None
 
     def _all_seen(self, until: float, start_s: float) -> Seen:
         seen: list[Seen] = []

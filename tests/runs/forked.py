@@ -1,0 +1,108 @@
+"""Ordinary scripts run in forks of a process that has imported torch: importing is most of them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch._dynamo  # what building an optimizer imports
+import torch.utils.data
+from torch import Tensor
+
+from advisor.cache.config import Config, Value
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.knobs import Situation
+from advisor.tuners.search.space import Space
+
+Weights = dict[str, Tensor]
+
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+def space_of(seen: Seen) -> Space:
+    """What may be tuned in a script on this CPU."""
+    return Space.of(
+        Situation(
+            device="cpu",
+            cpu_bf16=True,
+            dimensions=len(seen.shape),
+            convolves=seen.convolves,
+            batches=(seen.shape[0],),
+            use="pilot",
+            own=seen.own,
+            kept=seen.kept,
+        )
+    )
+
+
+@dataclass
+class There:
+    """A guide that has two steps made with some values, then two as the script is; and so on."""
+
+    values: Mapping[str, Value]
+    turns: int = 4
+
+    def begin(self, seen: Seen) -> Order:
+        space = space_of(seen)
+        self.own = space.default
+        offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
+        self.there = self.own.replace(**offered)
+        return Order(config=self.there, steps=2, own=self.own)
+
+    def next(self, lap: Lap) -> Order:
+        assert lap.steps == 2
+        assert lap.samples > 0
+        self.turns -= 1
+        back = self.turns % 2
+        return Order(config=self.own if back else self.there, steps=2 if self.turns else 0)
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError("the script failed") from exc
+
+
+def _train(script: str, out: str, values: dict[str, Value] | None) -> None:
+    os.chdir(Path(out).parent)
+    torch.set_num_threads(1)
+    pilot = None if values is None else Pilot(There(Config(values)))
+    sys.argv = [script, out]
+    runpy.run_path(script, run_name="__main__")
+    if pilot is not None:
+        pilot.release()
+        assert not left_behind(), left_behind()
+
+
+def left_behind() -> list[str]:
+    """What the pilot has hooked or patched and not put back."""
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    tables = {
+        "forward pre-hooks": module._global_forward_pre_hooks,
+        "forward hooks": module._global_forward_hooks,
+        "optimizer hooks": optimizer._global_optimizer_post_hooks,
+    }
+    found = [name for name, table in tables.items() if table]
+    next_ = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    return found + ["the loader"] * (next_.__module__ != "torch.utils.data.dataloader")
+
+
+def trained(script: Path, folder: Path, values: Mapping[str, Value] | None = None) -> Weights:
+    """What a script saves: by itself, or under a pilot that switches to these values and back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / f"{script.stem}.pt"
+    given = None if values is None else dict(values)
+    process = FORKS.Process(target=_train, args=(str(script), str(out), given))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    weights: Weights = torch.load(out)
+    return weights
