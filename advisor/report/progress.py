@@ -134,7 +134,13 @@ class Shown(Progress):
         for trial in self._trials[-SHOWN:]:
             number, tried, batch, speed, against = self._cells(trial)
             leads = trial in self._best.values()
-            cells = number, tried, batch.removeprefix("batch "), speed.removesuffix("/s"), against
+            cells = (
+                number,
+                tried,
+                batch.removeprefix("batch ").replace(" steps/s", ""),
+                speed.removesuffix("/s"),
+                against,
+            )
             table.add_row(*map(Text, cells), style="green" if leads else "")
         lines: list[Text] = []
         for at_batch, name in ((True, "best at your batch"), (False, "best at another batch")):
