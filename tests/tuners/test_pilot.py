@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.cache.config import Config
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
@@ -145,7 +147,10 @@ def test_copies_are_free_of_the_pilot(
 def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     net = Net()
     assert seat_of(net) is net
-    assert seat_of(nn.DataParallel(net)) is None
+    wrapped = nn.DataParallel(net)
+    assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
+    wrapped.device_ids = [0, 1]
+    assert seat_of(wrapped) is None
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
@@ -223,3 +228,20 @@ def test_a_script_with_half_weights_keeps_them() -> None:
     found = own(Script(weights=[torch.zeros(1)], autocast=torch.float16))
     assert found is not None
     assert found.value == "fp16"
+
+
+def test_a_hook_that_goes_within_a_step_disturbs_no_other() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    told: list[str] = []
+
+    def once(_optimizer: torch.optim.Optimizer) -> None:
+        told.append("ours")
+        remove()
+
+    remove = hooks.on_step(once)
+    other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
+    for _ in range(3):
+        stepped(net, optimizer)
+    other.remove()
+    assert told == ["ours", "theirs", "theirs", "theirs"]
