@@ -156,7 +156,7 @@ class Session:
             if self._command.ended:
                 raise self._why()
             if time.monotonic() > until:
-                raise Ended("timed_out", self._never(f"it runs for {start_s:.0f} s"))
+                raise Ended("timed_out", self._never(f"it has run for {start_s:g} s"))
         try:
             return listener.accept()
         except (OSError, EOFError, AuthenticationError):

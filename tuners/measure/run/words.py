@@ -40,9 +40,12 @@ def isolated(words: Sequence[str]) -> str:
     """The option with which a command's Python looks into no folder of advisor's; '' for none."""
     for at, word in enumerate(words):
         if Path(word).name.startswith("python"):
-            for option in words[at + 1 :]:
+            options = iter(words[at + 1 :])
+            for option in options:
                 if not option.startswith("-") or option in ("-c", "-m"):
                     break
-                if _ISOLATED.fullmatch(option):
+                if option in ("-W", "-X"):
+                    next(options, None)
+                elif _ISOLATED.fullmatch(option):
                     return option
     return ""
