@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +151,14 @@ def measured_run(
     *,
     cache: Cache = None,
     progress: Progress | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> Tuned:
     """Measure a command as it is, with a pilot inside; else as `tune`.
 
     Args:
         command: its words, as ['torchrun', '--nproc-per-node', '4', 'train.py'].
         permitted: fields of a Task by name, checked: precisions, tolerance and their like.
+        show: called with what the command prints, as it comes, from another thread.
 
     Raises:
         UsageError: there is no such program. TargetFailed: no training step was seen in it, or it
@@ -164,7 +166,7 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return _OfRun(command, permitted, plan, records, progress or Progress()).run()
+    return _OfRun(command, permitted, plan, records, progress or Progress(), show).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,24 +404,32 @@ class _OfRun(_Tuning):
         plan: Plan,
         records: Records,
         progress: Progress,
+        show: Callable[[str], None] | None,
     ) -> None:
+        from advisor.tuners.measure.run.words import measurable
+
         super().__init__(plan, records, progress)
-        self._command, self._permitted = tuple(command), dict(permitted)
+        measurable(command)
+        self._command, self._permitted, self._show = tuple(command), dict(permitted), show
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
         from advisor.piloting import INJECTED
         from advisor.tuners.environment import detect
+        from advisor.tuners.measure.run.command import Shown
         from advisor.tuners.measure.run.run import Run
         from advisor.tuners.search.space import Space
 
         log = _log_of(self._records, self._command)
         self._progress.notice(
-            f"the command runs, and is ended, several times; what it prints goes to {log}. "
-            "Reports to wandb, comet and their like are off, temporary files go to a folder that "
-            "is removed; files that it writes itself, as checkpoints, it writes"
+            "starts the command several times and ends it; checkpoints and logs that it saves "
+            "itself are saved, reports to wandb, comet, mlflow and their like are off"
         )
-        with Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run:
+        self._progress.notice(f"its output: {log}")
+        with (
+            Shown(log, self._show) if self._show else contextlib.nullcontext(),
+            Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run,
+        ):
             began = time.monotonic()
             seen = run.describe()
             process_s = time.monotonic() - began

@@ -37,6 +37,7 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 @cache_option
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
+@click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -45,6 +46,7 @@ def tune(
     cache: str | None,
     as_json: bool,
     quiet: bool,
+    show_output: bool,
     **options: Any,
 ) -> None:
     """Measure TARGET, or your own run as it is, and remember the fastest safe config.
@@ -57,6 +59,8 @@ def tune(
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
         raise UsageError("give a TARGET and --shape, or your command after --, one of them")
+    if show_output and target:
+        raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
     plan = Plan.of(collected(Plan, options))
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
@@ -69,7 +73,10 @@ def tune(
 
     with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
         if task is None:
-            found = tuning.measured_run(command, permitted, plan, cache=cache, progress=progress)
+            show = progress.output if show_output else None
+            found = tuning.measured_run(
+                command, permitted, plan, cache=cache, progress=progress, show=show
+            )
         else:
             found = tuning.measured(task, plan, cache=cache, progress=progress)
     if as_json:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 
 import click
 
 from advisor.cli.options import cache_option
-from advisor.errors import UsageError
+from advisor.tuners.measure.run.words import isolated, program
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -23,10 +22,11 @@ def run(command: tuple[str, ...], cache: str | None) -> None:
     """
     from advisor import piloting
 
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"command {command[0]!r}: no such program; give it as you would type it")
+    path = program(command)
+    if option := isolated(command):
+        click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
     told = piloting.environment(list(command))
     if cache is not None:
         told["ADVISOR_CACHE"] = cache
     sys.stdout.flush()
-    os.execvpe(command[0], list(command), {**os.environ, **told})
+    os.execve(path, list(command), {**os.environ, **told})

@@ -30,14 +30,19 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
+        # It stays until torch is loaded: many only look whether there is a torch to load.
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def loaded(module):  # type: ignore[no-untyped-def]
             load(module)
+            sys.meta_path.remove(self)
             _attach()
 
         spec.loader.exec_module = loaded  # type: ignore[method-assign]

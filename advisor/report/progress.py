@@ -98,6 +98,10 @@ class Shown(Progress):
         self.notice(text)
         self._console.quiet = quiet
 
+    def output(self, text: str) -> None:
+        """What a command prints, above what is shown."""
+        self._console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+
     def _say(self, text: str) -> None:
         """As it is: a record may have said part of it, and none of it is markup."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

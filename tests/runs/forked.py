@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+import msgpack
 import torch
 import torch._dynamo  # what building an optimizer imports
 import torch.utils.data
 from torch import Tensor
 
+from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config, Value
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
@@ -52,6 +55,7 @@ class There:
     turns: int = 4
 
     def begin(self, seen: Seen) -> Order:
+        self.seen = seen
         space = space_of(seen)
         self.own = space.default
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
@@ -69,15 +73,21 @@ class There:
         raise AssertionError("the script failed") from exc
 
 
-def _train(script: str, out: str, values: dict[str, Value] | None) -> None:
+def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
-    pilot = None if values is None else Pilot(There(Config(values)))
-    sys.argv = [script, out]
+    guide = There(Config(values or {}))
+    pilot = None if values is None else Pilot(guide)
+    sys.argv = [script, out, *words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:
         pilot.release()
         assert not left_behind(), left_behind()
+        _seen_beside(out).write_bytes(msgpack.packb(to_plain(guide.seen)))
+
+
+def _seen_beside(out: str) -> Path:
+    return Path(out).with_suffix(".seen")
 
 
 def left_behind() -> list[str]:
@@ -93,6 +103,43 @@ def left_behind() -> list[str]:
     found = [name for name, table in tables.items() if table]
     next_ = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
     return found + ["the loader"] * (next_.__module__ != "torch.utils.data.dataloader")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a script is run: with these values or, None, by itself; with these arguments."""
+
+    values: Mapping[str, Value] | None = None
+    words: tuple[str, ...] = ()
+
+
+def _one_by_one(library: str, script: str, folder: str, variants: Sequence[Variant]) -> None:
+    importlib.import_module(library)
+    for number, one in enumerate(variants):
+        out = str(Path(folder) / f"{number}.pt")
+        values = None if one.values is None else dict(one.values)
+        process = get_context("fork").Process(target=_train, args=(script, out, values, *one.words))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0, (one, process.exitcode)
+
+
+def variously(
+    script: Path, library: str, folder: Path, variants: Sequence[Variant]
+) -> list[tuple[Weights, Seen | None]]:
+    """What a script saves under each, and what the pilot saw; its library is imported once."""
+    args = (library, str(script), str(folder), tuple(variants))
+    process = FORKS.Process(target=_one_by_one, args=args)
+    process.start()
+    process.join(240)
+    assert process.exitcode == 0
+    found: list[tuple[Weights, Seen | None]] = []
+    for number in range(len(variants)):
+        out = folder / f"{number}.pt"
+        file = _seen_beside(str(out))
+        seen = from_plain(Seen, msgpack.unpackb(file.read_bytes())) if file.exists() else None
+        found.append((torch.load(out), seen))
+    return found
 
 
 def trained(script: Path, folder: Path, values: Mapping[str, Value] | None = None) -> Weights:

@@ -36,6 +36,13 @@ def differing(one: Weights, other: Weights) -> list[str]:
     ]
 
 
+def distance(one: Weights, other: Weights) -> tuple[float, float]:
+    """(How far weights are apart, how large those of the other are)."""
+    floats = [name for name, weight in other.items() if weight.is_floating_point()]
+    apart = torch.stack([(one[n] - other[n]).norm() for n in floats]).norm()
+    return float(apart), float(torch.stack([other[n].norm() for n in floats]).norm())
+
+
 def test_as_it_is_to_the_bit(script: Path, alone: Weights, tmp_path: Path) -> None:
     assert alone
     assert all(weight.isfinite().all() for weight in alone.values())
@@ -46,9 +53,7 @@ def test_in_half_precision_it_trains_alike(script: Path, alone: Weights, tmp_pat
     half = trained(script, tmp_path, HALF)
     assert half.keys() == alone.keys()
     assert [w.dtype for w in half.values()] == [w.dtype for w in alone.values()]
-    floats = [name for name, weight in alone.items() if weight.is_floating_point()]
-    apart = torch.stack([(half[n] - alone[n]).norm() for n in floats]).norm()
-    whole = torch.stack([alone[n].norm() for n in floats]).norm()
+    apart, whole = distance(half, alone)
     assert apart <= NEAR * whole
     if script.stem not in ("own_autocast", "closure"):
         assert apart > 0

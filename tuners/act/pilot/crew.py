@@ -15,6 +15,14 @@ LEAST_STEPS = 4
 MOST_PERIOD = 64
 
 
+class Unclear(Exception):
+    """What trains in a script, or where its steps end, cannot be told: it is left alone."""
+
+
+class Over(Exception):
+    """What was found to train does so no more; the script trains something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """One tensor that a model is called with: where it stands, its shape and dtype."""
@@ -86,6 +94,13 @@ class Crew:
         at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
         self.order.append(at)
         del self.order[: -2 * MOST_PERIOD]
+
+    def includes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one of these, or has taken over the parameters of one."""
+        if any(optimizer is one for one in self.optimizers):
+            return True
+        first = optimizer.param_groups[0]["params"][0]
+        return any(first is p for one in self.trained() for p in one.model.parameters())
 
     def period(self) -> int:
         """Optimizer steps that make one step of the script; 0 while that is not known.

@@ -6,12 +6,17 @@ that loads torch gets this far.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from advisor.cache.config import Config
+from advisor.tuners.act.pilot.crew import Over, Unclear
 from advisor.tuners.act.pilot.orders import Lap, Order
 
 if TYPE_CHECKING:
@@ -21,6 +26,8 @@ ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 """Environment variables: where the tuning process listens, and what it knows its children by."""
 MOST = 2**20
 MOST_SAID = 300
+OVER = "over"
+"""What a failure is called that is none: there is no more to train."""
 
 
 class Line:
@@ -28,13 +35,12 @@ class Line:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._address, self._secret = address, secret
-        self._pipe: Any = None
+        self._pipe: Connection | None = None
+        self._note("")
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""
-        from multiprocessing.connection import Client
-
-        self._pipe = Client(self._address, authkey=self._secret)
+        self._connect()
         return self._ask("seen", seen)
 
     def next(self, lap: Lap) -> Order:
@@ -45,26 +51,51 @@ class Line:
         """As `Guide.failed`."""
         memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
         first = str(exc).strip().partition("\n")[0]
-        outcome = "out_of_memory" if memory else "failed"
+        outcome = OVER if isinstance(exc, Over) else "out_of_memory" if memory else "failed"
         said = f"{type(exc).__name__}: {first}"[:MOST_SAID]
-        self._send({"failed": {"outcome": outcome, "reason": said}})
+        if isinstance(exc, Unclear):
+            said = str(exc)
+            self._connect()
+        if self._pipe is None:
+            # It may be a process that only looks whether something works: nothing ends for it.
+            self._note(said)
+            return
+        with contextlib.suppress(OSError):
+            self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said}})
+
+    def _connect(self) -> None:
+        """Leaves no pipe where nobody listens: all processes of the job are there already."""
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            self._pipe = Client(self._address, authkey=self._secret)
 
     def _ask(self, what: str, told: Seen | Lap) -> Order:
         import msgpack
 
         from advisor.cache.codec import from_plain, to_plain
 
+        if self._pipe is None:
+            return Order(config=Config())
         try:
-            self._send({what: to_plain(told)})
+            self._send(self._pipe, {what: to_plain(told)})
             return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
         except (OSError, EOFError):
-            return Order(config=Config(), own=Config())
+            return Order(config=Config())
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _note(self, said: str) -> None:
+        with contextlib.suppress(OSError):
+            note(self._address).write_text(said)
+
+    @staticmethod
+    def _send(pipe: Connection, message: dict[str, Any]) -> None:
         import msgpack
 
-        if self._pipe is not None:
-            self._pipe.send_bytes(msgpack.packb(message))
+        pipe.send_bytes(msgpack.packb(message))
+
+
+def note(address: str) -> Path:
+    """A file that is there once a process has loaded torch; in it, what one of them failed with
+    before its first steps."""
+    return Path(address).with_name("torch")
 
 
 def from_environment() -> Line | None:

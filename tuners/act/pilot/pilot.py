@@ -10,7 +10,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import Crew, Trained
+from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
 from advisor.tuners.act.pilot.orders import Guide, Lap, Order
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
+ELSEWHERE = 2 * MOST_PERIOD
+"""Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
 
 
 class Watch(Protocol):
@@ -41,7 +43,7 @@ class Pilot:
         self._switch: Switch | None = None
         self._order = Order(config=Config())
         self._period = 0
-        self._at = self._done = 0
+        self._at = self._done = self._elsewhere = 0
         self._began = self._first_s = self._waited_s = 0.0
         self._fresh = False
         self._waits = hooks.Waits()
@@ -68,6 +70,13 @@ class Pilot:
         if self._switch is None:
             self._look(optimizer)
             return
+        if not self._crew.includes(optimizer):
+            self._elsewhere += 1
+            if self._elsewhere >= ELSEWHERE and self._order.steps:
+                self._guide.failed(Over("it trains another model now"))
+                self.release()
+            return
+        self._elsewhere = 0
         self._at += 1
         if self._at >= self._period:
             self._at = 0
@@ -79,12 +88,12 @@ class Pilot:
         self._period = self._crew.period()
         if not self._period:
             if self._looked >= LOOKED:
-                self._guide.failed(RuntimeError("the optimizers' steps follow no order"))
+                self._guide.failed(Unclear("the optimizers' steps follow no order"))
                 self.release()
             return
         trained = self._crew.trained()
         if not trained:
-            self._guide.failed(RuntimeError("no module whose parameters the optimizer holds ran"))
+            self._guide.failed(Unclear("no module whose parameters the optimizer holds ran"))
             self.release()
             return
         from advisor.tuners.act.pilot.seen import Seen
@@ -99,7 +108,9 @@ class Pilot:
         if not order.own:
             self.release()
             return
-        self._switch = Switch(trained, self._crew.optimizers, order.own, self._device)
+        self._switch = Switch(
+            trained, self._crew.optimizers, order.own, self._device, self._guide.failed
+        )
         self._obey(self._switch, order)
         if self._watch is not None:
             self._watch.began(trained, self._device)

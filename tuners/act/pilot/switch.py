@@ -23,11 +23,18 @@ RECOMPILATIONS = 64
 class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
-    Evaluation is left to the script, as it is.
+    Evaluation is left to the script, as it is. Where a config fails `failed` is told at once: the
+    script may catch what it raises, and go on.
     """
 
-    def __init__(self, one: Trained, plain: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        one: Trained,
+        plain: Callable[..., Any],
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._one = one
+        self._failed = failed
         self.plain = plain
         self.act = plain
 
@@ -36,7 +43,13 @@ class Call:
             return self.plain(*args, **kwargs)
         self._one.calls += 1
         self._one.samples += batch_of(args, kwargs)
-        return self.act(*args, **kwargs)
+        if self.act is self.plain:
+            return self.plain(*args, **kwargs)
+        try:
+            return self.act(*args, **kwargs)
+        except Exception as exc:
+            self._failed(exc)
+            raise
 
 
 class Switch:
@@ -44,6 +57,7 @@ class Switch:
 
     Args:
         own: the config that the script itself has: what it sets is set back to that.
+        failed: told of what a model's call raises under another config.
     """
 
     def __init__(
@@ -52,6 +66,7 @@ class Switch:
         optimizers: Sequence[torch.optim.Optimizer],
         own: Config,
         device: torch.device,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.own = self.config = own
         self._device = device
@@ -77,7 +92,7 @@ class Switch:
             seat = seat_of(one.outer)
             if seat is not None:
                 there = vars(seat).get("_compiled_call_impl")
-                call = Call(one, seat._call_impl if there is None else there)
+                call = Call(one, seat._call_impl if there is None else there, failed)
                 self._calls[seat] = call
                 hooks.through(seat, call)
 

@@ -6,32 +6,38 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Listener
 from pathlib import Path
 
-from advisor.errors import UsageError
-from advisor.tuners.act.pilot.line import ADDRESS, SECRET
+from advisor.tuners.act.pilot.line import ADDRESS, SECRET, note
+from advisor.tuners.measure.run.words import measurable
 
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
 END_S = 30.0
+SHOWN_S, MOST_SHOWN = 0.2, 2**16
+"""Between two looks at a log that is shown; characters at a time."""
 CONTAINED = {
     "WANDB_MODE": "disabled",
     "WANDB_DISABLED": "true",
     "COMET_MODE": "DISABLED",
-    "MLFLOW_TRACKING_URI": "",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
     "CLEARML_OFFLINE_MODE": "1",
+    "MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db",
+    "TRACKIO_DIR": "{}/trackio",
+    "TENSORBOARD_LOGGING_DIR": "{}/tensorboard",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Switches by which libraries report to nobody; what they print and write is the script's."""
-PYTHON = ("-I", "-E")
-"""Options of Python with which it looks at no environment variable."""
+"""Switches by which libraries report to nobody, or to a folder, {}, that is removed. There is none
+for what a script saves or pushes itself, nor for the folder of Lightning's loggers."""
 
 
 class Command:
@@ -41,7 +47,7 @@ class Command:
         injected: the folder that Python looks into first, for the pilot.
 
     Raises:
-        UsageError: there is no such program.
+        UsageError: as `measurable`.
     """
 
     def __init__(
@@ -52,24 +58,23 @@ class Command:
         log: Path,
         more: Mapping[str, str] | None = None,
     ) -> None:
-        program = shutil.which(words[0])
-        if program is None:
-            raise UsageError(f"command {words[0]!r}: no such program; give it as you would type it")
+        path = measurable(words)
         self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
         self.secret = secrets.token_bytes(32)
         self.listener = Listener(
             str(Path(self._folder.name) / "pilot"), "AF_UNIX", backlog=64, authkey=self.secret
         )
+        self._note = note(str(self.listener.address))
         scratch = Path(self._folder.name) / "tmp"
         scratch.mkdir()
-        path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
+        first = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
-            **{name: value for name, value in CONTAINED.items() if value},
+            **{name: value.format(scratch) for name, value in CONTAINED.items()},
             # Here and not in the scratch folder: what one start compiles the next one loads.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
             "TMPDIR": str(scratch),
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": os.pathsep.join(first),
             ADDRESS: str(self.listener.address),
             SECRET: self.secret.hex(),
             **(more or {}),
@@ -81,7 +86,7 @@ class Command:
                 [
                     *(sys.executable, "-I", "-S", GUARD),
                     *(str(theirs), str(unused), "0", str(log)),
-                    *(program, *words[1:]),
+                    *(path, *words[1:]),
                 ],
                 pass_fds=(theirs, unused),
                 env=environment,
@@ -99,15 +104,22 @@ class Command:
         """Whether it is over by itself."""
         return self._process.poll() is not None
 
+    @property
+    def note(self) -> str | None:
+        """What one of its processes failed with before its first steps, '' for nothing; None where
+        none has loaded torch."""
+        return self._note.read_text() if self._note.exists() else None
+
     def obituary(self) -> tuple[int, str]:
-        """(Exit code, the last line that it printed) of a command that is over."""
+        """(Exit code, the last line of words that it printed) of a command that is over."""
         assert self._process.stdout is not None
         try:
             self._process.wait(timeout=END_S)
             report = json.loads(self._process.stdout.read())
         except (subprocess.TimeoutExpired, ValueError):
             return 1, ""
-        lines = [line.strip() for line in report["words"].splitlines() if line.strip()]
+        said = report["words"].splitlines()
+        lines = [line.strip() for line in said if any(map(str.isalnum, line))]
         return report["code"], lines[-1][:300] if lines else ""
 
     def end(self) -> None:
@@ -124,6 +136,33 @@ class Command:
         with contextlib.suppress(OSError):
             self.listener.close()
         self._folder.cleanup()
+
+
+class Shown:
+    """Hands on what is written to a log, from its end on, until the context is over."""
+
+    def __init__(self, log: Path, show: Callable[[str], None]) -> None:
+        self._log, self._show = log, show
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Shown:
+        self._log.touch()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        with self._log.open(errors="replace") as log:
+            while True:
+                last = self._over.wait(SHOWN_S)
+                while said := log.read(MOST_SHOWN):
+                    self._show(said)
+                if last:
+                    return
 
 
 def compiled() -> str:

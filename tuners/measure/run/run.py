@@ -17,7 +17,7 @@ from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics, randomness
 from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
-from advisor.tuners.measure.run.session import Block, Ended, Session
+from advisor.tuners.measure.run.session import START_S, Block, Ended, Session
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -44,7 +44,10 @@ class Run:
     Attributes:
         own: what the script does itself; set once its space is known.
         memory: bytes of the device, 0 where that is not known.
+        start_s: until the first steps, at most.
     """
+
+    start_s = START_S
 
     def __init__(
         self, command: Sequence[str], *, injected: Path, log: Path, deadline_s: float
@@ -178,7 +181,9 @@ class Run:
     def _ensured(self) -> Session:
         if self._session is None or self._session.over:
             self.stop()
-            self._session = Session(self._words, injected=self._injected, log=self._log)
+            self._session = Session(
+                self._words, injected=self._injected, log=self._log, start_s=self.start_s
+            )
         return self._session
 
     def _alone(self, others: int) -> bool:

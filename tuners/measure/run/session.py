@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import msgpack
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
+from advisor.tuners.act.pilot.crew import LEAST_STEPS
+from advisor.tuners.act.pilot.line import OVER
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.measure.run.command import PYTHON, Command, how
+from advisor.tuners.measure.run.command import Command, how
 
 START_S = 300.0
 """Until a command's first steps: it may read its data first."""
@@ -71,7 +74,7 @@ class Session:
         injected: Path,
         log: Path,
         more: Mapping[str, str] | None = None,
-        start_s: float = START_S,
+        start_s: float,
     ) -> None:
         self._words, self._log = tuple(words), log
         self._failed: dict[str, str] = {}
@@ -79,6 +82,8 @@ class Session:
         self._command = Command(words, injected=injected, log=log, more=more)
         try:
             self.seen = self._all_seen(time.monotonic() + start_s, start_s)
+            # Another process that trains, beside this job, is refused here and goes on as it is.
+            self._command.listener.close()
         except BaseException:
             self.end()
             raise
@@ -151,11 +156,11 @@ class Session:
             if self._command.ended:
                 raise self._why()
             if time.monotonic() > until:
-                raise Ended(
-                    "timed_out",
-                    f"no training step within {start_s:.0f} s; what it printed is in {self._log}",
-                )
-        return listener.accept()
+                raise Ended("timed_out", self._never(f"it has run for {start_s:g} s"))
+        try:
+            return listener.accept()
+        except (OSError, EOFError, AuthenticationError):
+            return self._accepted(until, start_s)  # it was gone before it had said anything
 
     def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
         try:
@@ -177,7 +182,8 @@ class Session:
     def _why(self) -> Ended:
         """Why the command is over, or one of its processes is."""
         if self._failed:
-            return Ended(self._failed["outcome"], self._failed["reason"])
+            outcome, reason = self._failed["outcome"], self._failed["reason"]
+            return Ended(outcome, reason, 0 if outcome == OVER else 1)
         until = time.monotonic() + END_S
         while not self._command.ended and time.monotonic() < until:
             time.sleep(0.05)
@@ -185,14 +191,19 @@ class Session:
             return Ended("crashed", "one of its processes is gone, others are not")
         code, said = self._command.obituary()
         if not self._pipes:
-            return Ended("failed", self._never(code, said), code or 1)
+            ended = f"it ended with {how(code)}{f': {said}' if said else ''}"
+            return Ended("failed", self._never(ended), code or 1)
         return Ended("crashed", f"the command ended with {how(code)}: {said}", code)
 
-    def _never(self, code: int, said: str) -> str:
-        """What to say of a command in which no step was seen."""
-        if any(word in PYTHON for word in self._words):
-            return "python -I and -E keep advisor out: it comes by PYTHONPATH; leave them out"
-        seen = f"it ended with {how(code)}{f': {said}' if said else ''}"
-        return (
-            f"no training step was seen in the command: {seen}. What it printed is in {self._log}"
-        )
+    def _never(self, so_far: str) -> str:
+        """What to say of a command in which no steps were seen."""
+        note = self._command.note
+        if note is None:
+            seen = "no process of the command has imported torch"
+            mend = "give the command that trains, as you would type it"
+        elif note:
+            seen, mend = f"it failed before its first steps: {note}", "mend that first"
+        else:
+            seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
+            mend = "give a command that trains for longer"
+        return f"{seen}; {so_far}. What it printed is in {self._log}; {mend}"

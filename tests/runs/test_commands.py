@@ -1,0 +1,429 @@
+"""`advisor tune -- COMMAND` and `advisor run -- COMMAND`, on commands as people type them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement
+from advisor.errors import TargetFailed, WorkerError
+from advisor.piloting import INJECTED
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.run import run as running
+from advisor.tuners.measure.run.run import Run
+from advisor.tuners.measure.run.session import Ended, Session
+from advisor.tuners.measure.worker.guard import LOGGED
+from tests.face.commands import COMMAND, Done, advisor, own, take_over
+from tests.runs.forked import space_of
+
+TRAINING = """
+import torch
+from torch import nn
+
+def train(steps=10**7, width=16, after=lambda step: None, model=None):
+    model = model or nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, y = torch.randn(32, 8), torch.randint(4, (32,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after(step)
+"""
+FOREVER = "from training import train\ntrain()\n"
+QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands are typed; `python` is the one that has torch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return filled(tmp_path)
+
+
+def filled(folder: Path) -> Path:
+    (folder / "training.py").write_text(TRAINING)
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").touch()
+    (folder / "package" / "train.py").write_text(FOREVER)
+    (folder / "train.sh").write_text("python3 -m package.train\n")
+    return folder
+
+
+def script(source: str) -> tuple[str, ...]:
+    Path("script.py").write_text(source)
+    return ("python", "script.py")
+
+
+@contextlib.contextmanager
+def started(command: tuple[str, ...]) -> Iterator[tuple[Run, Seen, Config]]:
+    """A run under measurement, what is seen of it, and the config that it has itself."""
+    with Run(command, injected=INJECTED, log=Path("log"), deadline_s=20) as run:
+        seen = run.describe()
+        run.own = space_of(seen).default
+        yield run, seen, run.own
+
+
+def measured(run: Run, config: Config) -> Measurement:
+    return run.measure(config, seconds=0.2)
+
+
+def processes(mark: object) -> list[int]:
+    """Those with this in a word of theirs."""
+    found = []
+    for one in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if one.name.isdigit() and str(mark).encode() in (one / "cmdline").read_bytes():
+                found.append(int(one.name))
+    return found
+
+
+def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+# Commands as they are typed
+
+
+def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed(folder: Path) -> None:
+    source = """
+import os, pathlib, sys
+import torch.distributed as dist
+from training import nn, train
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+orders = open(f"orders{rank}", "w")
+
+class Net(nn.Linear):
+    def forward(self, x):
+        orders.write("bf16\\n" if torch.is_autocast_enabled("cpu") else "as it is\\n")
+        orders.flush()
+        return super().forward(x)
+
+def after(step):
+    killed = pathlib.Path("killed")
+    if rank == 1 and step == 30 and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), 9)
+
+import torch
+train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
+"""
+    command = ("torchrun", "--nproc-per-node", "2", *script(source)[1:], str(folder))
+    with started(command) as (run, seen, own):
+        assert (seen.processes, seen.rank, seen.shape) == (2, 0, (64, 8))
+        first = measured(run, own)
+        assert first.outcome in ("crashed", "failed")
+        assert Path("killed").exists()
+        assert measured(run, own.replace(precision="bf16")).ok
+        assert measured(run, own).ok
+        run.stop()
+        assert processes(folder) == []
+    both = [Path(f"orders{rank}").read_text().splitlines() for rank in (0, 1)]
+    shortest = min(map(len, both))
+    assert both[0][:shortest] == both[1][:shortest]
+    assert {"bf16", "as it is"} == set(both[0])
+
+
+def test_what_a_script_does_before_torch_and_with_hooks_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = folder / "mine"
+    mine.mkdir()
+    (mine / "sitecustomize.py").write_text("import pathlib\npathlib.Path('customized').touch()")
+    monkeypatch.setenv("PYTHONPATH", str(mine), prepend=os.pathsep)
+    command = script("""
+import importlib.util, os, sys
+assert importlib.util.find_spec("torch")  # as transformers looks whether it is there
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.excepthook = lambda *_: print("mine")
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from training import train
+seen = set()
+register_module_forward_hook(lambda *_: seen.add("call"))
+register_optimizer_step_post_hook(lambda *_: seen.add("step"))
+
+def after(step):
+    assert seen == {"call", "step"}
+    if step == 30 and not os.path.exists("raised"):
+        open("raised", "w").close()
+        raise ValueError("once")
+
+train(after=after)
+""")
+    with started(command) as (run, seen, own):
+        assert Path("customized").exists()
+        assert seen.shape == (32, 8)
+        assert measured(run, own).reason == "ValueError: once"
+        assert measured(run, own).ok
+    assert "mine" in Path("log").read_text()
+
+
+def test_what_is_printed_without_end_is_cut_off() -> None:
+    much = 2**21
+    command = script(
+        f"from training import train\ntrain(after=lambda step: print('x' * {much}, flush=True))"
+    )
+    with started(command) as (run, _seen, own):
+        while Path("log").stat().st_size < LOGGED:
+            assert measured(run, own).ok
+        assert measured(run, own).ok
+    assert Path("log").stat().st_size <= LOGGED + 2**16
+
+
+# Bad input and bad luck
+
+REFUSED = {
+    "no torch": (
+        "print(5)",
+        "no process of the command has imported torch; it ended with exit "
+        "code 0: 5. What it printed is in",
+    ),
+    "reads": ("input()", "it ended with exit code 1: EOFError"),
+    "too few steps": (
+        "import sys; from training import train; train(2); sys.exit(3)",
+        "torch was imported, but no 4 steps of a torch.optim optimizer came; "
+        "it ended with exit code 3. What it printed is in",
+    ),
+    "fails": (
+        "from training import train; train(2); raise ValueError('bad data')",
+        "it failed before its first steps: ValueError: bad data; it ended with exit code 1",
+    ),
+    "no module": (
+        """
+import torch
+optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+while True:
+    optimizer.step()
+""",
+        "no module whose parameters the optimizer holds ran",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_command_that_cannot_be_measured_says_why(name: str) -> None:
+    source, said = REFUSED[name]
+    with pytest.raises(TargetFailed) as caught, started(script(source)):
+        pass
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "start_s", 0.5)
+    done = advisor(folder, "tune", *QUICK, "--", "sleep", "98.76")
+    assert done.returncode == 1
+    assert "no process of the command has imported torch; it has run for 0.5 s" in done.stderr
+    assert processes("98.76") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("python", "-uI", "x.py"), "python -uI keeps advisor out of the command"),
+        (("python3", "-W", "error", "-E", "x.py"), "python -E keeps advisor out of the command"),
+        (("no-such-program",), "command 'no-such-program': no such program"),
+    ],
+)
+def test_what_cannot_be_started(folder: Path, command: tuple[str, ...], said: str) -> None:
+    done = advisor(folder, "tune", *QUICK, "--", *command)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"advisor: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_that_ends_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "RESTARTS", 1)
+    with (
+        started(script("from training import train\ntrain(20)")) as (run, _seen, own),
+        pytest.raises(WorkerError, match="more epochs"),
+    ):
+        measured(run, own)
+
+
+def test_two_models_in_turn_are_not_timed_as_one() -> None:
+    command = script("from training import train\ntrain(200)\ntrain(width=32)")
+    session = Session(command, injected=INJECTED, log=Path("log"), start_s=60)
+    try:
+        own = space_of(session.seen).default
+        with pytest.raises(Ended, match="another model") as caught:
+            session.lap(own, own, 10**6, time.monotonic() + 60)
+        assert caught.value.code == 0
+    finally:
+        session.end()
+
+
+def test_a_config_that_fails_is_told_where_the_script_catches_everything() -> None:
+    command = script("""
+import torch
+from training import nn, train
+
+class Net(nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no half")
+        return super().forward(x)
+
+model = Net(8, 4)
+while True:
+    try:
+        train(model=model)
+    except (Exception, SystemExit):
+        pass
+""")
+    with started(command) as (run, _seen, own):
+        assert measured(run, own).ok
+        failed = measured(run, own.replace(precision="bf16"))
+        assert (failed.outcome, failed.reason) == ("failed", "RuntimeError: no half")
+        assert measured(run, own).ok
+
+
+def test_another_process_that_trains_goes_on_as_it_is() -> None:
+    command = script("""
+import os, time
+from training import train
+other = os.fork()
+if other:
+    train()
+while not os.path.exists("measured"):
+    time.sleep(0.05)
+train(50)
+open("through", "w").close()
+""")
+    with started(command) as (run, _seen, own):
+        assert measured(run, own).ok
+        Path("measured").touch()
+        until(Path("through").exists)
+
+
+def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> None:
+    words = ("python", "-m", "package.train", str(folder))
+    tuning = ("tune", "--effort", "quick", "--no-verify", "--budget", "8s", "--", *words)
+
+    def stopped(number: int, *, once: str) -> tuple[int, str]:
+        log = folder / f"tuner{number}"
+        with log.open("wb") as out:
+            tuner = subprocess.Popen(
+                [str(COMMAND), *tuning],
+                stdout=out,
+                stderr=out,
+                # A runner started in the background ignores it, and so would its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        until(lambda: once in log.read_text() or tuner.poll() is not None)
+        assert len(processes(folder)) > 1
+        tuner.send_signal(number)
+        code = tuner.wait()
+        until(lambda: processes(folder) == [], 10)
+        return code, log.read_text()
+
+    code, _said = stopped(signal.SIGKILL, once="trial 0:")
+    assert code == -signal.SIGKILL
+    code, said = stopped(signal.SIGINT, once="going on after")
+    assert code == 130
+    assert said.endswith("advisor: interrupted; the same command goes on from here\n")
+
+
+# Tuned, and run
+
+FIRST = ("sh", "train.sh")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A folder, and what tuning a shell script there said."""
+    folder = filled(tmp_path_factory.mktemp("tuned"))
+    (folder / "package" / "train.py").write_text(
+        "import os\nfrom training import train\n"
+        "print('mode', os.environ.get('WANDB_MODE'), flush=True)\n"
+        "train(int(os.environ.get('STEPS', 10**7)))\n"
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = ("--show-output", "--json")
+    words = [one for one in QUICK if one != "--quiet"]
+    done = advisor(folder, "tune", *words, *more, "--", *FIRST, PATH=path, **own(folder))
+    return folder, done
+
+
+def test_a_shell_script_is_tuned_and_then_served(tuned: tuple[Path, Done]) -> None:
+    folder, done = tuned
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["record"]
+    task = found["key"]["task"]
+    assert (task["command"], task["processes"]) == (list(FIRST), 1)
+    said = done.stderr.splitlines()
+    assert said[0].startswith("advisor: starts the command several times and ends it")
+    assert "mode disabled" in said
+    log = Path(said[1].removeprefix("advisor: its output: "))
+    assert "mode disabled" in log.read_text()
+    take_over(folder)
+    ran = run(folder, *FIRST, STEPS="20", ADVISOR_LOG="info")
+    assert ran.returncode == 0
+    assert ran.stdout == "mode None\n"
+    assert f"record {found['id']} (exact)" in ran.stderr
+
+
+def run(folder: Path, *command: str, said: str = "", **env: str) -> Done:
+    return subprocess.run(
+        [str(COMMAND), "run", "--", *command],
+        cwd=folder,
+        env=os.environ | env,
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_run_of_which_nothing_is_known(folder: Path) -> None:
+    ran = run(folder, *script("from training import train\ntrain(20)\nprint('through')"))
+    assert (ran.returncode, ran.stdout) == (0, "through\n")
+    assert ran.stderr.count("advisor: ") == 1
+    assert "this run was not tuned" in ran.stderr
+
+
+def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:
+    ran = run(folder, "sh", "-c", "cat; exit 7", said="words")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "words", "")
+    isolated = run(folder, "python", "-I", "-c", "print(5)")
+    assert (isolated.returncode, isolated.stdout) == (0, "5\n")
+    assert isolated.stderr == "advisor: python -I keeps advisor out; it runs as it is\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_the_commands(folder: Path, number: int) -> None:
+    source = (
+        "import signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(9))\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    words = [str(COMMAND), "run", "--", "python", "-c", source]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(30) == 9
+
+
+def test_a_process_that_loads_no_torch_loads_nothing_of_advisor(folder: Path) -> None:
+    source = "import sys; print([m for m in sys.modules if m.startswith(('advisor', 'msgpack'))])"
+    assert run(folder, "python", "-c", source).stdout == "[]\n"

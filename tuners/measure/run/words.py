@@ -1,0 +1,51 @@
+"""The words of a command: whether there is such a program, and whether a pilot gets into it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from advisor.errors import UsageError
+
+_ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
+
+
+def program(words: Sequence[str]) -> str:
+    """The path of a command's program.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = shutil.which(words[0])
+    if found is None:
+        raise UsageError(f"command {words[0]!r}: no such program; give it as you would type it")
+    return found
+
+
+def measurable(words: Sequence[str]) -> str:
+    """The path of the program of a command that a pilot gets into.
+
+    Raises:
+        UsageError: there is none, or its Python is isolated.
+    """
+    path = program(words)
+    if option := isolated(words):
+        raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
+    return path
+
+
+def isolated(words: Sequence[str]) -> str:
+    """The option with which a command's Python looks into no folder of advisor's; '' for none."""
+    for at, word in enumerate(words):
+        if Path(word).name.startswith("python"):
+            options = iter(words[at + 1 :])
+            for option in options:
+                if not option.startswith("-") or option in ("-c", "-m"):
+                    break
+                if option in ("-W", "-X"):
+                    next(options, None)
+                elif _ISOLATED.fullmatch(option):
+                    return option
+    return ""
