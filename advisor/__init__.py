@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
+    from advisor.finding.inside import release
     from advisor.finding.lookups import apply, lookup
     from advisor.frameworks import accelerate, hf, lightning
     from advisor.remeasuring import explain, verify
@@ -59,6 +60,7 @@ __all__ = [
     "import_",
     "lightning",
     "lookup",
+    "release",
     "sync",
     "tune",
     "verify",
@@ -72,6 +74,7 @@ _HOMES = {
     "gc": "advisor.sharing",
     "import_": "advisor.sharing",
     "lookup": "advisor.finding.lookups",
+    "release": "advisor.finding.inside",
     "sync": "advisor.sharing",
     "tune": "advisor.tuning",
     "verify": "advisor.remeasuring",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 RUN = "ADVISOR_RUN"
@@ -16,25 +15,20 @@ INJECTED = Path(__file__).with_name("injected")
 def attach() -> None:
     """Attach a pilot, as the environment asks for; called once torch is loaded."""
     from advisor.tuners.act.pilot import line
-    from advisor.tuners.act.pilot.pilot import Pilot
+    from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 
     guide = line.from_environment()
     if guide is not None:
         from advisor.tuners.measure.run import traced
 
-        Pilot(guide, traced.from_environment())
+        IN_CHARGE.bring(guide, traced.from_environment())
     elif os.environ.get(RUN):
         from advisor.finding.piloted import Found
 
-        Pilot(Found(json.loads(os.environ[RUN])))
+        IN_CHARGE.bring(Found(json.loads(os.environ[RUN])))
 
 
 def environment(command: list[str]) -> dict[str, str]:
     """What `advisor run` adds to its command's environment."""
     path = [str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {RUN: json.dumps(command), "PYTHONPATH": os.pathsep.join(path)}
-
-
-def own_command() -> list[str]:
-    """How this process was started, as a person would type it."""
-    return ["python", *sys.orig_argv[1:]]

@@ -51,6 +51,9 @@ class There:
     values: Mapping[str, Value]
     turns: int = 4
 
+    def takes_over(self) -> bool:
+        return True
+
     def begin(self, seen: Seen) -> Order:
         space = space_of(seen)
         self.own = space.default

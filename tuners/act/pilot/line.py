@@ -11,6 +11,8 @@ import torch
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
+from advisor.tuners.act.following import followed
+from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 
@@ -26,6 +28,12 @@ class Line:
     def __init__(self, address: str, secret: bytes) -> None:
         self._address, self._secret = address, secret
         self._pipe: Connection | None = None
+
+    def takes_over(self) -> bool:
+        """As `Guide.takes_over`: an advice that the script follows is part of the script."""
+        if not followed():
+            IN_FORCE.release()
+        return True
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""

@@ -38,6 +38,11 @@ class Lap:
 class Guide(Protocol):
     """Whoever knows which config is next; every process of a job asks, and hears the same."""
 
+    def takes_over(self) -> bool:
+        """Whether it is to act, once it is known what trains and before the script is looked at:
+        not where the script follows an advice by itself. Flags that advice has set are taken
+        back, so that the script is seen as it is."""
+
     def begin(self, seen: Seen) -> Order:
         """The first order, to a script of which this was seen."""
 

@@ -87,6 +87,9 @@ class Pilot:
             self.release()
             return
         self._watching()
+        if not self._guide.takes_over():
+            self.release()
+            return
         seen = Seen.of(self._crew, self._looked // self._period)
         self._device = torch.device(seen.device)
         self._main: Trained = trained[0]
