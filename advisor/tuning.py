@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
+STARTS_COMPARED = 2.0
+"""As many starts of a command a comparison takes: one, which others run beside, and its steps."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -167,7 +169,8 @@ def measured_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is tuned, as its worker describes it; `process_s`: what starting that took."""
+    """What is tuned, as its worker describes it; `process_s`: what starting that took, and
+    `compare_s` what a comparison with fp32 takes at least."""
 
     worker: Tester
     facts: Facts
@@ -175,6 +178,7 @@ class _Subject:
     target: Target
     space: Space
     process_s: float
+    compare_s: float = 0.0
 
     @property
     def task(self) -> Task:
@@ -311,6 +315,7 @@ class _Tuning(ABC):
             tolerance=subject.task.tolerance if subject.task.mode == "train" else 0.0,
             process_s=subject.process_s,
             memory=_memory(subject),
+            compare_s=subject.compare_s,
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
@@ -417,6 +422,7 @@ class _OfRun(_Tuning):
         with Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run:
             began = time.monotonic()
             seen = run.describe()
+            process_s = time.monotonic() - began
             for line in seen.lines():
                 self._progress.notice(line)
             environment = detect(seen.device)
@@ -443,7 +449,8 @@ class _OfRun(_Tuning):
                 key=key,
                 target=Target(name=task.target, origin=""),
                 space=space,
-                process_s=time.monotonic() - began,
+                process_s=process_s,
+                compare_s=STARTS_COMPARED * process_s * (1 if seen.processes == 1 else 4),
             )
 
 

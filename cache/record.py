@@ -249,7 +249,7 @@ class Record:
     def choices(self) -> dict[str, Choice]:
         """Every config that was chosen, by what a report calls it; equal ones once, by the loop's
         name, as that is what most scripts have."""
-        named = {"torch default": self.baseline}
+        named = {"as it is" if self.key.task.command else "torch default": self.baseline}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
             named[_CALLED[one.use, one.free]] = one.choice
         seen: dict[Config, str] = {}

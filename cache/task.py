@@ -253,6 +253,11 @@ class Task:
         return task
 
     @property
+    def baseline(self) -> str:
+        """What everything is held against, for people."""
+        return "the script as it is" if self.command else "torch's default"
+
+    @property
     def batch(self) -> int:
         """The user's."""
         return self.shapes[0][0]

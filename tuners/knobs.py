@@ -644,11 +644,9 @@ def heavy(config: Config, default: Config) -> bool:
     )
 
 
-def described(config: Config, default: Config = TORCH) -> str:
-    """What a config does differently: 'bf16, channels_last', or 'torch default'."""
-    return ", ".join(_described(*pair) for pair in config.changed(default).items()) or (
-        "torch default"
-    )
+def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:
+    """What a config does differently: 'bf16, channels_last', or `nothing`."""
+    return ", ".join(_described(*pair) for pair in config.changed(default).items()) or nothing
 
 
 def _described(name: str, value: Value) -> str:

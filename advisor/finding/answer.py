@@ -102,10 +102,11 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     }
     flags = allowed.get(FLAGS, record.baseline)
     default = choice.config == record.baseline.config
-    what = f"{choice.speedup:.2f}x torch's default at batch {record.batch}"
+    baseline = record.key.task.baseline
+    what = f"{choice.speedup:.2f}x {baseline} at batch {record.batch}"
     if default:
         why = "nothing measured is clearly faster" if record.compares else "nothing else was raced"
-        what = f"torch's default: {why}"
+        what = f"{baseline}: {why}"
     return Answer(
         config=Config(choice.config | record.input),
         reason=what + _chosen_for(record) + unverified(record, choice.config),

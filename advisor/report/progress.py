@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
 
 SHOWN = 12
+WAITED = 0.05
+"""Share of the time that a run waits for its data from which it is shown."""
 
 
 class Shown(Progress):
@@ -35,6 +37,7 @@ class Shown(Progress):
         self._budget_s = budget_s
         self._live: Live | None = None
         self._default = Config()
+        self._run = False
         self._baseline: Measurement | None = None
         self._trials: list[Trial] = []
         self._best: dict[bool, Trial] = {}
@@ -49,7 +52,7 @@ class Shown(Progress):
             self._live.stop()
 
     def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
-        self._default = space.default
+        self._default, self._run = space.default, bool(key.task.command)
         self._began = time.monotonic()
         device = key.environment.device
         self._say(
@@ -104,10 +107,18 @@ class Shown(Progress):
         against = ""
         if measured.ok and self._baseline is not None and self._baseline.ok:
             against = f"{measured.samples_per_s / self._baseline.samples_per_s:.2f}x"
+        where = f"batch {trial.config.batch}"
+        if self._run:
+            # The batch is the script's; what its own data leaves of a step is worth more to see.
+            ran = measured.ok and measured.step_s > 0
+            where = f"{rate(1 / measured.step_s)} steps/s" if ran else ""
+            where += f", waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
         return (
             str(trial.number),
-            described(trial.config, self._default),
-            f"batch {trial.config.batch}",
+            described(
+                trial.config, self._default, nothing="as it is" if self._run else "torch default"
+            ),
+            where,
             f"{rate(measured.samples_per_s)}/s" if measured.ok else outcome(measured),
             against,
         )
@@ -115,12 +126,21 @@ class Shown(Progress):
     def _draw(self) -> None:
         assert self._live is not None
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("trial", "tried", "batch", "samples/s", "x default"):
+        headings = ("trial", "tried", "batch", "samples/s", "x default")
+        if self._run:
+            headings = ("trial", "tried", "steps/s", "samples/s", "x as it is")
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "tried" else "right")
         for trial in self._trials[-SHOWN:]:
             number, tried, batch, speed, against = self._cells(trial)
             leads = trial in self._best.values()
-            cells = number, tried, batch.removeprefix("batch "), speed.removesuffix("/s"), against
+            cells = (
+                number,
+                tried,
+                batch.removeprefix("batch ").replace(" steps/s", ""),
+                speed.removesuffix("/s"),
+                against,
+            )
             table.add_row(*map(Text, cells), style="green" if leads else "")
         lines: list[Text] = []
         for at_batch, name in ((True, "best at your batch"), (False, "best at another batch")):

@@ -31,9 +31,9 @@ def report(record: Record, cache: str | None = None) -> Report:
 def _headline(record: Record) -> str:
     advised = record.winner(LOOP)
     if advised.config == record.baseline.config:
-        return "The advice is torch's default"
+        return f"The advice is {record.key.task.baseline}"
     what = described(advised.config, record.baseline.config)
-    return f"{spread(advised)} torch's default with {what}"
+    return f"{spread(advised)} {record.key.task.baseline} with {what}"
 
 
 def _provenance(record: Record) -> Iterator[tuple[str, str]]:
@@ -60,7 +60,7 @@ def _sections(record: Record, cache: str | None) -> Iterator[Section]:
     yield _numerics(record)
     yield Section(
         name="script",
-        title="In your script",
+        title=tables.where(record),
         code=(script_line(record, cache), *(f"# {one}" for one in tables.other_uses(record))),
     )
 

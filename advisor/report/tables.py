@@ -18,23 +18,26 @@ from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, spread
 from advisor.tuners.knobs import BY_NAME, INPUT, described
 
+WAITED = 0.1
+"""Share of the time that a run waits for its data from which that is worth a word."""
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
 
 
 def verdict(record: Record) -> Table:
     """What was found for each use."""
+    over = "x as it is (95%)" if record.key.task.command else "x default (95%)"
     table = Table(
-        "What was found for each use, raced in turn with torch's default",
-        ("", "config", "batch", "samples/s", "turns", "x default (95%)", "peak"),
+        f"What was found for each use, raced in turn with {record.key.task.baseline}",
+        ("", "config", "batch", "samples/s", "turns", over, "peak"),
         right=("batch", "samples/s", "peak"),
-        whole=("", "batch", "samples/s", "turns", "x default (95%)", "peak"),
+        whole=("", "batch", "samples/s", "turns", over, "peak"),
         spare=("turns",),
     )
     for name, choice in record.choices.items():
         table.row(
             name,
-            described(choice.config, record.baseline.config),
+            described(choice.config, record.baseline.config, nothing="-"),
             str(choice.batch),
             rate(choice.samples_per_s),
             f"{rate(choice.low)}-{rate(choice.high)}",
@@ -53,9 +56,14 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
     if record.input:
         yield f"input pipeline: {_pipeline(record.input)}"
     yield f"record {record.id}: {cost(record)}"
-    yield from ("", "In your script:", f"    {script_line(record, cache)}")
+    yield from ("", f"{where(record)}:", f"    {script_line(record, cache)}")
     for other in other_uses(record):
         yield f"    {other}"
+
+
+def where(record: Record) -> str:
+    """What the lines that apply a record stand under."""
+    return "Start it like this" if record.key.task.command else "In your script"
 
 
 def stale(record: Record) -> str:
@@ -65,11 +73,11 @@ def stale(record: Record) -> str:
 
 def said(record: Record) -> Iterator[str]:
     """What must be known of the verdict."""
-    made, advised = record.provenance, record.winner(LOOP)
+    made, advised, baseline = record.provenance, record.winner(LOOP), record.key.task.baseline
     if not record.compares:
-        yield "Nothing was raced beside torch's default, which is the advice until something is."
+        yield f"Nothing was raced beside {baseline}, which is the advice until something is."
     elif advised == record.baseline:
-        yield "Nothing measured is clearly faster at your batch: the advice is the default."
+        yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
@@ -82,6 +90,17 @@ def said(record: Record) -> Iterator[str]:
             f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
             "shared. Measure again with --force when it is quiet."
         )
+    if (waited := waits(record)) >= WAITED:
+        yield (
+            f"As it is, it waits for its data {waited:.0%} of the time: more workers in its "
+            "DataLoader may give more than any config."
+        )
+
+
+def waits(record: Record) -> float:
+    """Share of the time in which a run as it is waits for its data."""
+    default = record.baseline.config
+    return max((t.measurement.waited for t in record.trials if t.config == default), default=0.0)
 
 
 def compared(record: Record) -> Iterator[str]:
@@ -114,6 +133,8 @@ def _pipeline(config: Config) -> str:
 
 def other_uses(record: Record) -> Iterator[str]:
     """What the script can ask for instead, where it gains by that."""
+    if record.key.task.command:
+        return
     loop, default = record.winner(LOOP), record.baseline
     captured, flags, free = (
         record.winner(CAPTURE),
@@ -123,7 +144,7 @@ def other_uses(record: Record) -> Iterator[str]:
     if captured.config not in (loop.config, default.config):
         yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
     if flags.config not in (loop.config, default.config):
-        yield f"a script that calls nothing but apply() gets the flags alone: {spread(flags)}"
+        yield f"a script that calls apply(TARGET) alone gets the flags alone: {spread(flags)}"
     if free.batch != record.batch:
         yield (
             f'or, with the batch free: batch="free" ({free.batch} samples a step; another '

@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-RATE = re.compile(r"([0-9.,]+) samples/s over")
+METER = Path(__file__).with_name("meter")
+RATE = re.compile(r"([0-9.,]+) (?:samples|steps)/s over")
 LOSS = re.compile(r"loss'?:? '?([0-9.]+)")
 
 
@@ -53,6 +54,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--by-hand", nargs="*", default=[], metavar="MODE")
+    parser.add_argument(
+        "--meter", action="store_true", help="the command counts no steps itself: see meter/"
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -66,7 +70,10 @@ def main() -> None:
         listed = subprocess.run(
             [*advisor, "show", "--json"], env=os.environ | store, capture_output=True, text=True
         ).stdout
-        steps = ["--steps", str(args.steps)]
+        steps = [] if args.meter else ["--steps", str(args.steps)]
+        if args.meter:
+            behind = os.environ.get("PYTHONPATH", "")
+            store |= {"METER_STEPS": str(args.steps), "PYTHONPATH": f"{METER}:{behind}"}
         ways = {
             "as it is": [*command, *steps],
             "advisor run": [*advisor, "run", "--", *command, *steps],

@@ -67,12 +67,14 @@ class Terms:
         tolerance: of the comparison with fp32; 0 for none.
         process_s: what starting a worker takes.
         memory: bytes of the device that configs may take; 0 where that is not known.
+        compare_s: what one comparison takes at least: the race leaves it, up to half of its time.
     """
 
     length: Length | None = None
     tolerance: float = 0.0
     process_s: float = 0.0
     memory: int = 0
+    compare_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,11 @@ class _Decision:
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""
         self.progress.phase("the finalists and torch's default, measured in turn")
-        part = self.clock.part(plan.RACE, reserve=plan.RESERVE)
+        left = max(self.clock.left_s, 1e-9)
+        most = max(plan.RACE / 2, 1 - self.terms.compare_s / left)
+        part = self.clock.part(
+            min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
+        )
         if part.left_s > self.tried.measurement.first_step_s:
             found = affordable(finalists(self.space, self.trials), self.trials, part)
             self.rates = self._heats(found, part)

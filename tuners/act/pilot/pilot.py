@@ -60,8 +60,8 @@ class Pilot:
         self._let_go()
 
     def _let_go(self) -> None:
-        while self._removes:
-            self._removes.pop()()
+        for remove in self._removes:
+            remove()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._switch is None:

@@ -13,6 +13,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, OPTIMIZERS, Task
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import Crew, Input, Trained
+from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.knobs import KNOBS, Script, described
 
 
@@ -176,7 +177,7 @@ def _own(crew: Crew, trained: Sequence[Trained]) -> tuple[Config, tuple[str, ...
 
 def _beyond(outer: nn.Module) -> str:
     """Why a model is left as it is: its weights are not where they are computed with."""
-    if isinstance(outer, nn.DataParallel):
+    if replicates(outer):
         return (
             "nn.DataParallel copies the model at every step, so only flags are tuned; the same "
             "job under torchrun and DistributedDataParallel is faster, and tuned whole"

@@ -191,13 +191,19 @@ def seat_of(outer: nn.Module) -> nn.Module | None:
     """The module whose call is the pilot's: the user's own under DistributedDataParallel.
 
     What the script compiled itself is called as compiled. None where replicas are made of a
-    module at each call, as DataParallel does: what is set in it would be in none of them.
+    module at each call, as DataParallel does on several devices: what is set in it would be in
+    none of them.
     """
-    if isinstance(outer, nn.DataParallel):
-        return None
-    while isinstance(outer, nn.parallel.DistributedDataParallel):
+    while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if replicates(outer):
+            return None
         outer = outer.module
     return outer
+
+
+def replicates(outer: nn.Module) -> bool:
+    """Whether a module is copied to several devices at each call."""
+    return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
 def _around(
