@@ -1,20 +1,23 @@
-"""A pilot's line to the process that tunes: a local socket, asked at the boundaries of steps."""
+"""A pilot's line to the process that tunes: a local socket, asked at the boundaries of steps.
+
+What only a run with training steps needs is imported where it is needed: a command's every process
+that loads torch gets this far.
+"""
 
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgpack
 import torch
 
-from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.tuners.act.following import followed
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Lap, Order
-from advisor.tuners.act.pilot.seen import Seen
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.seen import Seen
 
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 """Environment variables: where the tuning process listens, and what it knows its children by."""
@@ -27,7 +30,7 @@ class Line:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._address, self._secret = address, secret
-        self._pipe: Connection | None = None
+        self._pipe: Any = None
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`: an advice that the script follows is part of the script."""
@@ -37,12 +40,14 @@ class Line:
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""
+        from multiprocessing.connection import Client
+
         self._pipe = Client(self._address, authkey=self._secret)
-        return self._ask({"seen": to_plain(seen)})
+        return self._ask("seen", seen)
 
     def next(self, lap: Lap) -> Order:
         """As `Guide.next`."""
-        return self._ask({"lap": to_plain(lap)})
+        return self._ask("lap", lap)
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
@@ -52,15 +57,20 @@ class Line:
         said = f"{type(exc).__name__}: {first}"[:MOST_SAID]
         self._send({"failed": {"outcome": outcome, "reason": said}})
 
-    def _ask(self, message: dict[str, Any]) -> Order:
+    def _ask(self, what: str, told: Seen | Lap) -> Order:
+        import msgpack
+
+        from advisor.cache.codec import from_plain, to_plain
+
         try:
-            self._send(message)
-            assert self._pipe is not None
+            self._send({what: to_plain(told)})
             return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
         except (OSError, EOFError):
             return Order(config=Config(), own=Config())
 
     def _send(self, message: dict[str, Any]) -> None:
+        import msgpack
+
         if self._pipe is not None:
             self._pipe.send_bytes(msgpack.packb(message))
 

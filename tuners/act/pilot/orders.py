@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Span
-from advisor.tuners.act.pilot.seen import Seen
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.seen import Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

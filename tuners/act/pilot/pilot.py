@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,8 +12,9 @@ from advisor.cache.config import Config
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained
 from advisor.tuners.act.pilot.orders import Guide, Lap, Order
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.switch import Switch
 
 LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
@@ -86,6 +87,9 @@ class Pilot:
             self._guide.failed(RuntimeError("no module whose parameters the optimizer holds ran"))
             self.release()
             return
+        from advisor.tuners.act.pilot.seen import Seen
+        from advisor.tuners.act.pilot.switch import Switch
+
         self._watching()
         if not self._guide.takes_over():
             self.release()

@@ -118,6 +118,8 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
+            if self._alone(1):
+                self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
                 first = session.lap(config, self.own, 1, until)
@@ -179,6 +181,13 @@ class Run:
             self._session = Session(self._words, injected=self._injected, log=self._log)
         return self._session
 
+    def _alone(self, others: int) -> bool:
+        """Whether so many others may not run beside the session: a launcher of several processes
+        holds a port, and the device's memory is for all of them."""
+        several = self._session is not None and self._session.seen.processes > 1
+        taken = (others + 1) * self._peak_bytes
+        return several or bool(self.memory and taken > TOGETHER * self.memory)
+
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
         return Session(self._words, injected=self._injected, log=self._log, more=more, start_s=left)
@@ -225,9 +234,7 @@ class Run:
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
         """Have all of these in `_traces`."""
         missing = [one for one in wanted if one not in self._traces]
-        alone = self._session is not None and self._session.seen.processes > 1
-        if self.memory and (len(missing) + 1) * self._peak_bytes > TOGETHER * self.memory:
-            alone = True
+        if alone := self._alone(len(missing)):
             self.stop()
         with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
             found = list(pool.map(lambda one: self._traced(one, until), missing))
