@@ -17,7 +17,7 @@ from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics, randomness
 from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
-from advisor.tuners.measure.run.session import Block, Ended, Session
+from advisor.tuners.measure.run.session import Block, Ended, Flight, Session
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -175,7 +175,7 @@ class Run:
             self._session.end()
             self._session = None
 
-    def _ensured(self) -> Session:
+    def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
             self.stop()
             self._session = Session(self._words, injected=self._injected, log=self._log)
@@ -216,7 +216,7 @@ class Run:
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
-    def _warm(self, session: Session, config: Config, until: float) -> Block:
+    def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then."""
         began, steps = time.monotonic(), 0
         before: Block | None = None
