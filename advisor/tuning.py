@@ -33,6 +33,7 @@ from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
+    from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
@@ -166,7 +167,7 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return _OfRun(command, permitted, plan, records, progress or Progress(), show).run()
+    return OfRun(command, permitted, plan, records, progress or Progress(), show).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +395,7 @@ class _OfTarget(_Tuning):
             )
 
 
-class _OfRun(_Tuning):
+class OfRun(_Tuning):
     """A command as it is, with a pilot inside."""
 
     def __init__(
@@ -404,32 +405,16 @@ class _OfRun(_Tuning):
         plan: Plan,
         records: Records,
         progress: Progress,
-        show: Callable[[str], None] | None,
+        show: Callable[[str], None] | None = None,
     ) -> None:
-        from advisor.tuners.measure.run.words import measurable
-
         super().__init__(plan, records, progress)
-        measurable(command)
         self._command, self._permitted, self._show = tuple(command), dict(permitted), show
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
-        from advisor.piloting import INJECTED
         from advisor.tuners.environment import detect
-        from advisor.tuners.measure.run.command import Shown
-        from advisor.tuners.measure.run.run import Run
-        from advisor.tuners.search.space import Space
 
-        log = _log_of(self._records, self._command)
-        self._progress.notice(
-            "starts the command several times and ends it; checkpoints and logs that it saves "
-            "itself are saved, reports to wandb, comet, mlflow and their like are off"
-        )
-        self._progress.notice(f"its output: {log}")
-        with (
-            Shown(log, self._show) if self._show else contextlib.nullcontext(),
-            Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run,
-        ):
+        with self.begun() as run:
             began = time.monotonic()
             seen = run.describe()
             process_s = time.monotonic() - began
@@ -451,7 +436,7 @@ class _OfRun(_Tuning):
                 own=seen.own,
                 kept=seen.kept,
             )
-            space = Space.of(situation)
+            space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes
             yield _Subject(
                 worker=run,
@@ -462,6 +447,33 @@ class _OfRun(_Tuning):
                 process_s=process_s,
                 compare_s=STARTS_COMPARED * process_s * (1 if seen.processes == 1 else 4),
             )
+
+    def begun(self) -> Run:
+        """What is measured, once it is entered."""
+        from advisor.piloting import INJECTED
+        from advisor.tuners.measure.run.run import Run
+        from advisor.tuners.measure.run.words import measurable
+
+        measurable(self._command)
+        log = _log_of(self._records, self._command)
+        self._progress.notice(
+            "starts the command several times and ends it; checkpoints and logs that it saves "
+            "itself are saved, reports to wandb, comet, mlflow and their like are off"
+        )
+        self._progress.notice(f"its output: {log}")
+        return Run(
+            self._command,
+            injected=INJECTED,
+            log=log,
+            deadline_s=self._deadline_s,
+            show=self._show,
+        )
+
+    def space(self, situation: Situation) -> Space:
+        """What may be tried."""
+        from advisor.tuners.search.space import Space
+
+        return Space.of(situation)
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

@@ -25,6 +25,7 @@ from advisor.finding.meant import CODE, Meant, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
+from advisor.tuners.act.ranks import Group
 from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.target import EDITED
 
@@ -62,6 +63,7 @@ def apply(
     duration: float | str | None = None,
     cache: Cache = None,
     on_miss: str | None = None,
+    tune: float | str | None = None,
     strict: bool = False,
 ) -> Advice:
     """Set the process-wide flags that were found best, and return the advice for the rest.
@@ -71,7 +73,8 @@ def apply(
 
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            running script or a module beside it, or around the package that it lies in.
+            running script or a module beside it, or around the package that it lies in, and for
+            its run.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
@@ -97,7 +100,20 @@ def apply(
         on_miss: 'default' (torch's defaults) or 'nearest' (what is safe to carry over from the
             nearest record: same target, other shape or device). Default: $ADVISOR_ON_MISS, else
             [tool.advisor] on-miss.
+        tune: without a target, where nothing is known of the run: so many seconds, or '10m', of
+            its first time are spent on trying configs at its step boundaries; it trains on in each
+            of them, then with the best, which is remembered. A config that fails costs nothing but
+            its step, and none is tried with little memory free. What changes numerics, as bf16
+            does, is tried where `precisions` permits it, and followed although it could not be
+            held against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
         strict: raise instead of warning.
+
+    Without a target a pilot is attached too, unless the script was started by `advisor run` or
+    `advisor tune`, which bring one. At the first steps of training it looks up what `advisor tune
+    -- COMMAND` found for this very model, and puts it in force in the running script, in the place
+    of the flags; `precisions`, `deterministic`, `max_memory`, `tolerance`, `compile`, `cache`,
+    `on_miss` and `strict` hold for that too. It stays away from a script that follows the advice
+    by itself, with `prepare` and the like. `advisor.release()` takes it away.
 
     In an initialised torch.distributed process group, rank 0 looks up for all ranks; every rank
     must call this then.
@@ -105,8 +121,13 @@ def apply(
     Raises:
         AdvisorError: with strict=True, why there is no advice.
     """
-    asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
-    advice = _looked_up(target, asked, strict=strict)
+    given = dict(locals())
+    asked = {name: given[name] for name in given.keys() - {"target", "tune", "strict"}}
+    if target is None:
+        from advisor.finding.inside import applied
+
+        return applied(asked, tune=tune, strict=strict)
+    advice = looked_up_by(Lookup(target, asked), asked, strict=strict)
     advice.set_flags()
     return advice
 
@@ -142,7 +163,7 @@ def lookup(
     other record of the target differs.
     """
     asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
-    return _looked_up(target, asked, strict=strict)
+    return looked_up_by(Lookup(target, asked), asked, strict=strict)
 
 
 def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
@@ -155,24 +176,31 @@ def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits:
     bound = inspect.signature(lookup).bind(target, **asked)
     bound.apply_defaults()
     whole = {name: v for name, v in bound.arguments.items() if name not in ("target", "strict")}
-    return _looked_up(target, {**whole, "fits": fits}, strict=bound.arguments["strict"])
+    asked = {**whole, "fits": fits}
+    return looked_up_by(Lookup(target, asked), asked, strict=bound.arguments["strict"])
 
 
-def _looked_up(target: object, asked: Mapping[str, object], *, strict: bool) -> Advice:
+def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> Advice:
+    """What a lookup finds, where advice is not switched off; see `served`."""
     from advisor.tuners.act.advice import Advice
     from advisor.tuners.knobs import Advised
 
     set_up_logging()
     device = _device(asked["device"])
     batch = named_batch(asked)
-    if os.environ.get("ADVISOR_DISABLE", "") not in ("", "0"):
+    if disabled():
         return Advice(
             Advised(),
             device=device,
             batch_size=batch,
             served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
         )
-    return served(Lookup(target, asked), device=device, batch=batch, strict=strict)
+    return served(here, device=device, batch=batch, strict=strict)
+
+
+def disabled() -> bool:
+    """Whether the environment switches all advice off."""
+    return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
 
 
 def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool = False) -> Advice:
@@ -186,9 +214,10 @@ def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool 
         # In a process group one rank decides for all: ranks that train differently hang.
         return decided_by_first(here.advice, device=device, batch=batch)
     except AdvisorError as exc:
-        if strict:
+        left = isinstance(exc, here.leaves)
+        if strict and not left:
             raise
-        return here.nothing(str(exc), device, batch)
+        return here.nothing(str(exc), device, batch, silent=left)
     except Exception as exc:  # the one catch-all: whatever goes wrong, training goes on
         if strict:
             raise
@@ -198,6 +227,9 @@ def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool 
 
 class Lookup:
     """One lookup, as far as it came: for what is said of it where it fails."""
+
+    leaves: tuple[type[AdvisorError], ...] = ()
+    """Misses that are not its to speak of."""
 
     def __init__(self, target: object, asked: Mapping[str, object]) -> None:
         self._target = target
@@ -287,7 +319,7 @@ class Lookup:
         assert record is not None and self._found is not None
         lines = [*said, *(f"{fault}; looked on without it" for fault in self._found.failed)]
         if lines:
-            _warn(". ".join(lines))
+            warn(". ".join(lines))
         held = next(one for one in self._found.held if one.record is record)
         reason = answered.reason if held.trusted else f"{answered.reason}; {UNSIGNED}"
         _log.info("record %s (%s): %s", record.id, status, reason)
@@ -309,7 +341,7 @@ class Lookup:
             ),
         )
 
-    def nothing(self, why: str, device: str, batch: int | None) -> Advice:
+    def nothing(self, why: str, device: str, batch: int | None, *, silent: bool = False) -> Advice:
         """Torch's defaults, and one warning."""
         from advisor.tuners.act.advice import Advice
         from advisor.tuners.knobs import TORCH, Advised
@@ -317,7 +349,8 @@ class Lookup:
         if self._found is not None:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
-        _warn(f"{why}. Training goes on with torch's defaults")
+        if not silent:
+            warn(f"{why}. Training goes on with torch's defaults")
         return Advice(
             Advised(TORCH),
             device=device,
@@ -397,9 +430,10 @@ def _device(asked: object) -> str:
     return default_device()
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """One warning for a whole job: rank 0 speaks for all. It names the user's own line."""
-    if os.environ.get("RANK", "0") != "0":
+    group = Group.current()
+    if (str(group.rank) if group else os.environ.get("RANK", "0")) != "0":
         _log.debug(message)
         return
     message = printable(message)  # a setting or a store may have said it

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import PILOT
-from advisor.finding.lookups import Lookup, served, set_up_logging
+from advisor.errors import NoRecord
+from advisor.finding.lookups import Lookup, served, set_up_logging, warn
 from advisor.finding.request import Request
 from advisor.opening import Cache
 from advisor.tuners import knobs
+from advisor.tuners.act.following import followed, give_way
+from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 
@@ -25,26 +28,68 @@ class Found:
     Args:
         command: of the run, for what is printed.
         given: fields of a Task that the user permits.
+        on_miss, strict: as `apply` takes them.
     """
 
     def __init__(
-        self, command: Sequence[str], *, cache: Cache = None, given: dict[str, Any] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        cache: Cache = None,
+        given: Mapping[str, Any] | None = None,
+        on_miss: str = "default",
+        strict: bool = False,
     ) -> None:
         self._command = tuple(command)
         self._cache = cache
-        self._given = given or {}
+        self._given = dict(given or {})
+        self._on_miss, self._strict = on_miss, strict
+        self._put = Config()
+
+    def takes_over(self) -> bool:
+        """As `Guide.takes_over`."""
+        if followed():
+            _log.info("the script follows its advice by itself; the pilot stays away")
+            return False
+        self._put = IN_FORCE.config
+        IN_FORCE.release()
+        return True
 
     def begin(self, seen: Seen) -> Order:
-        """As `Guide.begin`; never raises."""
+        """As `Guide.begin`.
+
+        Raises:
+            AdvisorError: where it is to be strict, why there is nothing.
+        """
+        return self.known(seen) or self.left()
+
+    def left(self) -> Order:
+        """The script goes on as it was, with the flags that advice had set."""
+        IN_FORCE.put(self._put)
+        return Order(config=Config())
+
+    def known(self, seen: Seen, *, searches: bool = False) -> Order | None:
+        """What was found for a run, None where that is nothing.
+
+        Args:
+            searches: what is not known is searched for, so that of a miss nothing is said, and a
+                record in which nothing was raced yet is none.
+
+        Raises:
+            AdvisorError: where it is to be strict, why there is nothing.
+        """
         set_up_logging()
-        lookup = _OfRun(seen, self._command, self._given, self._cache)
-        advice = served(lookup, device=seen.device)
-        if advice.record is None:
-            return Order(config=Config())
-        own = advice.record.baseline.config.without(*_not_the_pilots())
-        config = Config({name: advice.config.get(name, own[name]) for name in own})
-        _log.info("in force: %s", knobs.described(config, own))
-        return Order(config=config, own=own)
+        lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
+        lookup.leaves = (NoRecord,) if searches else ()
+        advice = served(lookup, device=seen.device, strict=self._strict)
+        record = advice.record
+        if record is None or (searches and not record.compares):
+            return None
+        own = record.baseline.config.without(*_not_the_pilots())
+        own = own.replace(**{name: seen.own[name] for name in seen.own if name in own})
+        kept = {name: own[name] for name in seen.kept if name in own}
+        config = own.replace(**{n: v for n, v in advice.config.items() if n in own}, **kept)
+        return in_force(config, own, advice.served.reason)
 
     def next(self, lap: Lap) -> Order:
         """Never asked: there is nothing to say but the first order."""
@@ -53,6 +98,19 @@ class Found:
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
         _log.info("the pilot ends: %s", exc)
+
+    def gave_up(self, exc: BaseException) -> None:
+        """As `Guide.gave_up`."""
+        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on as the script is")
+
+
+def in_force(config: Config, own: Config, reason: str) -> Order:
+    """The last order: said in the log, and by every advice in whose place it is."""
+    what = "the script as it is" if config == own else knobs.described(config, own)
+    line = f"in force: {what}; {reason}"
+    _log.info("%s", line)
+    give_way(line)
+    return Order(config=config, own=own, careful=True)
 
 
 def _not_the_pilots() -> list[str]:
@@ -64,10 +122,16 @@ class _OfRun(Lookup):
     """A lookup with the model in hand, of which a running script shows what makes its key."""
 
     def __init__(
-        self, seen: Seen, command: tuple[str, ...], given: dict[str, Any], cache: Cache
+        self,
+        seen: Seen,
+        command: tuple[str, ...],
+        given: dict[str, Any],
+        cache: Cache,
+        on_miss: str,
     ) -> None:
         super().__init__(None, {})
-        self._seen, self._command, self._given, self._cache = seen, command, given, cache
+        self._seen, self._command, self._given = seen, command, given
+        self._cache, self._on_miss = cache, on_miss
 
     def _requested(self) -> Request:
         task = self._seen.task(self._command, self._given)
@@ -79,6 +143,7 @@ class _OfRun(Lookup):
             free=False,
             use=PILOT,
             device=self._seen.device,
+            on_miss=self._on_miss,
             cache=self._cache,
         )
 

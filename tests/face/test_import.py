@@ -35,6 +35,7 @@ def test_the_public_names_are_these() -> None:
         "import_",
         "lightning",
         "lookup",
+        "release",
         "sync",
         "tune",
         "verify",

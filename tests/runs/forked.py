@@ -54,6 +54,9 @@ class There:
     values: Mapping[str, Value]
     turns: int = 4
 
+    def takes_over(self) -> bool:
+        return True
+
     def begin(self, seen: Seen) -> Order:
         self.seen = seen
         space = space_of(seen)
@@ -71,6 +74,9 @@ class There:
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc
+
+    def gave_up(self, exc: BaseException) -> None:
+        raise AssertionError("a config failed") from exc
 
 
 def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:

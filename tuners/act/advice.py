@@ -92,7 +92,7 @@ class Advice:
         self._replays = Replays()
         self._copies: torch.cuda.Stream | None = None
         self._step_graph: StepGraph | None = None
-        if served.default and self._following.advised:  # in a script, not where it is measured
+        if served.default:  # in a script, not where it is measured
             tell_at_exit(self._following)
 
     def __repr__(self) -> str:

@@ -55,6 +55,7 @@ class Following:
         kept: flags that it left alone, as the user's own.
         failed: why a captured step is not replayed.
         another: what another model than the tuned one was prepared, or ''.
+        piloted: what a pilot has put in force in its place, or ''.
     """
 
     advised: tuple[tuple[Knob, Value], ...]
@@ -64,6 +65,7 @@ class Following:
     kept: set[str] = field(default_factory=set)
     failed: str = ""
     another: str = ""
+    piloted: str = ""
     process: int = field(default_factory=os.getpid)
 
     def missing(self, knob: Knob, value: Value) -> list[str]:
@@ -101,6 +103,8 @@ class Following:
 
     def reason(self) -> str:
         """What is in force, and what would be; no speed-up that is not is claimed."""
+        if self.piloted:
+            return self.piloted
         said = self.served.reason
         if self.another:
             return f"no speed-up is known: {self.another}; {said}"
@@ -134,6 +138,8 @@ class Following:
     def lines(self) -> list[str]:
         """All of it, for a person."""
         found = [self.reason()]
+        if self.piloted:
+            return found
         if self.served.status == STALE and self.served.reason not in found[0]:
             found.append(f"stale: {self.served.reason}")
         found += [self._line(knob, value) for knob, value in self.advised]
@@ -154,8 +160,8 @@ class Following:
 
     def tell(self) -> None:
         """One line in the log: a warning where something advised never took effect."""
-        if self.process != os.getpid() or not self.advised or not self.used:
-            return  # a forked child, nothing to tell, or a lookup that was only looked at
+        if self.process != os.getpid() or not self.advised or not self.used or self.piloted:
+            return  # a forked child, nothing to tell, only looked at, or not what acts
         idle = [knob.name for knob, value in self.advised if self.missing(knob, value)]
         said = f"advice at the end: {self.reason()}"
         if idle or self.failed:
@@ -166,6 +172,18 @@ class Following:
 
 
 _last: deque[Following] = deque(maxlen=8)
+
+
+def followed() -> bool:
+    """Whether the script follows an advice beyond its flags, so that no pilot is to act."""
+    return any(one.advised and one.used - {SET_FLAGS} for one in _last)
+
+
+def give_way(line: str) -> None:
+    """Have every advice whose flags the script has set say what a pilot does in its place."""
+    for one in _last:
+        if SET_FLAGS in one.used:
+            one.piloted = line
 
 
 def tell_at_exit(one: Following) -> None:

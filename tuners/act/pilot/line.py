@@ -13,30 +13,46 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.crew import Over, Unclear
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Order, told
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 """Environment variables: where the tuning process listens, and what it knows its children by."""
+RUN = "ADVISOR_RUN"
+"""The same: the command that `advisor run` started, and seconds for its tuning, as JSON."""
 MOST = 2**20
-MOST_SAID = 300
 OVER = "over"
 """What a failure is called that is none: there is no more to train."""
 
 
 class Line:
-    """A Guide that asks the tuning process; without it the script goes on as it is."""
+    """A Guide that asks the tuning process; without it the script goes on as it is.
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    Args:
+        secret: that both sides know; None where the socket lies in a folder of this user's alone.
+        patience_s: how long an answer may take; None: for ever.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes | None, *, patience_s: float | None = None
+    ) -> None:
         self._address, self._secret = address, secret
+        self._patience_s = patience_s
         self._pipe: Connection | None = None
         self._note("")
+
+    def takes_over(self) -> bool:
+        """As `Guide.takes_over`: an advice that the script follows is part of the script."""
+        from advisor.tuners.act.following import followed
+        from advisor.tuners.act.in_force import IN_FORCE
+
+        if not followed():
+            IN_FORCE.release()
+        return True
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""
@@ -49,10 +65,9 @@ class Line:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
-        memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
-        first = str(exc).strip().partition("\n")[0]
-        outcome = OVER if isinstance(exc, Over) else "out_of_memory" if memory else "failed"
-        said = f"{type(exc).__name__}: {first}"[:MOST_SAID]
+        outcome, said = told(exc)
+        if isinstance(exc, Over):
+            outcome = OVER
         if isinstance(exc, Unclear):
             said = str(exc)
             self._connect()
@@ -63,12 +78,15 @@ class Line:
         with contextlib.suppress(OSError):
             self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said}})
 
+    def gave_up(self, exc: BaseException) -> None:
+        """As `Guide.gave_up`: the tuning process has no part in what comes after it."""
+
     def _connect(self) -> None:
         """Leaves no pipe where nobody listens: all processes of the job are there already."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             self._pipe = Client(self._address, authkey=self._secret)
 
-    def _ask(self, what: str, told: Seen | Lap) -> Order:
+    def _ask(self, what: str, message: Seen | Lap) -> Order:
         import msgpack
 
         from advisor.cache.codec import from_plain, to_plain
@@ -76,7 +94,9 @@ class Line:
         if self._pipe is None:
             return Order(config=Config())
         try:
-            self._send(self._pipe, {what: to_plain(told)})
+            self._send(self._pipe, {what: to_plain(message)})
+            if not self._pipe.poll(self._patience_s):
+                raise TimeoutError
             return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
         except (OSError, EOFError):
             return Order(config=Config())

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Span
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
+
+MOST_SAID = 300
+"""Characters of what an exception says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +22,23 @@ class Order:
     """Train on with a config; after `steps` the pilot asks again, after 0 never.
 
     `own`: in the first order, the config that the script itself has; empty: it is left alone.
+    `careful`: the run is not to end of it; see `Lap.outcome`.
     """
 
     config: Config
     steps: Count = 0
     own: Config = Config()  # noqa: RUF009 # immutable
+    careful: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
     """The steps of one order. `seconds` by the wall clock, the device's work included; `waited_s`
-    of them for data; `samples` of this process; `first_s` of the first step alone."""
+    of them for data; `samples` of this process; `first_s` of the first step alone.
+
+    `outcome`: of a careful order's config; where it is not 'ok' the script has gone on as it is,
+    and `reason` says why.
+    """
 
     steps: Count
     samples: Count
@@ -35,10 +46,17 @@ class Lap:
     first_s: Span
     waited_s: Span
     peak_bytes: Bytes
+    outcome: str = "ok"
+    reason: str = ""
 
 
 class Guide(Protocol):
     """Whoever knows which config is next; every process of a job asks, and hears the same."""
+
+    def takes_over(self) -> bool:
+        """Whether it is to act, once it is known what trains and before the script is looked at:
+        not where the script follows an advice by itself. Flags that advice has set are taken
+        back, so that the script is seen as it is."""
 
     def begin(self, seen: Seen) -> Order:
         """The first order, to a script of which this was seen."""
@@ -48,3 +66,14 @@ class Guide(Protocol):
 
     def failed(self, exc: BaseException) -> None:
         """The script ends with this."""
+
+    def gave_up(self, exc: BaseException) -> None:
+        """The config that was to stay has raised this; the script goes on as it is."""
+
+
+def told(exc: BaseException) -> tuple[str, str]:
+    """(Outcome, reason) of what a config, or a script, raised."""
+    memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
+    first = str(exc).strip().partition("\n")[0]
+    outcome = "out_of_memory" if memory else "failed"
+    return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]

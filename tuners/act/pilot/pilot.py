@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 import torch
 
 from advisor.cache.config import Config
+from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
 
+P = ParamSpec("P")
+_log = logging.getLogger("advisor")
+
+HEADROOM = 1.5
+"""Of the memory that a step of the script takes beyond what it holds: so much must be free before
+a careful config is tried."""
 LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
@@ -46,10 +55,14 @@ class Pilot:
         self._at = self._done = self._elsewhere = 0
         self._began = self._first_s = self._waited_s = 0.0
         self._fresh = False
+        self._own_peak = 0
+        self._outcome, self._reason = "ok", ""
         self._waits = hooks.Waits()
-        self._watching = hooks.on_calls(self._crew.saw_call, self._crew.saw_within)
+        self._watching = hooks.on_calls(
+            self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
+        )
         self._removes: list[Callable[[], None]] = [
-            hooks.on_step(self._stepped),
+            hooks.on_step(self._guarded(self._stepped)),
             hooks.on_failure(guide.failed),
             self._waits.remove,
         ]
@@ -61,6 +74,21 @@ class Pilot:
             self._switch.release()
             self._switch = None
         self._let_go()
+
+    def _guarded(self, told: Callable[P, None]) -> Callable[P, None]:
+        """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
+
+        def hook(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                told(*args, **kwargs)
+            except AdvisorError:
+                raise  # it was to be strict
+            except Exception as exc:
+                _log.error("the pilot failed; please report this", exc_info=exc)
+                self._guide.failed(exc)
+                self.release()
+
+        return hook
 
     def _let_go(self) -> None:
         for remove in self._removes:
@@ -100,6 +128,9 @@ class Pilot:
         from advisor.tuners.act.pilot.switch import Switch
 
         self._watching()
+        if not self._guide.takes_over():
+            self.release()
+            return
         seen = Seen.of(self._crew, self._looked // self._period)
         self._device = torch.device(seen.device)
         self._main: Trained = trained[0]
@@ -125,9 +156,12 @@ class Pilot:
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
-        if self._done >= self._order.steps:
+        if self._done >= self._order.steps or self._outcome != "ok":
             self._synchronize()
-            self._obey(switch, self._guide.next(self._lap()))
+            lap = self._lap()
+            if self._order.config == switch.own:
+                self._own_peak = max(self._own_peak, lap.peak_bytes)
+            self._obey(switch, self._guide.next(lap))
 
     def _lap(self) -> Lap:
         cuda = self._device.type == "cuda"
@@ -138,12 +172,15 @@ class Pilot:
             first_s=self._first_s,
             waited_s=self._waits.seconds - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+            outcome=self._outcome,
+            reason=self._reason,
         )
 
     def _obey(self, switch: Switch, order: Order) -> None:
         self._fresh = order.config != switch.config
+        self._outcome, self._reason = "ok", ""
         if self._fresh:
-            switch.set(order.config)
+            self._set(switch, order)
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
@@ -156,6 +193,34 @@ class Pilot:
                 self._let_go()
         self._synchronize()
         self._began = time.perf_counter()
+
+    def _set(self, switch: Switch, order: Order) -> None:
+        if not order.careful or order.config == switch.own:
+            switch.set(order.config)
+        elif self._has_room():
+            switch.set(order.config, functools.partial(self._struck, switch))
+        else:
+            switch.set(switch.own)
+            self._outcome = "out_of_memory"
+            self._reason = "not tried: little of the device's memory is free"
+
+    def _struck(self, switch: Switch, exc: Exception) -> None:
+        """A careful config has raised: the lap ends with this step."""
+        switch.give_up()
+        self._outcome, self._reason = told(exc)
+        if not self._order.steps:
+            self._guide.gave_up(exc)
+        if self._device.type == "cuda":
+            exc.__traceback__ = None  # its frames hold what the call has taken
+            torch.cuda.empty_cache()
+
+    def _has_room(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        free, _all = torch.cuda.mem_get_info(self._device)
+        held = torch.cuda.memory_allocated(self._device)
+        free += torch.cuda.memory_reserved(self._device) - held
+        return bool(free >= HEADROOM * (self._own_peak - held))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
 from advisor.tuners.act.pilot.line import ADDRESS, SECRET, note
@@ -109,6 +110,19 @@ class Command:
         """What one of its processes failed with before its first steps, '' for nothing; None where
         none has loaded torch."""
         return self._note.read_text() if self._note.exists() else None
+
+    def accepted(self, seconds: float) -> Connection | None:
+        """The line to a pilot, if one comes within so long."""
+        socket = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        if wait([socket], seconds):
+            # One that was gone before it had said anything is none.
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                return self.listener.accept()
+        return None
+
+    def whole(self) -> None:
+        """All processes of the job are there: another one that trains is refused, and goes on."""
+        self.listener.close()
 
     def obituary(self) -> tuple[int, str]:
         """(Exit code, the last line of words that it printed) of a command that is over."""

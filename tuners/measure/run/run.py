@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Self
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
@@ -17,7 +19,8 @@ from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics, randomness
 from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
-from advisor.tuners.measure.run.session import START_S, Block, Ended, Session
+from advisor.tuners.measure.run.command import Shown
+from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -40,6 +43,7 @@ class Run:
         command: its words; `log` for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
         deadline_s: seconds until a trial is given up and the command ended.
+        show: called with what the command prints, as it comes, from another thread.
 
     Attributes:
         own: what the script does itself; set once its space is known.
@@ -50,7 +54,13 @@ class Run:
     start_s = START_S
 
     def __init__(
-        self, command: Sequence[str], *, injected: Path, log: Path, deadline_s: float
+        self,
+        command: Sequence[str],
+        *,
+        injected: Path,
+        log: Path,
+        deadline_s: float,
+        show: Callable[[str], None] | None = None,
     ) -> None:
         self._words = tuple(command)
         self._injected = injected
@@ -61,12 +71,15 @@ class Run:
         self._session: Session | None = None
         self._traces: dict[_Traced, Trace] = {}
         self._peak_bytes = 0
+        self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
+        self._showing.__enter__()
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
         self.stop()
+        self._showing.__exit__(*exc)
 
     def describe(self) -> Seen:
         """Start the command, and wait for its first steps.
@@ -178,7 +191,7 @@ class Run:
             self._session.end()
             self._session = None
 
-    def _ensured(self) -> Session:
+    def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
             self.stop()
             self._session = Session(
@@ -221,7 +234,7 @@ class Run:
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
-    def _warm(self, session: Session, config: Config, until: float) -> Block:
+    def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then."""
         began, steps = time.monotonic(), 0
         before: Block | None = None

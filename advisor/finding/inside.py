@@ -1,0 +1,78 @@
+"""The pilot from inside: a script that calls `advisor.apply()` and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from advisor.cache import settings
+from advisor.cache.task import permissions
+from advisor.errors import NoRecord, UsageError
+from advisor.finding.conducted import Conducted
+from advisor.finding.lookups import Lookup, disabled, looked_up_by, warn
+from advisor.finding.piloted import Found
+from advisor.tuners.act.pilot.in_charge import IN_CHARGE
+from advisor.tuners.search.plan import Plan
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
+
+PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
+"""Of apply()'s arguments, those that say of a run what its user permits."""
+
+
+class _OfScript(Lookup):
+    """A lookup by the running script's file; where it misses, its pilot has the word."""
+
+    leaves = (NoRecord,)
+
+
+def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
+    """`apply` without a target: what was tuned for the script's file, and a pilot for its run.
+
+    Raises:
+        AdvisorError: with strict=True, an argument is wrong or no store can be read.
+    """
+    advice = looked_up_by(_OfScript(None, asked), asked, strict=strict)
+    advice.set_flags()
+    if disabled() or asked["mode"] == "infer":
+        return advice
+    try:
+        IN_CHARGE.bring(_guide(asked, tune, strict))
+    except UsageError as exc:
+        if strict:
+            raise
+        warn(f"{exc}. No pilot is attached")
+    return advice
+
+
+def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> Found:
+    how: dict[str, Any] = {
+        "cache": asked["cache"],
+        "given": permissions({name: asked[name] for name in PERMISSIONS}),
+        "on_miss": asked["on_miss"] or settings.on_miss() or "default",
+        "strict": strict,
+    }
+    if tune is None:
+        return Found(own_command(), **how)
+    return Conducted(own_command(), tune_s=Plan.of({"budget": tune}).seconds, **how)
+
+
+def release() -> None:
+    """Take away all that advisor has put into this process: the pilot that `apply()` attached or
+    `advisor run` brought, its hooks, what it has set in models and optimizers, and every flag.
+
+    The script trains on as it would have without advisor.
+    """
+    IN_CHARGE.release()
+
+
+def own_command() -> list[str]:
+    """How this process was started, as a person would type it."""
+    words = sys.orig_argv[1:]
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python", *words]
+    words = [word for word in words if word != "-u"]  # torchrun's own
+    return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]
