@@ -38,6 +38,10 @@ class Net(nn.Module):
         return out.mean((2, 3))
 
 
+def unexpected(exc: BaseException) -> None:
+    raise AssertionError("a config failed") from exc
+
+
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     loss = net(torch.randn(4, 3, 8, 8)).square().mean()
     optimizer.zero_grad()
@@ -53,7 +57,7 @@ def flown() -> tuple[Net, torch.optim.Optimizer, Switch]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     stepped(net, optimizer)
     trained = Trained(net, net, ())
-    return net, optimizer, Switch([trained], [optimizer], OWN, torch.device("cpu"))
+    return net, optimizer, Switch([trained], [optimizer], OWN, torch.device("cpu"), unexpected)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(net.parameters())
-    switch = Switch([Trained(net, net, ())], [optimizer], OWN, torch.device("cpu"))
+    switch = Switch([Trained(net, net, ())], [optimizer], OWN, torch.device("cpu"), unexpected)
     switch.set(OWN.replace(precision="bf16"))
     loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
     loss.backward()
