@@ -112,17 +112,24 @@ class Run:
         """
         del stage, keep
         most = seconds + self.deadline_s if deadline_s is None else deadline_s
+        last: Ended | None = None
         for _ in range(RESTARTS):
             until = time.monotonic() + most
             try:
                 measured = self._measured(config, seconds, floor, until)
             except Ended as exc:
                 self.stop()
-                if exc.code == 0:
-                    continue  # it was through: once more from the start
-                return Measurement(outcome=exc.outcome, reason=str(exc))
+                last = exc
+                if exc.outcome == "timed_out" or (exc.code and config != self.own):
+                    break
+                continue  # it was through, or was killed as it is: once more from the start
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
             return measured
+        assert last is not None
+        if last.code:
+            return Measurement(outcome=last.outcome, reason=str(last))
+        if config != self.own:
+            return Measurement(outcome="failed", reason="the command ends before it is measured")
         raise WorkerError(
             f"the command ends before a config is measured, {RESTARTS} times in a row; give it "
             "more to train on, as more epochs"

@@ -213,7 +213,7 @@ class Flight:
         """Why the command is over, or one of its processes is."""
         if self._failed:
             outcome, reason = self._failed["outcome"], self._failed["reason"]
-            return Ended(outcome, reason, 0 if outcome == OVER else 1)
+            return Ended("failed", reason, 0) if outcome == OVER else Ended(outcome, reason)
         until = time.monotonic() + END_S
         while not self._command.ended and time.monotonic() < until:
             time.sleep(0.05)
