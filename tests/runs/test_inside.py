@@ -108,6 +108,52 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     assert modes == {"none"}
 
 
+PARALLEL = """
+import sys
+
+import advisor
+
+advice = advisor.apply(tune="6s", compile=False)
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+optimizer = torch.optim.AdamW(net.parameters())
+went = torch.zeros(1)
+while not went:
+    loss = net(torch.randn(8, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    went.fill_("in force" in advice.report())
+    dist.all_reduce(went)
+open(f"said-{dist.get_rank()}", "w").write(advice.report())
+dist.destroy_process_group()
+"""
+
+
+def test_every_process_goes_on_alike(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PARALLEL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "--standalone", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert said[0] == said[1]
+    assert "found in this run" in said[0]
+    (record,) = open_records(None).all()
+    assert record.key.task.processes == 2
+
+
 def test_under_advisor_run(script: Path) -> None:
     by = [sys.executable, "-m", "advisor", "run", "--tune", "8s", "--"]
     process = begun(script, "45", by=by)
