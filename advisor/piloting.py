@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+    from advisor.tuners.act.pilot.seen import Seen
 
 INJECTED = Path(__file__).with_name("injected")
 """What Python looks into first in a command that advisor starts."""
@@ -20,13 +25,49 @@ def attach() -> None:
         from advisor.tuners.measure.run import traced
 
         IN_CHARGE.bring(guide, traced.from_environment())
-    elif os.environ.get(line.RUN):
-        from advisor.finding.conducted import Conducted
-        from advisor.finding.piloted import Found
+    elif os.environ.get(line.RUN) and os.environ.get("ADVISOR_DISABLE", "") in ("", "0"):
+        IN_CHARGE.bring(_Later())
 
-        told = json.loads(os.environ[line.RUN])
-        command, tune_s = told["command"], told["tune_s"]
-        IN_CHARGE.bring(Conducted(command, tune_s=tune_s) if tune_s else Found(command))
+
+class _Later:
+    """The guide of `advisor run`, made when it is first asked: a process that does not train never
+    imports what looks things up."""
+
+    def __init__(self) -> None:
+        self._made: Guide | None = None
+
+    @property
+    def _guide(self) -> Guide:
+        if self._made is None:
+            from advisor.finding.conducted import Conducted
+            from advisor.finding.piloted import Found
+            from advisor.tuners.act.pilot.line import RUN
+
+            told = json.loads(os.environ[RUN])
+            command, tune_s = told["command"], told["tune_s"]
+            self._made = Conducted(command, tune_s=tune_s) if tune_s else Found(command)
+        return self._made
+
+    def takes_over(self) -> bool:
+        """As `Guide.takes_over`."""
+        return self._guide.takes_over()
+
+    def begin(self, seen: Seen) -> Order:
+        """As `Guide.begin`."""
+        return self._guide.begin(seen)
+
+    def next(self, lap: Lap) -> Order:
+        """As `Guide.next`."""
+        return self._guide.next(lap)
+
+    def failed(self, exc: BaseException) -> None:
+        """As `Guide.failed`: nobody asked yet, nobody is told."""
+        if self._made is not None:
+            self._made.failed(exc)
+
+    def gave_up(self, exc: BaseException) -> None:
+        """As `Guide.gave_up`."""
+        self._guide.gave_up(exc)
 
 
 def environment(command: list[str], tune_s: float) -> dict[str, str]:

@@ -319,6 +319,7 @@ class _Tuning(ABC):
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
+            baseline=subject.task.baseline,
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:

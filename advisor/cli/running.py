@@ -19,12 +19,11 @@ from advisor.tuners.search.plan import Plan
     "--tune",
     "tune_s",
     type=Time(),
-    default=0.0,
     metavar="TIME",
     help="Nothing known yet: so much of the run's first time tries configs at its step boundaries, "
     "then it goes on with the best. What changes numerics cannot be compared with fp32 so.",
 )
-def run(command: tuple[str, ...], cache: str | None, tune_s: float) -> None:
+def run(command: tuple[str, ...], cache: str | None, tune_s: float | None) -> None:
     """Run COMMAND as it is, with the advice for it in force.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
@@ -37,7 +36,7 @@ def run(command: tuple[str, ...], cache: str | None, tune_s: float) -> None:
         click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
     if tune_s:
         Plan.of({"budget": tune_s})
-    told = piloting.environment(list(command), tune_s)
+    told = piloting.environment(list(command), tune_s or 0.0)
     if cache is not None:
         told["ADVISOR_CACHE"] = cache
     sys.stdout.flush()

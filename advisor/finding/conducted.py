@@ -7,9 +7,11 @@ goes on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from advisor.cache.config import Config
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import warn
 from advisor.finding.piloted import Found, in_force
@@ -29,8 +30,11 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.ranks import Group
 
-PATIENCE_S = 60.0
-"""For an answer of the process that searches, once every rank has asked; and for its start."""
+PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
+"""For an answer of the process that searches, its start included; of several ranks one may wait
+for another that evaluates, or writes a checkpoint."""
+LEAVE_S = 10.0
+"""For that process to end by itself, once it has told every rank."""
 INSIDE = "tuned inside a run, which is not started anew to compare"
 """Why a config that changes what is computed was not held against fp32."""
 _conductors = itertools.count()
@@ -69,7 +73,8 @@ class Conducted(Found):
             warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
             return self.left()
         self._folder = self._shared_folder(seen)
-        self._line = Line(f"{self._folder}/pilot", None, patience_s=PATIENCE_S)
+        patience_s = PATIENCE_S if seen.processes == 1 else PATIENCE_RANKS_S
+        self._line = Line(f"{self._folder}/pilot", None, patience_s=patience_s)
         try:
             order = self._line.begin(seen)
         except OSError:
@@ -86,13 +91,17 @@ class Conducted(Found):
             return self._lost()
         if order.steps:
             return order
+        if self._conductor is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._conductor.wait(LEAVE_S)
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._end()
         doubts = knobs.doubtful(order.config) and order.config != order.own
         reason = "found in this run" + f"; not verified against fp32: {INSIDE}" * doubts
         return in_force(order.config, order.own, reason)
 
     def _end(self) -> None:
-        """Have done with the process that searches; what it found is kept by then."""
+        """Have done with the process that searches."""
         if self._conductor is not None:
             self._conductor.kill()
             self._conductor.communicate()
@@ -102,7 +111,7 @@ class Conducted(Found):
         self._end()
         where = f"; see {self._folder}/log" if self._folder else ""
         warn(f"the search within this run has ended{where}. Training goes on as it is")
-        return Order(config=Config())
+        return self.left()
 
     def _shared_folder(self, seen: Seen) -> str:
         """The folder of the socket and the log, of this user's alone; '' where there is none."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache import settings
+from advisor.cache.kinds import Seconds
 from advisor.cache.task import permissions
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.conducted import Conducted
@@ -57,7 +58,8 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
     }
     if tune is None:
         return Found(own_command(), **how)
-    return Conducted(own_command(), tune_s=Plan.of({"budget": tune}).seconds, **how)
+    seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
+    return Conducted(own_command(), tune_s=seconds, **how)
 
 
 def release() -> None:

@@ -88,7 +88,7 @@ class Found:
         own = record.baseline.config.without(*_not_the_pilots())
         own = own.replace(**{name: seen.own[name] for name in seen.own if name in own})
         kept = {name: own[name] for name in seen.kept if name in own}
-        config = own.replace(**{n: v for n, v in advice.config.items() if n in own}, **kept)
+        config = own.replace(**{n: v for n, v in advice.config.items() if n in own} | kept)
         return in_force(config, own, advice.served.reason)
 
     def next(self, lap: Lap) -> Order:

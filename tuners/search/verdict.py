@@ -67,6 +67,7 @@ class Terms:
         tolerance: of the comparison with fp32; 0 for none.
         process_s: what starting a worker takes.
         memory: bytes of the device that configs may take; 0 where that is not known.
+        baseline: what everything is held against, for people.
         compare_s: what one comparison takes at least: the race leaves it, up to half of its time.
     """
 
@@ -75,6 +76,7 @@ class Terms:
     process_s: float = 0.0
     memory: int = 0
     compare_s: float = 0.0
+    baseline: str = "torch's default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,7 @@ class _Decision:
         if unclear := untold(self.space, choices, verdict):
             listed = ", ".join(
                 f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
-                f"torch's default ({interval(choice.speedup_low, choice.speedup_high)})"
+                f"{self.terms.baseline} ({interval(choice.speedup_low, choice.speedup_high)})"
                 for choice in unclear[:MOST_TOLD]
             )
             self.progress.notice(
@@ -165,7 +167,7 @@ class _Decision:
 
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""
-        self.progress.phase("the finalists and torch's default, measured in turn")
+        self.progress.phase(f"the finalists and {self.terms.baseline}, measured in turn")
         left = max(self.clock.left_s, 1e-9)
         most = max(plan.RACE / 2, 1 - self.terms.compare_s / left)
         part = self.clock.part(
@@ -177,7 +179,7 @@ class _Decision:
         else:
             part = self.clock.part(0.0)
         if self.default not in self.rates and part.left_s <= 0:
-            self.progress.notice("no time was left for the race; torch's default is advised")
+            self.progress.notice(f"no time was left for the race; {self.terms.baseline} is advised")
             self.rates = {self.default: [self.tried.measurement.samples_per_s]}
 
     def _heats(self, found: list[Config], part: plan.Part) -> Rates:

@@ -99,7 +99,14 @@ class Line:
                 raise TimeoutError
             return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
         except (OSError, EOFError):
+            # Where one process of a job goes on alone, the others are to hear of it.
+            self._close()
             return Order(config=Config())
+
+    def _close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
     def _note(self, said: str) -> None:
         with contextlib.suppress(OSError):

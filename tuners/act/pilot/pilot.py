@@ -135,6 +135,7 @@ class Pilot:
         self._device = torch.device(seen.device)
         self._main: Trained = trained[0]
         self._per_step = seen.shape[0] // seen.processes
+        self._processes = seen.processes
         order = self._guide.begin(seen)
         if not order.own:
             self.release()
@@ -156,7 +157,9 @@ class Pilot:
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
-        if self._done >= self._order.steps or self._outcome != "ok":
+        # Of several processes one that stopped before the others would have them wait in backward.
+        cut_short = self._outcome != "ok" and self._processes == 1
+        if self._done >= self._order.steps or cut_short:
             self._synchronize()
             lap = self._lap()
             if self._order.config == switch.own:

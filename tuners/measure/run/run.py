@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,9 @@ HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
 """Times in a row that a command may end before a config is measured."""
+ROUNDED = 2
+"""Runs that show what rounding does to a run: each goes its own way, and a run is not repeated
+exactly even without."""
 TOGETHER = 0.7
 """Of the device's memory that runs to compare with may take at once."""
 
@@ -173,16 +177,17 @@ class Run:
         same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
         dtype = next((d for k in KNOBS if k.autocast and (d := k.autocast(config[k.name]))), None)
         noise = randomness.amplitude(dtype, tf32=self.memory > 0)
-        fp32, rounded = (against, steps, 0.0), (against, steps, noise)
-        plain, candidate = (against.replace(**same), steps, 0.0), (config, steps, 0.0)
+        fp32, candidate = _Traced(against, steps), _Traced(config, steps)
+        plain = _Traced(against.replace(**same), steps)
+        rounded = [_Traced(against, steps, noise, n) for n in range(ROUNDED)]
         try:
-            self._trace(dict.fromkeys([fp32, rounded, plain, candidate]), until)
+            self._trace(dict.fromkeys([fp32, *rounded, plain, candidate]), until)
         except Ended as exc:
             outcome = "timed_out" if exc.code == 0 else exc.outcome
             return Measurement(outcome=outcome, reason=f"a run to compare with ended: {exc}")
         good, reason = numerics.judge(
             self._traces[fp32],
-            [self._traces[rounded]],
+            [self._traces[one] for one in rounded],
             self._traces[plain],
             self._traces[candidate],
             tolerance,
@@ -266,21 +271,26 @@ class Run:
         self._traces |= dict(zip(missing, found, strict=True))
 
     def _traced(self, wanted: _Traced, until: float) -> Trace:
-        config, steps, rounding = wanted
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             file = Path(folder) / "trace"
-            told = {traced.FILE: str(file), traced.STEPS: str(steps)}
-            told |= {traced.ROUNDED: repr(rounding), "PYTHONHASHSEED": "0"}
-            session = self._started(told, until)
+            told = {traced.FILE: str(file), traced.STEPS: str(wanted.steps)}
+            told |= {traced.ROUNDED: repr(wanted.rounding), traced.DRAW: str(wanted.draw)}
+            session = self._started({**told, "PYTHONHASHSEED": "0"}, until)
             try:
-                session.lap(config, self.own, steps, until)
+                session.lap(wanted.config, self.own, wanted.steps, until)
                 return traced.read(file)
             finally:
                 session.end()
 
 
-_Traced = tuple[Config, int, float]
-"""A config, steps, and what results are rounded to."""
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """One run to compare. `rounding`: of results, relatively; `draw` of that rounding."""
+
+    config: Config
+    steps: int
+    rounding: float = 0.0
+    draw: int = 0
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:

@@ -23,17 +23,18 @@ from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.measure.observe import POINTS, Named, Point, Trace, sampled
 from advisor.tuners.measure.randomness import Rounding, SameDraws
 
-FILE, STEPS, ROUNDED = "ADVISOR_TRACE", "ADVISOR_TRACE_STEPS", "ADVISOR_TRACE_ROUNDING"
-"""Environment variables: where the trace goes, of how many steps, and what results are rounded to,
-relatively, 0 for not at all."""
+FILE, STEPS = "ADVISOR_TRACE", "ADVISOR_TRACE_STEPS"
+"""Environment variables: where the trace goes, and of how many steps."""
+ROUNDED, DRAW = "ADVISOR_TRACE_ROUNDING", "ADVISOR_TRACE_DRAW"
+"""The same: what results are rounded to, relatively, 0 for not at all, and which draw of that."""
 SEED = 1
 
 
 class Tracer:
     """Looks at the steps of one process from where the pilot has set a config."""
 
-    def __init__(self, file: Path, steps: int, rounding: float) -> None:
-        self._file, self._steps = file, steps
+    def __init__(self, file: Path, steps: int, rounding: float, draw: int) -> None:
+        self._file, self._steps, self._draw = file, steps, draw
         self._rounding = Rounding(rounding)
         self._rounded = rounding > 0
         self._active = ExitStack()
@@ -49,7 +50,7 @@ class Tracer:
         """A config is set; the next step is the first one."""
         self._weights = dict(_weights(trained))
         self._start = {name: sampled(weight).clone() for name, weight in self._weights.items()}
-        torch.manual_seed(SEED)
+        torch.manual_seed(SEED + self._draw)
         self._active.callback(hooks.on_backward(self._loss))
         self._active.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._active.callback(hooks.on_step(self._after))
@@ -138,4 +139,5 @@ def from_environment() -> Tracer | None:
     file = os.environ.get(FILE)
     if not file:
         return None
-    return Tracer(Path(file), int(os.environ[STEPS]), float(os.environ[ROUNDED]))
+    rounding, draw = float(os.environ[ROUNDED]), int(os.environ[DRAW])
+    return Tracer(Path(file), int(os.environ[STEPS]), rounding, draw)
