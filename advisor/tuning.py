@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
-STARTS_COMPARED = 2.0
-"""As many starts of a command a comparison takes: one, which others run beside, and its steps."""
+COMPARED = 5
+"""Starts of a command that one comparison takes; of a single process all at once."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -446,7 +447,7 @@ class OfRun(_Tuning):
                 target=Target(name=task.target, origin=""),
                 space=space,
                 process_s=process_s,
-                compare_s=STARTS_COMPARED * process_s * (1 if seen.processes == 1 else 4),
+                compare_s=_compare_s(seen, process_s),
             )
 
     def begun(self) -> Run:
@@ -475,6 +476,13 @@ class OfRun(_Tuning):
         from advisor.tuners.search.space import Space
 
         return Space.of(situation)
+
+
+def _compare_s(seen: Seen, process_s: float) -> float:
+    """What a comparison takes at least: its starts share the cores, and have steps to make."""
+    if seen.processes > 1:
+        return COMPARED * process_s
+    return process_s * (1.5 + COMPARED / len(os.sched_getaffinity(0)))
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

@@ -97,7 +97,8 @@ def tune(
     if not found.finished:
         out.print(
             f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
-            "torch's default. The same command goes on; a larger --budget gets further.",
+            f"{found.record.key.task.baseline}. The same command goes on; a larger --budget gets "
+            "further.",
             highlight=False,
             soft_wrap=True,
         )
