@@ -54,7 +54,6 @@ def keep_pace(model, step_s):
 a steady pace, and what one comes late, however long it computes, the next ones catch up."""
 SHAPE = "4x3x8x8"
 QUICK = ("--budget", "6s", "--batches", "8", "--trials", "5")
-ONE_TRIAL = ("--budget", "3s", "--trials", "1", "--fixed-batch", "--no-compile", "--no-verify")
 COMMAND = Path(sys.executable).with_name("advisor")
 
 Done = subprocess.CompletedProcess[str]
