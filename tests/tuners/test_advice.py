@@ -31,11 +31,11 @@ from tests.cache import examples
 
 @pytest.fixture(autouse=True)
 def flags_as_they_were() -> Iterator[None]:
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
     yield
     IN_FORCE.release()
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
+    for flag, held in flags:
+        flag.set_back(held)
 
 
 def train(advice: Advice, steps: int = 3) -> list[float]:
