@@ -283,6 +283,7 @@ class _Lookup:
             served=Served(
                 status=status,
                 reason=reason,
+                signed=held.trusted,
                 record=record,
                 explanation=self._explained(status, reason, record.id),
                 use=request.use,
