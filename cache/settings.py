@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -107,13 +108,7 @@ def _table(file: Path) -> dict[str, object] | None:
     from advisor.cache.stores.filesystem import read_regular  # here: the stores know the settings
 
     try:
-        data = read_regular(file, _MOST_BYTES)
-        if not _MENTIONED.search(data):
-            return None  # without the parser, which takes milliseconds to import
-        import tomllib
-
-        whole = tomllib.loads(data.decode()).get("tool")
-        found = whole.get("advisor") if isinstance(whole, dict) else None
+        found = _parsed(read_regular(file, _MOST_BYTES))
     except (OSError, ValueError, RecursionError) as exc:
         raise UsageError(f"{file}: cannot be read ({exc})") from exc
     if found is not None and not isinstance(found, dict):
@@ -122,3 +117,15 @@ def _table(file: Path) -> dict[str, object] | None:
         if name not in KNOWN:
             raise UsageError(f"{file}: [tool.advisor] {name}: expected one of {', '.join(KNOWN)}")
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(data: bytes) -> object:
+    """[tool.advisor] of a file, None where there is none. Parsing takes as long as all the rest of
+    a lookup that was made before."""
+    if not _MENTIONED.search(data):
+        return None  # without the parser, which takes milliseconds to import
+    import tomllib
+
+    whole = tomllib.loads(data.decode()).get("tool")
+    return whole.get("advisor") if isinstance(whole, dict) else None

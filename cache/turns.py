@@ -29,22 +29,19 @@ def _contradictions(record: Record) -> Iterator[str]:
         if not choice.rounds:
             yield "a choice without a turn of its race"
             return
-        # `explain` races a winner anew, beside turns of torch's default that it does not keep.
-        anew = record.revised and choice not in record.raced
-        yield from _unlike_turns(choice, () if anew else record.baseline.rounds)
+        yield from _unlike_turns(choice, record.baseline.rounds)
 
 
 def _unlike_turns(choice: Choice, beside: Sequence[float]) -> Iterator[str]:
-    """`beside`: the turns of torch's default that its own were measured with, where known."""
+    """`beside`: the turns of torch's default that its own were measured with."""
     turns = choice.rounds
+    logs = [math.log(a / b) for a, b in zip(turns, beside, strict=False)]
     said = {
         "samples/s": (choice.samples_per_s, statistics.median(turns)),
         "slowest turn": (choice.low, min(turns)),
         "fastest turn": (choice.high, max(turns)),
+        "speed-up": (choice.speedup, math.exp(statistics.fmean(logs))),
     }
-    if beside:
-        logs = [math.log(a / b) for a, b in zip(turns, beside, strict=False)]
-        said["speed-up"] = choice.speedup, math.exp(statistics.fmean(logs))
     for what, (claimed, found) in said.items():
         if not math.isclose(claimed, found, rel_tol=ROUNDING):
             yield f"{what} {claimed:g}, and its turns say {found:g}"

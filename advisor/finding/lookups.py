@@ -331,6 +331,7 @@ class Lookup:
             served=Served(
                 status=status,
                 reason=reason,
+                signed=held.trusted,
                 record=record,
                 explanation=self._explained(status, reason, record.id),
                 use=request.use,

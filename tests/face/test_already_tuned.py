@@ -112,7 +112,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     assert first.stdout.splitlines()[-1].startswith("Not tuned yet: 3 s left no time to race")
     assert "nothing raced" in advisor(here, "show").stdout
     advice = package.lookup("model.py:Net", device="cpu", strict=True)
-    assert "torch's default: nothing else was raced" in advice.served
+    assert "torch's default: nothing else was raced" in advice.served.reason
     again = advisor(here, *TUNE, *only, "--budget", "3s", "--json")
     assert json.loads(again.stdout)["status"] in ("unfinished", "tuned")
     assert "going on after 1 trials" in again.stderr

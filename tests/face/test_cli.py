@@ -31,7 +31,7 @@ from tests.face.commands import COMMAND, MODEL, SHAPE, advisor, own, script, tak
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
 FIVE_TRIALS = ("--budget", "6s", "--trials", "5")
-ONE_TRIAL = ("--budget", "3s", "--trials", "1")
+TWO_TRIALS = ("--budget", "8s", "--trials", "2")
 NOISY = "import sys\nprint('the model says hello')\nprint('and goodbye', file=sys.stderr)\n"
 
 
@@ -102,7 +102,7 @@ def test_force_measures_again(tuned: Path, first: dict[str, Any]) -> None:
     """And on a terminal it shows a live table, which leaves stdout alone."""
     ours, theirs = os.openpty()
     forced = subprocess.Popen(
-        [str(COMMAND), *TUNE, *ONE_TRIAL, "--force", "--json"],
+        [str(COMMAND), *TUNE, *TWO_TRIALS, "--force", "--json"],
         cwd=tuned,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
         stdout=subprocess.PIPE,
@@ -330,7 +330,7 @@ def test_a_sabotaged_model_keeps_torchs_numbers(tmp_path: Path) -> None:
             "        time.sleep(0.01)\n",
         )
     )
-    options = ("--precisions", "bf16", "--fixed-batch", "--effort", "quick")
+    options = ("--precisions", "bf16", "--fixed-batch", "--effort", "quick", "--no-compile")
     tune = ("tune", "model.py", "--shape", SHAPE, "--json")
     done = advisor(tmp_path, *tune, *options, "--budget", "24s")
     assert done.returncode == 0, done.stderr

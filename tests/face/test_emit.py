@@ -40,6 +40,7 @@ from advisor.frameworks.following import Told, told
 from advisor.frameworks.text import data, text
 from advisor.frameworks.words import Scene, Words
 from advisor.tuners import fingerprint, target, tf32
+from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
 from tests.cache import examples
@@ -229,9 +230,10 @@ THREADS = torch.get_num_threads()
 
 
 def _put_back() -> None:
+    IN_FORCE.release()
     for knob in KNOBS:
-        if knob.flags is not None and knob.default is not None:
-            knob.flags(knob.default)
+        if knob.flag is not None and knob.default is not None:
+            knob.flag.set(knob.default)
     torch.set_num_threads(THREADS)
 
 
@@ -255,12 +257,12 @@ def test_the_lines_set_what_the_knob_sets(
     flags_put_back: None, monkeypatch: pytest.MonkeyPatch, name: str, value: Value
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    act = BY_NAME[name].flags
-    assert act is not None
+    flag = BY_NAME[name].flag
+    assert flag is not None
     scene = Scene.of(record_of(), CUDA.replace(**{name: value}))
     words = frameworks.framework("accelerate").rows[name](value, scene)
     assert words is not None
-    act(value)
+    flag.set(value)
     wanted = state()
     _put_back()
     exec("\n".join(words.flags), {"torch": torch, "os": os})
@@ -301,9 +303,9 @@ def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, val
 
     config = CUDA.replace(precision=value, compile="default")
     words = emitted("hf", record_of((config, 200.0), loop=config)).words
-    act = BY_NAME["precision"].flags
-    assert act is not None
-    act(value)
+    flag = BY_NAME["precision"].flag
+    assert flag is not None
+    flag.set(value)
     wanted = tf32.describe()
     _put_back()
     try:
@@ -555,7 +557,7 @@ def remember() -> Record:
     found = replace(
         found,
         key=key,
-        target=Target(name=made.name, origin=made.origin),
+        target=Target(name=made.name, origin=made.origin, code=made.code),
         provenance=replace(found.provenance, parameters=fingerprint.size(net())[1]),
     )
     Records(open_store(None)).put(found)

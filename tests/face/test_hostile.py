@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from advisor.cache.stores import disk
 from advisor.report.progress import Shown
 from tests import hostile
 from tests.face.through import COMMANDS, lost, through
@@ -17,7 +18,8 @@ FINE = (0, 1, 2)
 
 
 @pytest.fixture
-def case(request: pytest.FixtureRequest) -> Iterator[hostile.Case]:
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[hostile.Case]:
+    monkeypatch.setattr(disk, "_BUSY_S", 1.0)  # of ten, which each command would wait
     yield request.param
     while hostile.HELD:
         hostile.HELD.pop().close()

@@ -243,8 +243,10 @@ class TestSeveralStores:
         keep(made(mode="infer"), urls[1])
         advice, said = look_up(cache=urls)
         assert (advice.status, said, advice.record) == ("exact", "", theirs)
+        assert advice.reason.startswith("not in force yet; ")
+        assert advice.reason.endswith("; unsigned")
         assert advice.explanation is not None and len(advice.explanation.stores) == 2
-        assert advice.served.endswith("; unsigned")
+        assert advice.served.reason.endswith("; unsigned")
         asked = ("--cache", ",".join(urls))
         told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", *asked).stdout
         assert "; unsigned" in told
@@ -266,7 +268,7 @@ class TestSeveralStores:
         keep(made(shapes=((2, 3, 8, 8),)))
         Records(open_store()).put(made(FAST.replace(threads=1)))
         advice, _said = look_up()
-        assert advice.config["threads"] == 1 and advice.served.endswith("; unsigned")
+        assert advice.config["threads"] == 1 and advice.served.reason.endswith("; unsigned")
 
     def test_stale_here_and_exact_behind(self, here: Path) -> None:
         urls = [f"disk:{here}/mine", f"dir:{here}/team"]

@@ -31,11 +31,11 @@ from tests.cache import examples
 
 @pytest.fixture(autouse=True)
 def flags_as_they_were() -> Iterator[None]:
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
     yield
     IN_FORCE.release()
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
+    for flag, held in flags:
+        flag.set_back(held)
 
 
 def train(advice: Advice, steps: int = 3) -> list[float]:
@@ -358,20 +358,12 @@ def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> 
 
 def test_what_is_handed_over_sets_all_flags_and_waits_for_no_piece() -> None:
     """A framework's loop follows the rest: the end of the process has nothing to complain of."""
-    whole = Config(precision="bf16", cudnn_benchmark=True)
-    advice = Advice(
-        whole,
-        device="cpu",
-        reason="2.00x",
-        default=Config(precision="default", cudnn_benchmark=False),
-        flags=Config(precision="default", cudnn_benchmark=False),
-        gains={"flags": 1.0, "loop": 2.0},
-    )
+    advice = served(TORCHS.replace(precision="bf16", cudnn_benchmark=True), flags=TORCHS)
     advice.hand_over()
     assert torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == "high"
-    assert advice.reason == "2.00x"
-    assert advice.report().splitlines()[1:] == ["in effect: bf16", "in effect: cudnn_benchmark"]
+    assert advice.reason == "1.84x torch's default at batch 128"
+    assert advice.report().splitlines()[1:3] == ["in effect: bf16", "in effect: cudnn_benchmark"]
 
 
 @pytest.mark.usefixtures("threads")

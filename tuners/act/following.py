@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import USES
+from advisor.cache.seal import UNSIGNED
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.knobs import Knob, described
@@ -124,7 +125,8 @@ class Following:
         flags = served.gains.get(USES[0]) if claimed else None
         now = f"{flags:.2f}x in force ({USES[0]})" if flags else "not in force yet"
         stale = f" ({served.status})" if served.status == STALE else ""
-        return f"{now}; {whole:.2f}x{stale} {once} {', '.join(waiting)}"
+        unsigned = "" if served.signed else f"; {UNSIGNED}"
+        return f"{now}; {whole:.2f}x{stale} {once} {', '.join(waiting)}{unsigned}"
 
     def further(self) -> str:
         """What the next use would give, of those that give more."""

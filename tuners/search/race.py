@@ -148,6 +148,12 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return paired_ratio(ours[:turns], theirs[:turns])
 
 
+def beside(seen: Sequence[float], now: Sequence[float], then: Sequence[float]) -> list[float]:
+    """Turns of a config as they would have been in an earlier race: `now` and `then` are those of
+    torch's default, in the same race as these and in the earlier one."""
+    return [ours / new * old for ours, new, old in zip(seen, now, then, strict=False)]
+
+
 def _beaten(config: Config, running: list[Config], rates: dict[Config, list[float]]) -> bool:
     default = running[0]
     use = knobs.use_of(config, default)

@@ -19,7 +19,7 @@ from advisor.tuners.measure.runner import Runner
 from advisor.tuners.search import plan
 from advisor.tuners.search.finalists import affordable, finalists
 from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.race import race
+from advisor.tuners.search.race import beside, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Search
 from advisor.tuners.search.winners import Rates, Verdict, choose, choose_input, raced, untold
@@ -197,10 +197,7 @@ class _Decision:
         again = race(self.worker, second, part, build_s=self.starts.seen)
         held, now = rates.get(self.default), again.pop(self.default, None)
         if held and now:
-            for config, seen in again.items():
-                # As it would have been beside the turns of the first heat.
-                turns = zip(seen, now, held, strict=False)
-                rates[config] = [ours / beside * then for ours, beside, then in turns]
+            rates |= {config: beside(seen, now, held) for config, seen in again.items()}
         return rates
 
     def _fits(self, configs: Sequence[Config]) -> bool:
