@@ -13,7 +13,7 @@ RUN := $(BIN)/python examples/train_mnist_plain.py
 
 ## Tune the run of an ordinary script, then hold it as it is against it with what was found.
 demo: $(USE)
-	$(BIN)/advisor tune --budget 100s -- $(RUN) --epochs 100
+	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
 	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests: a file's tests share what they set up, so a file stays with one process.
