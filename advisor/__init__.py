@@ -84,12 +84,19 @@ _ROOMS = ("accelerate", "hf", "lightning")
 """Of advisor.frameworks, with functions of their own."""
 
 
+_OF_SCRIPTS = ("Advice", "apply", "lookup", "release", *_ROOMS)
+"""What needs torch at once."""
+
+
 def __getattr__(name: str) -> Any:
     # Lazy: `import advisor` costs milliseconds, and torch is loaded when something needs it.
     import importlib
 
     if name not in __all__:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}")
+    if name in _OF_SCRIPTS:
+        # First of all: loading torch may bring a pilot, and that must not find half of advisor.
+        importlib.import_module("torch")
     if name in _ROOMS:
         return importlib.import_module(f"advisor.frameworks.{name}")
     return getattr(importlib.import_module(_HOMES.get(name, "advisor.errors")), name)

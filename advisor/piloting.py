@@ -6,8 +6,6 @@ import json
 import os
 from pathlib import Path
 
-RUN = "ADVISOR_RUN"
-"""Environment variable: the words of the command that `advisor run` started, as JSON."""
 INJECTED = Path(__file__).with_name("injected")
 """What Python looks into first in a command that advisor starts."""
 
@@ -22,13 +20,19 @@ def attach() -> None:
         from advisor.tuners.measure.run import traced
 
         IN_CHARGE.bring(guide, traced.from_environment())
-    elif os.environ.get(RUN):
+    elif os.environ.get(line.RUN):
+        from advisor.finding.conducted import Conducted
         from advisor.finding.piloted import Found
 
-        IN_CHARGE.bring(Found(json.loads(os.environ[RUN])))
+        told = json.loads(os.environ[line.RUN])
+        command, tune_s = told["command"], told["tune_s"]
+        IN_CHARGE.bring(Conducted(command, tune_s=tune_s) if tune_s else Found(command))
 
 
-def environment(command: list[str]) -> dict[str, str]:
-    """What `advisor run` adds to its command's environment."""
+def environment(command: list[str], tune_s: float) -> dict[str, str]:
+    """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
+    from advisor.tuners.act.pilot.line import RUN
+
     path = [str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {RUN: json.dumps(command), "PYTHONPATH": os.pathsep.join(path)}
+    told = json.dumps({"command": command, "tune_s": tune_s})
+    return {RUN: told, "PYTHONPATH": os.pathsep.join(path)}

@@ -80,6 +80,8 @@ def tune_first(request: Request, near: Record | None) -> str:
     target, unless = given.pop("target", ""), ""
     if isinstance(request.target, str):
         target = request.target
+    elif request.given.get("command"):
+        target = shlex.join(request.given["command"])
     elif not target and request.target is not None:
         target, unless = _class_of(request.target, given.get("model_args", {}))
     shapes = given.pop("shapes", None)

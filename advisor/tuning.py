@@ -33,6 +33,7 @@ from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
+    from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
@@ -164,7 +165,7 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return _OfRun(command, permitted, plan, records, progress or Progress()).run()
+    return OfRun(command, permitted, plan, records, progress or Progress()).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,7 +393,7 @@ class _OfTarget(_Tuning):
             )
 
 
-class _OfRun(_Tuning):
+class OfRun(_Tuning):
     """A command as it is, with a pilot inside."""
 
     def __init__(
@@ -408,18 +409,9 @@ class _OfRun(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
-        from advisor.piloting import INJECTED
         from advisor.tuners.environment import detect
-        from advisor.tuners.measure.run.run import Run
-        from advisor.tuners.search.space import Space
 
-        log = _log_of(self._records, self._command)
-        self._progress.notice(
-            f"the command runs, and is ended, several times; what it prints goes to {log}. "
-            "Reports to wandb, comet and their like are off, temporary files go to a folder that "
-            "is removed; files that it writes itself, as checkpoints, it writes"
-        )
-        with Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s) as run:
+        with self.begun() as run:
             began = time.monotonic()
             seen = run.describe()
             process_s = time.monotonic() - began
@@ -441,7 +433,7 @@ class _OfRun(_Tuning):
                 own=seen.own,
                 kept=seen.kept,
             )
-            space = Space.of(situation)
+            space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes
             yield _Subject(
                 worker=run,
@@ -452,6 +444,25 @@ class _OfRun(_Tuning):
                 process_s=process_s,
                 compare_s=STARTS_COMPARED * process_s * (1 if seen.processes == 1 else 4),
             )
+
+    def begun(self) -> Run:
+        """What is measured, once it is entered."""
+        from advisor.piloting import INJECTED
+        from advisor.tuners.measure.run.run import Run
+
+        log = _log_of(self._records, self._command)
+        self._progress.notice(
+            f"the command runs, and is ended, several times; what it prints goes to {log}. "
+            "Reports to wandb, comet and their like are off, temporary files go to a folder that "
+            "is removed; files that it writes itself, as checkpoints, it writes"
+        )
+        return Run(self._command, injected=INJECTED, log=log, deadline_s=self._deadline_s)
+
+    def space(self, situation: Situation) -> Space:
+        """What may be tried."""
+        from advisor.tuners.search.space import Space
+
+        return Space.of(situation)
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

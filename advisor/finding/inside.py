@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache import settings
+from advisor.cache.kinds import Seconds
 from advisor.cache.task import permissions
-from advisor.errors import AdvisorError, NoRecord
-from advisor.finding.lookups import Lookup, disabled, looked_up_by
+from advisor.errors import NoRecord, UsageError
+from advisor.finding.conducted import Conducted
+from advisor.finding.lookups import Lookup, disabled, looked_up_by, warn
 from advisor.finding.piloted import Found
 from advisor.tuners.act.pilot.in_charge import IN_CHARGE
+from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
@@ -27,7 +30,7 @@ class _OfScript(Lookup):
     leaves = (NoRecord,)
 
 
-def applied(asked: Mapping[str, Any], *, strict: bool) -> Advice:
+def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
     """`apply` without a target: what was tuned for the script's file, and a pilot for its run.
 
     Raises:
@@ -38,18 +41,25 @@ def applied(asked: Mapping[str, Any], *, strict: bool) -> Advice:
     if disabled() or asked["mode"] == "infer":
         return advice
     try:
-        given = permissions({name: asked[name] for name in PERMISSIONS})
-    except AdvisorError:
-        return advice  # said above
-    found = Found(
-        own_command(),
-        cache=asked["cache"],
-        given=given,
-        on_miss=asked["on_miss"] or settings.on_miss() or "default",
-        strict=strict,
-    )
-    IN_CHARGE.bring(found)
+        IN_CHARGE.bring(_guide(asked, tune, strict))
+    except UsageError as exc:
+        if strict:
+            raise
+        warn(f"{exc}. No pilot is attached")
     return advice
+
+
+def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> Found:
+    how: dict[str, Any] = {
+        "cache": asked["cache"],
+        "given": permissions({name: asked[name] for name in PERMISSIONS}),
+        "on_miss": asked["on_miss"] or settings.on_miss() or "default",
+        "strict": strict,
+    }
+    if tune is None:
+        return Found(own_command(), **how)
+    seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
+    return Conducted(own_command(), tune_s=seconds, **how)
 
 
 def release() -> None:

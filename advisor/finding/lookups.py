@@ -63,6 +63,7 @@ def apply(
     duration: float | str | None = None,
     cache: Cache = None,
     on_miss: str | None = None,
+    tune: float | str | None = None,
     strict: bool = False,
 ) -> Advice:
     """Set the process-wide flags that were found best, and return the advice for the rest.
@@ -99,6 +100,12 @@ def apply(
         on_miss: 'default' (torch's defaults) or 'nearest' (what is safe to carry over from the
             nearest record: same target, other shape or device). Default: $ADVISOR_ON_MISS, else
             [tool.advisor] on-miss.
+        tune: without a target, where nothing is known of the run: so many seconds, or '10m', of
+            its first time are spent on trying configs at its step boundaries; it trains on in each
+            of them, then with the best, which is remembered. A config that fails costs nothing but
+            its step, and none is tried with little memory free. What changes numerics, as bf16
+            does, is tried where `precisions` permits it, and followed although it could not be
+            held against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
         strict: raise instead of warning.
 
     Without a target a pilot is attached too, unless the script was started by `advisor run` or
@@ -114,11 +121,12 @@ def apply(
     Raises:
         AdvisorError: with strict=True, why there is no advice.
     """
-    asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
+    given = dict(locals())
+    asked = {name: given[name] for name in given.keys() - {"target", "tune", "strict"}}
     if target is None:
         from advisor.finding.inside import applied
 
-        return applied(asked, strict=strict)
+        return applied(asked, tune=tune, strict=strict)
     advice = looked_up_by(Lookup(target, asked), asked, strict=strict)
     advice.set_flags()
     return advice

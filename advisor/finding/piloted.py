@@ -9,6 +9,7 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import PILOT
+from advisor.errors import NoRecord
 from advisor.finding.lookups import Lookup, served, set_up_logging
 from advisor.finding.request import Request
 from advisor.opening import Cache
@@ -60,16 +61,34 @@ class Found:
         Raises:
             AdvisorError: where it is to be strict, why there is nothing.
         """
+        return self.known(seen) or self.left()
+
+    def left(self) -> Order:
+        """The script goes on as it was, with the flags that advice had set."""
+        IN_FORCE.put(self._put)
+        return Order(config=Config())
+
+    def known(self, seen: Seen, *, searches: bool = False) -> Order | None:
+        """What was found for a run, None where that is nothing.
+
+        Args:
+            searches: what is not known is searched for, so that of a miss nothing is said, and a
+                record in which nothing was raced yet is none.
+
+        Raises:
+            AdvisorError: where it is to be strict, why there is nothing.
+        """
         set_up_logging()
         lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
+        lookup.leaves = (NoRecord,) if searches else ()
         advice = served(lookup, device=seen.device, strict=self._strict)
-        if advice.record is None:
-            IN_FORCE.put(self._put)
-            return Order(config=Config())
-        own = advice.record.baseline.config.without(*_not_the_pilots())
+        record = advice.record
+        if record is None or (searches and not record.compares):
+            return None
+        own = record.baseline.config.without(*_not_the_pilots())
         own = own.replace(**{name: seen.own[name] for name in seen.own if name in own})
         kept = {name: own[name] for name in seen.kept if name in own}
-        config = own.replace(**{n: v for n, v in advice.config.items() if n in own}, **kept)
+        config = own.replace(**{n: v for n, v in advice.config.items() if n in own} | kept)
         return in_force(config, own, advice.served.reason)
 
     def next(self, lap: Lap) -> Order:
@@ -83,7 +102,8 @@ class Found:
 
 def in_force(config: Config, own: Config, reason: str) -> Order:
     """The last order: said in the log, and by every advice in whose place it is."""
-    line = f"in force: {knobs.described(config, own)}; {reason}"
+    what = "the script as it is" if config == own else knobs.described(config, own)
+    line = f"in force: {what}; {reason}"
     _log.info("%s", line)
     give_way(line)
     return Order(config=config, own=own)

@@ -64,6 +64,7 @@ class Training:
         where: str = "cpu",
         *,
         graph: bool = True,
+        pin_memory: bool = False,
         model: nn.Module | None = None,
         make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         hinder: Callable[[Tensor], Any] = lambda loss: None,
@@ -71,7 +72,8 @@ class Training:
     ) -> None:
         torch.manual_seed(0)
         random.seed(0)
-        self.advice = Advice(Config(precision="default", step_graph=graph), device=where)
+        config = Config(precision="default", step_graph=graph, pin_memory=pin_memory)
+        self.advice = Advice(config, device=where)
         self.model = self.advice.prepare(Net() if model is None else model)
         settings: dict[str, Any] = {"lr": 0.05, "fused": True, **how}
         if settings["fused"] is None:
@@ -687,10 +689,7 @@ def test_losses_that_are_kept_stay_what_they_were(where: str) -> None:
 @pytest.mark.gpu
 def test_a_capture_beside_pinning_workers() -> None:
     made = TensorDataset(*map(torch.cat, zip(*batches(64), strict=True)))
-    training = Training("cuda")
-    training.advice = Advice(
-        Config(precision="default", step_graph=True, pin_memory=True), device="cuda"
-    )
+    training = Training("cuda", pin_memory=True)
     loader = DataLoader(made, batch_size=16, num_workers=2, pin_memory=True)
     losses = [float(training.step(batch).detach()) for batch in training.advice.batches(loader)]
     assert isinstance(training.step, StepGraph) and training.step.ready
@@ -698,6 +697,7 @@ def test_a_capture_beside_pinning_workers() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's own
 def test_compiled_parts_inside_a_captured_step() -> None:
     losses = []
     for graph in (True, False):

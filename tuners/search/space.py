@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import fingerprint
@@ -90,6 +90,11 @@ class Space:
             if not found or any(least < level <= USES.index(use) for level in levels):
                 found.append(use)
         return tuple(reversed(found))
+
+    def leave_out(self, unwanted: Callable[[str, Value], bool]) -> None:
+        """Offer no such value, but a knob's first one."""
+        for name, (first, *others) in self.choices.items():
+            self.choices[name] = (first, *(v for v in others if not unwanted(name, v)))
 
     def offers(self, name: str, value: Value) -> bool:
         """Whether a knob may have a value; True and 1 are two."""

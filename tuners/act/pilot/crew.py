@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from advisor.tuners.fingerprint import unwrapped
-
 LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
@@ -68,6 +66,8 @@ class Crew:
             return
         one = self.called.get(module)
         if one is None:
+            from advisor.tuners.fingerprint import unwrapped
+
             found = inputs_of(args, kwargs)
             one = self.called[module] = Trained(module, unwrapped(module), found)
         one.calls += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Guide
 from advisor.tuners.act.pilot.pilot import Pilot, Watch
 
@@ -20,6 +19,8 @@ class InCharge:
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, the flags that advice has set too."""
+        from advisor.tuners.act.in_force import IN_FORCE
+
         if self._pilot is not None:
             self._pilot.release()
             self._pilot = None

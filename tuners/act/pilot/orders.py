@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Span
-from advisor.tuners.act.pilot.seen import Seen
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.seen import Seen
+
+MOST_SAID = 300
+"""Characters of what an exception says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,17 +22,23 @@ class Order:
     """Train on with a config; after `steps` the pilot asks again, after 0 never.
 
     `own`: in the first order, the config that the script itself has; empty: it is left alone.
+    `careful`: the run is not to end of it; see `Lap.outcome`.
     """
 
     config: Config
     steps: Count = 0
     own: Config = Config()  # noqa: RUF009 # immutable
+    careful: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
     """The steps of one order. `seconds` by the wall clock, the device's work included; `waited_s`
-    of them for data; `samples` of this process; `first_s` of the first step alone."""
+    of them for data; `samples` of this process; `first_s` of the first step alone.
+
+    `outcome`: of a careful order's config; where it is not 'ok' the script has gone on as it is,
+    and `reason` says why.
+    """
 
     steps: Count
     samples: Count
@@ -33,6 +46,8 @@ class Lap:
     first_s: Span
     waited_s: Span
     peak_bytes: Bytes
+    outcome: str = "ok"
+    reason: str = ""
 
 
 class Guide(Protocol):
@@ -51,3 +66,11 @@ class Guide(Protocol):
 
     def failed(self, exc: BaseException) -> None:
         """The script ends with this."""
+
+
+def told(exc: BaseException) -> tuple[str, str]:
+    """(Outcome, reason) of what a config, or a script, raised."""
+    memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
+    first = str(exc).strip().partition("\n")[0]
+    outcome = "out_of_memory" if memory else "failed"
+    return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]

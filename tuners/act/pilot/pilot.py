@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch
+from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
 
+if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.switch import Switch
+
+HEADROOM = 1.5
+"""Of the memory that a step of the script takes beyond what it holds: so much must be free before
+a careful config is tried."""
 LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 
@@ -43,6 +48,8 @@ class Pilot:
         self._at = self._done = 0
         self._began = self._first_s = self._waited_s = 0.0
         self._fresh = False
+        self._own_peak = 0
+        self._outcome, self._reason = "ok", ""
         self._waits = hooks.Waits()
         self._watching = hooks.on_calls(self._crew.saw_call, self._crew.saw_within)
         self._removes: list[Callable[[], None]] = [
@@ -86,6 +93,9 @@ class Pilot:
             self._guide.failed(RuntimeError("no module whose parameters the optimizer holds ran"))
             self.release()
             return
+        from advisor.tuners.act.pilot.seen import Seen
+        from advisor.tuners.act.pilot.switch import Switch
+
         self._watching()
         if not self._guide.takes_over():
             self.release()
@@ -113,9 +123,12 @@ class Pilot:
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
-        if self._done >= self._order.steps:
+        if self._done >= self._order.steps or self._outcome != "ok":
             self._synchronize()
-            self._obey(switch, self._guide.next(self._lap()))
+            lap = self._lap()
+            if self._order.config == switch.own:
+                self._own_peak = max(self._own_peak, lap.peak_bytes)
+            self._obey(switch, self._guide.next(lap))
 
     def _lap(self) -> Lap:
         cuda = self._device.type == "cuda"
@@ -126,12 +139,15 @@ class Pilot:
             first_s=self._first_s,
             waited_s=self._waits.seconds - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+            outcome=self._outcome,
+            reason=self._reason,
         )
 
     def _obey(self, switch: Switch, order: Order) -> None:
         self._fresh = order.config != switch.config
+        self._outcome, self._reason = "ok", ""
         if self._fresh:
-            switch.set(order.config)
+            self._set(switch, order)
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
@@ -144,6 +160,32 @@ class Pilot:
                 self._let_go()
         self._synchronize()
         self._began = time.perf_counter()
+
+    def _set(self, switch: Switch, order: Order) -> None:
+        if not order.careful or order.config == switch.own:
+            switch.set(order.config)
+        elif self._has_room():
+            switch.set(order.config, functools.partial(self._struck, switch))
+        else:
+            switch.set(switch.own)
+            self._outcome = "out_of_memory"
+            self._reason = "not tried: little of the device's memory is free"
+
+    def _struck(self, switch: Switch, exc: Exception) -> None:
+        """A careful config has raised: the lap ends with this step."""
+        switch.give_up()
+        self._outcome, self._reason = told(exc)
+        if self._device.type == "cuda":
+            exc.__traceback__ = None  # its frames hold what the call has taken
+            torch.cuda.empty_cache()
+
+    def _has_room(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        free, _all = torch.cuda.mem_get_info(self._device)
+        held = torch.cuda.memory_allocated(self._device)
+        free += torch.cuda.memory_reserved(self._device) - held
+        return bool(free >= HEADROOM * (self._own_peak - held))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -24,19 +24,29 @@ class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
     Evaluation is left to the script, as it is.
+
+    Attributes:
+        struck: told of what `act` raises, and has it be `plain` from then on; None: it is raised.
     """
 
     def __init__(self, one: Trained, plain: Callable[..., Any]) -> None:
         self._one = one
         self.plain = plain
         self.act = plain
+        self.struck: Callable[[Exception], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._one.model.training:
             return self.plain(*args, **kwargs)
         self._one.calls += 1
         self._one.samples += batch_of(args, kwargs)
-        return self.act(*args, **kwargs)
+        if self.struck is None:
+            return self.act(*args, **kwargs)
+        try:
+            return self.act(*args, **kwargs)
+        except Exception as exc:  # whatever a config raises: the run is worth more than the trial
+            self.struck(exc)
+        return self.plain(*args, **kwargs)
 
 
 class Switch:
@@ -81,8 +91,12 @@ class Switch:
                 self._calls[seat] = call
                 hooks.through(seat, call)
 
-    def set(self, config: Config) -> None:
-        """Have the script train with a config from here on."""
+    def set(self, config: Config, struck: Callable[[Exception], None] | None = None) -> None:
+        """Have the script train with a config from here on.
+
+        Args:
+            struck: told what the config raises in a model's call; the call is then made without it.
+        """
         rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
         IN_FORCE.release(self._flags)
         self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
@@ -92,8 +106,16 @@ class Switch:
             self._set_optimizers(rows, config)
         for seat, call in self._calls.items():
             call.act = self._act(seat, call, rows, config)
+            call.struck = struck
         self.config = config
         self._graphed = self.counts_steps
+
+    def give_up(self) -> None:
+        """Within a step: have models called as they are. Weights stay laid out until the next
+        `set`: the step may still need what it kept of them."""
+        IN_FORCE.release(self._flags)
+        for call in self._calls.values():
+            call.act, call.struck = call.plain, None
 
     @property
     def counts_steps(self) -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
 from advisor.errors import UsageError
@@ -98,6 +98,11 @@ class Command:
     def ended(self) -> bool:
         """Whether it is over by itself."""
         return self._process.poll() is not None
+
+    def accepted(self, seconds: float) -> Connection | None:
+        """The line to a pilot, if one comes within so long."""
+        socket = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        return self.listener.accept() if wait([socket], seconds) else None
 
     def obituary(self) -> tuple[int, str]:
         """(Exit code, the last line that it printed) of a command that is over."""

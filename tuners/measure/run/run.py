@@ -17,7 +17,7 @@ from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics, randomness
 from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
-from advisor.tuners.measure.run.session import Block, Ended, Session
+from advisor.tuners.measure.run.session import Block, Ended, Flight, Session
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -118,6 +118,8 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
+            if self._alone(1):
+                self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
                 first = session.lap(config, self.own, 1, until)
@@ -173,11 +175,18 @@ class Run:
             self._session.end()
             self._session = None
 
-    def _ensured(self) -> Session:
+    def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
             self.stop()
             self._session = Session(self._words, injected=self._injected, log=self._log)
         return self._session
+
+    def _alone(self, others: int) -> bool:
+        """Whether so many others may not run beside the session: a launcher of several processes
+        holds a port, and the device's memory is for all of them."""
+        several = self._session is not None and self._session.seen.processes > 1
+        taken = (others + 1) * self._peak_bytes
+        return several or bool(self.memory and taken > TOGETHER * self.memory)
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
@@ -207,7 +216,7 @@ class Run:
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
-    def _warm(self, session: Session, config: Config, until: float) -> Block:
+    def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then."""
         began, steps = time.monotonic(), 0
         before: Block | None = None
@@ -225,9 +234,7 @@ class Run:
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
         """Have all of these in `_traces`."""
         missing = [one for one in wanted if one not in self._traces]
-        alone = self._session is not None and self._session.seen.processes > 1
-        if self.memory and (len(missing) + 1) * self._peak_bytes > TOGETHER * self.memory:
-            alone = True
+        if alone := self._alone(len(missing)):
             self.stop()
         with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
             found = list(pool.map(lambda one: self._traced(one, until), missing))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -51,32 +51,56 @@ class Block:
         return self.seconds / self.steps
 
 
-class Session:
-    """A command that runs, until `end`; its processes wait for orders between two laps.
+class Struck(Exception):
+    """A careful order's config failed, and the command goes on as it is."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+class Running(Protocol):
+    """What runs with pilots inside; a Command is one."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over by itself."""
+
+    def accepted(self, seconds: float) -> Connection | None:
+        """The line to a pilot, if one comes within so long."""
+
+    def obituary(self) -> tuple[int, str]:
+        """(Exit code, the last line that it printed), once it is over."""
+
+    def end(self) -> None:
+        """Have no more to do with it."""
+
+
+class Flight:
+    """The pilots in what runs: its processes wait for orders between two laps.
 
     Args:
-        words: of the command; `log` for what it prints.
-        injected: the folder with the sitecustomize that brings the pilot.
-        more: environment variables.
+        words: of its command; `log` for what it prints.
+        careful: of every order; see `Order`.
 
     Raises:
-        UsageError: there is no such program.
         Ended: it was over before its first steps, or none came in time.
     """
 
     def __init__(
         self,
+        command: Running,
         words: Sequence[str],
         *,
-        injected: Path,
         log: Path,
-        more: Mapping[str, str] | None = None,
         start_s: float = START_S,
+        careful: bool = False,
     ) -> None:
         self._words, self._log = tuple(words), log
+        self._careful = careful
         self._failed: dict[str, str] = {}
         self._pipes: list[Connection] = []
-        self._command = Command(words, injected=injected, log=log, more=more)
+        self._command = command
         try:
             self.seen = self._all_seen(time.monotonic() + start_s, start_s)
         except BaseException:
@@ -96,10 +120,13 @@ class Session:
             until: by time.monotonic(), when it is given up.
 
         Raises:
-            Ended: it is over.
+            Ended: it is over. Struck: a careful config failed.
         """
-        self._tell(Order(config=config, steps=steps, own=own))
+        self._tell(Order(config=config, steps=steps, own=own, careful=self._careful))
         laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
+        for lap in laps:
+            if lap.outcome != "ok":
+                raise Struck(lap.outcome, lap.reason)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
@@ -110,13 +137,17 @@ class Session:
             peak_bytes=max(lap.peak_bytes for lap in laps),
         )
 
+    def leave(self, config: Config, own: Config) -> None:
+        """Have it train on with a config; no order comes after this one."""
+        self._tell(Order(config=config, own=own))
+
     def let_go(self, config: Config, own: Config) -> tuple[int, str]:
         """Have it train on with a config until it ends by itself.
 
         Returns:
             Its exit code, and the last line that it printed.
         """
-        self._tell(Order(config=config, own=own))
+        self.leave(config, own)
         while not self._command.ended:
             time.sleep(LOOK_S)
         return self._command.obituary()
@@ -145,9 +176,7 @@ class Session:
         return min(seen, key=lambda one: one.rank)
 
     def _accepted(self, until: float, start_s: float) -> Connection:
-        listener = self._command.listener
-        socket = listener._listener._socket  # type: ignore[attr-defined] # to wait for one
-        while not wait([socket], LOOK_S):
+        while (pipe := self._command.accepted(LOOK_S)) is None:
             if self._command.ended:
                 raise self._why()
             if time.monotonic() > until:
@@ -155,7 +184,7 @@ class Session:
                     "timed_out",
                     f"no training step within {start_s:.0f} s; what it printed is in {self._log}",
                 )
-        return listener.accept()
+        return pipe
 
     def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
         try:
@@ -196,3 +225,29 @@ class Session:
         return (
             f"no training step was seen in the command: {seen}. What it printed is in {self._log}"
         )
+
+
+class Session(Flight):
+    """A command that is started here, and runs until `end`.
+
+    Args:
+        words: of the command; `log` for what it prints.
+        injected: the folder with the sitecustomize that brings the pilot.
+        more: environment variables.
+
+    Raises:
+        UsageError: there is no such program.
+        Ended: it was over before its first steps, or none came in time.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        injected: Path,
+        log: Path,
+        more: Mapping[str, str] | None = None,
+        start_s: float = START_S,
+    ) -> None:
+        command = Command(words, injected=injected, log=log, more=more)
+        super().__init__(command, words, log=log, start_s=start_s)

@@ -1,0 +1,99 @@
+"""The process that searches while a script trains: started by `advisor.finding.conducted`.
+
+    python -m advisor.conducting < pipe
+
+The first line of its input says what to do; once the input ends, the script has, and so does this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from advisor.cache.config import Value
+from advisor.cache.record import PILOT
+from advisor.errors import AdvisorError
+from advisor.finding.conducted import INSIDE
+from advisor.opening import open_records
+from advisor.tuners import knobs
+from advisor.tuners.measure.run.inside import Inside, Joined
+from advisor.tuners.search.plan import Plan, Progress
+from advisor.tuning import OfRun
+
+if TYPE_CHECKING:
+    from advisor.tuners.search.space import Space
+
+
+class _OfRunInside(OfRun):
+    """A run that goes on: nothing is tried that could end it, and nothing started anew."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        given = {name: _hashable(value) for name, value in told["given"].items()}
+        plan = Plan.of({"budget": told["tune_s"]})
+        records = open_records(told["cache"], fallback=True)
+        super().__init__(told["command"], given, plan, records, _Said())
+        listening = socket.socket(fileno=told["socket"])
+        log = Path(told["folder"]) / "log"
+        self.inside = Inside(Joined(listening), self._command, log=log, reason=INSIDE)
+
+    def begun(self) -> Inside:
+        return self.inside
+
+    def space(self, situation: knobs.Situation) -> Space:
+        found = super().space(situation)
+        found.leave_out(_replays)
+        return found
+
+    def search(self) -> None:
+        """Find what is best, keep it, and have the script go on with it."""
+        record = self.run().record
+        self.inside.leave(record.winner(PILOT).config)
+
+
+def _replays(name: str, value: Value) -> bool:
+    """Whether a value captures: what reads a replay's outputs too late raises in the script."""
+    graphs = knobs.BY_NAME[name].graphs
+    return graphs is not None and graphs(value)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Said(Progress):
+    """Into the log."""
+
+    def notice(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    def warning(self, text: str) -> None:
+        self.notice(text)
+
+
+def _end_with_script(folder: str) -> None:
+    sys.stdin.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> int:
+    told = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_script, args=[told["folder"]], daemon=True).start()
+    try:
+        _OfRunInside(told).search()
+    except AdvisorError as exc:
+        sys.stderr.write(f"advisor: {exc}\n")
+        return 1
+    shutil.rmtree(told["folder"], ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""A pilot that is tuned within its own run: what is not known yet is found in its first minutes.
+
+Rank 0 starts one process that searches, `advisor.conducting`, and every rank asks it at the
+boundaries of steps. It ends when its pipe to the script closes; whatever becomes of it, the script
+goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from advisor.cache.config import Config
+from advisor.finding.agree import WAIT_S
+from advisor.finding.lookups import warn
+from advisor.finding.piloted import Found, in_force
+from advisor.opening import Cache
+from advisor.tuners import knobs
+from advisor.tuners.act.pilot.line import ADDRESS, RUN, Line
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.ranks import Group
+
+PATIENCE_S = 60.0
+"""For an answer of the process that searches, once every rank has asked; and for its start."""
+INSIDE = "tuned inside a run, which is not started anew to compare"
+"""Why a config that changes what is computed was not held against fp32."""
+_conductors = itertools.count()
+
+
+class Conducted(Found):
+    """A Guide as Found, that has what is not known searched for; see `apply(tune=...)`.
+
+    Args:
+        tune_s: seconds that the search may take.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        tune_s: float,
+        cache: Cache = None,
+        given: Mapping[str, Any] | None = None,
+        on_miss: str = "default",
+        strict: bool = False,
+    ) -> None:
+        super().__init__(command, cache=cache, given=given, on_miss=on_miss, strict=strict)
+        self._tune_s = tune_s
+        self._line: Line | None = None
+        self._folder = ""
+        self._conductor: subprocess.Popen[bytes] | None = None
+
+    def begin(self, seen: Seen) -> Order:
+        """As `Guide.begin`."""
+        known = self.known(seen, searches=True)
+        if known is not None:
+            return known
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
+        if local < seen.processes:
+            warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
+            return self.left()
+        self._folder = self._shared_folder(seen)
+        self._line = Line(f"{self._folder}/pilot", None, patience_s=PATIENCE_S)
+        try:
+            order = self._line.begin(seen)
+        except OSError:
+            return self._lost()
+        return self._heard(order)
+
+    def next(self, lap: Lap) -> Order:
+        """As `Guide.next`."""
+        assert self._line is not None
+        return self._heard(self._line.next(lap))
+
+    def _heard(self, order: Order) -> Order:
+        if not order.own and not order.steps:
+            return self._lost()
+        if order.steps:
+            return order
+        self._end()
+        doubts = knobs.doubtful(order.config) and order.config != order.own
+        reason = "found in this run" + f"; not verified against fp32: {INSIDE}" * doubts
+        return in_force(order.config, order.own, reason)
+
+    def _end(self) -> None:
+        """Have done with the process that searches; what it found is kept by then."""
+        if self._conductor is not None:
+            self._conductor.kill()
+            self._conductor.communicate()
+            self._conductor = None
+
+    def _lost(self) -> Order:
+        self._end()
+        where = f"; see {self._folder}/log" if self._folder else ""
+        warn(f"the search within this run has ended{where}. Training goes on as it is")
+        return Order(config=Config())
+
+    def _shared_folder(self, seen: Seen) -> str:
+        """The folder of the socket and the log, of this user's alone; '' where there is none."""
+        group = Group.current()
+        if group is None:
+            return self._started(seen)
+        key = f"advisor/conductor/{next(_conductors)}"
+        if group.rank != 0:
+            return (group.get(key, WAIT_S) or b"").decode()
+        folder = self._started(seen)
+        group.store.set(key, folder.encode())
+        return folder
+
+    def _started(self, seen: Seen) -> str:
+        folder = tempfile.mkdtemp(prefix="advisor-")
+        cache = self._cache
+        told = {
+            "folder": folder,
+            "command": self._command,
+            "given": self._given,
+            "tune_s": self._tune_s,
+            "cache": cache if cache is None or isinstance(cache, str) else _urls(cache),
+        }
+        unwanted = (RUN, ADDRESS)  # no pilot in it
+        environment = {name: v for name, v in os.environ.items() if name not in unwanted}
+        with (
+            socket.socket(socket.AF_UNIX) as listening,
+            (Path(folder) / "log").open("wb") as log,
+        ):
+            listening.bind(f"{folder}/pilot")
+            listening.listen(seen.processes)
+            told["socket"] = listening.fileno()
+            # It lives as long as its input is open, which is as long as this process.
+            self._conductor = subprocess.Popen(
+                [sys.executable, "-m", "advisor.conducting"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+            assert self._conductor.stdin is not None
+            self._conductor.stdin.write(json.dumps(told).encode() + b"\n")
+            self._conductor.stdin.flush()
+        return folder
+
+
+def _urls(cache: os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str | list[str]:
+    return os.fspath(cache) if isinstance(cache, os.PathLike) else [os.fspath(u) for u in cache]

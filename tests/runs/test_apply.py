@@ -1,0 +1,268 @@
+"""apply() and nothing else: what was found for a run, in force from inside; and release()."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import advisor
+from advisor.cache.config import Config
+from advisor.cache.key import Key
+from advisor.cache.record import USES, Provenance, Record, Target, Winner
+from advisor.finding.inside import own_command
+from advisor.finding.piloted import Found
+from advisor.opening import open_records
+from advisor.tuners.act import following
+from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot.in_charge import InCharge
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.served import Served
+from advisor.tuners.environment import detect
+from advisor.tuners.knobs import TORCH, Advised
+from tests.cache.examples import choice, trial
+from tests.runs.forked import left_behind, space_of
+
+STEPS = 8
+SCRIPT = """
+import sys
+
+import advisor
+
+advice = advisor.apply(strict="strict" in sys.argv)
+
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(8):
+    loss = net(torch.randn(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(loss.item())
+"""
+
+
+class Net(nn.Module):
+    """Keeps the number formats that it was called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv(x)
+        self.dtypes.append(out.dtype)
+        return out.mean((2, 3))
+
+
+def trained(net: Net, steps: int = STEPS) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        loss = net(torch.randn(4, 3, 8, 8)).square().mean()
+        assert loss.dtype == torch.float32
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return optimizer
+
+
+class Looks:
+    """A guide that keeps what was seen, and leaves the script alone."""
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: Seen) -> Order:
+        self.seen = seen
+        return Order(config=Config())
+
+    def next(self, lap: Lap) -> Order:
+        raise AssertionError
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError from exc
+
+
+def record_of(seen: Seen, fast: Config) -> Record:
+    """As `advisor tune -- python train.py` would have kept it, verified."""
+    default = space_of(seen).default
+    key = Key(
+        environment=detect("cpu"),
+        model=seen.model,
+        task=seen.task(["python", "train.py"], {}),
+        libraries=seen.libraries,
+        threads=seen.threads,
+    )
+    won = choice(default.replace(**fast), 3000.0, 1.5)
+    base = choice(default)
+    return Record(
+        key=key,
+        target=Target(name="python train.py", origin=""),
+        baseline=base,
+        winners=tuple(
+            Winner(use=use, free=False, choice=won if use != USES[0] else base) for use in USES
+        ),
+        trials=(
+            trial(0, default),
+            trial(1, won.config),
+            replace(trial(2, won.config), stage="numerics", origin="fp32"),
+        ),
+        input=Config(),
+        provenance=Provenance(
+            created=1.7e9,
+            seconds=60.0,
+            trials=2,
+            advisor="0.1.0",
+            device_uuid="",
+            host_cpu="",
+            seed=0,
+            study="",
+            budget_s=60.0,
+            modules=seen.modules,
+            parameters=seen.parameters,
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def as_found() -> Iterator[None]:
+    yield
+    following._last.clear()
+    advisor.release()
+    assert left_behind() == []
+
+
+@pytest.fixture
+def known() -> None:
+    """What was found for Net: bf16 and channels_last."""
+    guide, charge = Looks(), InCharge()
+    charge.bring(guide)
+    trained(Net())
+    charge.release()
+    found = record_of(guide.seen, Config(precision="bf16", channels_last=True))
+    open_records(None).put(found)
+
+
+@pytest.mark.usefixtures("known")
+def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advice = advisor.apply()
+        net = Net()
+        trained(net)
+    assert net.dtypes[0] == torch.float32
+    assert net.dtypes[-1] == torch.bfloat16
+    assert net.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert advice.report().startswith("in force: channels_last, bf16; 1.50x")
+    advisor.release()
+    assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    trained(net, 1)
+    assert net.dtypes[-1] == torch.float32
+
+
+@pytest.mark.usefixtures("known")
+def test_what_is_not_permitted_is_not_served() -> None:
+    advice = advisor.apply(precisions=["default"])
+    net = Net()
+    trained(net)
+    assert "the script as it is" in advice.report()
+    assert set(net.dtypes) == {torch.float32}
+
+
+@pytest.mark.usefixtures("known")
+def test_an_advice_that_the_script_follows_wins() -> None:
+    served = Served(default=TORCH)
+    advice = Advice(Advised(Config(channels_last=True)), device="cpu", served=served)
+    advisor.apply()
+    net = Net()
+    advice.prepare(net)
+    trained(net)
+    assert set(net.dtypes) == {torch.float32}
+    assert left_behind() == []
+
+
+@pytest.mark.usefixtures("known")
+def test_where_a_command_brought_a_pilot_that_one_acts_alone() -> None:
+    charge = InCharge()
+    guide = Looks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("advisor.finding.inside.IN_CHARGE", charge)
+        charge.bring(guide)
+        advisor.apply()
+        net = Net()
+        trained(net)
+    assert guide.seen.shape == (4, 3, 8, 8)
+    assert set(net.dtypes) == {torch.float32}
+    charge.release()
+
+
+def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    IN_FORCE.put(Config(threads=threads + 1))
+    advisor.apply()
+    seen: list[Seen] = []
+    begin = Found.begin
+    monkeypatch.setattr(Found, "begin", lambda found, one: seen.append(one) or begin(found, one))
+    with pytest.warns(advisor.AdvisorWarning, match="advisor tune -- python"):
+        trained(Net())
+    assert [one.threads for one in seen] == [threads]
+    # Nothing was found: they stand again.
+    assert torch.get_num_threads() == threads + 1
+    advisor.release()
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("how", ["disabled", "infer", "wrong"])
+def test_no_pilot(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "disabled":
+        monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    if how == "wrong":
+        with pytest.warns(advisor.AdvisorWarning, match="tune"):
+            advisor.apply(tune="soon")
+    else:
+        advisor.apply(mode="infer" if how == "infer" else None)
+    assert left_behind() == []
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, "train.py", *words], cwd=folder, capture_output=True, text=True
+    )
+
+
+def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> None:
+    done = run(tmp_path, "it's")
+    assert done.returncode == 0
+    assert float(done.stdout) >= 0
+    assert done.stderr.count("AdvisorWarning") == 1
+    assert """; run: advisor tune -- python train.py 'it'"'"'s'.""" in done.stderr
+
+
+def test_strict_ends_the_script(tmp_path: Path) -> None:
+    done = run(tmp_path, "strict")
+    assert done.returncode == 1
+    assert "NoRecord: this run was not tuned" in done.stderr
+
+
+def test_the_command_as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["/x/bin/python3", "-m", "package.train", "--lr", "1"])
+    assert own_command() == ["python", "-m", "package.train", "--lr", "1"]
+    monkeypatch.setattr(sys, "orig_argv", ["/x/bin/python3", "-u", "train.py"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert own_command() == ["torchrun", "--nproc-per-node", "4", "train.py"]

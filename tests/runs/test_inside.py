@@ -1,0 +1,244 @@
+"""A run that is tuned within itself: it trains on whatever the search, or a config, does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advisor.opening import open_records
+from advisor.tuners.act.pilot.in_charge import InCharge
+from advisor.tuners.act.pilot.line import Line
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.seen import Seen
+from tests.runs.forked import left_behind, space_of
+
+SCRIPT = """
+import sys, time
+
+import advisor
+
+tune = sys.argv[2] if len(sys.argv) > 2 else None
+advice = advisor.apply(tune=tune, compile=False)
+
+import torch
+from torch import nn
+
+net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+optimizer = torch.optim.AdamW(net.parameters())
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    loss = net(torch.randn(8, 3, 8, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(advice.report())
+print("loss", loss.item())
+"""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def begun(script: Path, *words: str, by: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*by, sys.executable, script.name, *words],
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def conductor_of(process: subprocess.Popen[str]) -> int:
+    """The process that searches for a script, once there is one."""
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        for entry in Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if b"advisor.conducting" in words and int(parent) == process.pid:
+                return int(entry.name)
+        time.sleep(0.1)
+    raise AssertionError("no search was begun")
+
+
+def ends(pid: int) -> bool:
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
+    process = begun(script, "45", "8s")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "AdvisorWarning" not in err
+    assert out.startswith("in force: ")
+    assert "found in this run" in out
+    (record,) = open_records(None).all()
+    assert record.target.name == "python train.py 45 8s"
+    assert len(record.trials) > 1
+    assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
+    modes = {one.config.get("compile", "none") for one in record.trials}
+    assert modes == {"none"}
+
+
+def test_under_advisor_run(script: Path) -> None:
+    by = [sys.executable, "-m", "advisor", "run", "--tune", "8s", "--"]
+    process = begun(script, "45", by=by)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "found in this run" in out
+    assert len(open_records(None).all()) == 1
+
+
+def test_the_script_goes_on_without_the_search(script: Path) -> None:
+    process = begun(script, "30", "5m")
+    os.kill(conductor_of(process), signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert err.count("AdvisorWarning") == 1
+    assert "the search within this run has ended" in err
+    assert "loss" in out
+
+
+def test_the_search_ends_with_the_script(script: Path) -> None:
+    process = begun(script, "60", "5m")
+    conductor = conductor_of(process)
+    process.kill()
+    process.communicate()
+    assert ends(conductor)
+
+
+def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "pilot"))
+        silent.listen(1)
+        line = Line(str(tmp_path / "pilot"), None, patience_s=0.2)
+        net, charge = Net(), InCharge()
+        charge.bring(line)
+        train(net, 8)
+    assert left_behind() == []
+    assert set(net.dtypes) == {torch.float32}
+
+
+class Net(nn.Module):
+    """Raises in bf16 where it is to; keeps the number formats that it was called in."""
+
+    def __init__(self, raises: type[Exception] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.raises = raises
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        if self.raises is not None and out.dtype == torch.bfloat16:
+            raise self.raises("not in bf16")
+        self.dtypes.append(out.dtype)
+        return out
+
+
+def train(net: Net, steps: int) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = net(torch.randn(4, 6)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class Careful:
+    """A guide that tries bf16 for three steps, then goes on as the script is."""
+
+    def __init__(self) -> None:
+        self.laps: list[Lap] = []
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: Seen) -> Order:
+        self.own = space_of(seen).default
+        there = self.own.replace(precision="bf16")
+        return Order(config=there, steps=3, own=self.own, careful=True)
+
+    def next(self, lap: Lap) -> Order:
+        self.laps.append(lap)
+        return Order(config=self.own, steps=2 if len(self.laps) == 1 else 0, careful=True)
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError from exc
+
+
+@pytest.fixture
+def charge() -> Iterator[InCharge]:
+    charge = InCharge()
+    yield charge
+    charge.release()
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("raises", "outcome"), [(RuntimeError, "failed"), (MemoryError, "out_of_memory")]
+)
+def test_a_config_that_raises_costs_its_step(
+    charge: InCharge, raises: type[Exception], outcome: str
+) -> None:
+    guide, net = Careful(), Net(raises)
+    charge.bring(guide)
+    train(net, 12)
+    failed, later = guide.laps
+    assert (failed.steps, failed.outcome) == (1, outcome)
+    assert failed.reason == f"{raises.__name__}: not in bf16"
+    assert (later.steps, later.outcome) == (2, "ok")
+    assert net.dtypes == [torch.float32] * 12
+
+
+def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
+    class Always(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if len(self.dtypes) > 8:
+                raise ValueError("the script's")
+            return out
+
+    charge.bring(Careful())
+    with pytest.raises(ValueError, match="the script's"):
+        train(Always(), 12)
+
+
+def test_without_room_a_config_is_not_tried(
+    charge: InCharge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda _pilot: False)
+    guide, net = Careful(), Net()
+    charge.bring(guide)
+    train(net, 12)
+    assert guide.laps[0].outcome == "out_of_memory"
+    assert "little of the device's memory is free" in guide.laps[0].reason
+    assert set(net.dtypes) == {torch.float32}
