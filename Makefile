@@ -7,12 +7,14 @@ USE := .venv/.installed
 DEV := .venv/.installed-dev
 MUT := .venv/.installed-mutants
 
+RUN := $(BIN)/python examples/train_mnist_plain.py
+
 .PHONY: demo test check lint mutants dev
 
-## Tune an example, then train it without and with what was found.
+## Tune the run of an ordinary script, then hold it as it is against it with what was found.
 demo: $(USE)
-	$(BIN)/advisor tune examples/mnist.py --shape 128x1x28x28 --effort quick
-	$(BIN)/python examples/train_mnist.py --steps 500 --compare
+	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
+	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests: a file's tests share what they set up, so a file stays with one process.
 test: $(DEV)

@@ -1,11 +1,15 @@
-"""A small network for images of digits.
+"""A small network for images of digits, and made-up digits.
 
     advisor tune examples/mnist.py --shape 128x1x28x28
 
-train_mnist.py trains it with what was found.
+train_mnist_plain.py trains it as any script does, train_mnist.py with what was found for it.
 """
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+SAMPLE = (1, 28, 28)
 
 
 class Net(nn.Module):
@@ -25,3 +29,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classify(self.features(x).flatten(1))
+
+
+def make_digits(prototypes: Tensor, count: int) -> TensorDataset:
+    """`count` noisy copies of ten fixed images, each with its class."""
+    labels = torch.randint(10, (count,))
+    return TensorDataset(prototypes[labels] + torch.randn(count, *SAMPLE), labels)

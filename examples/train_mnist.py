@@ -13,18 +13,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 
 import advisor
-from mnist import Net
-
-SAMPLE = (1, 28, 28)
-
-
-def make_digits(prototypes: torch.Tensor, count: int) -> TensorDataset:
-    """`count` noisy copies of ten fixed images, each with its class."""
-    labels = torch.randint(10, (count,))
-    return TensorDataset(prototypes[labels] + torch.randn(count, *SAMPLE), labels)
+from mnist import SAMPLE, Net, make_digits
 
 
 def compare(words: list[str], turns: int = 3) -> None:
