@@ -86,7 +86,8 @@ def record(
 ) -> Record:
     default = DEFAULT.at(key.task.batch)
     fast = choice(default.replace(precision="bf16"), 3000.0, 1.5)
-    winners = {"flags": choice(default), "loop": fast, "capture": fast}
+    flags = choice(default)
+    winners = {"flags": flags, "pilot": flags, "loop": fast, "capture": fast}
     return Record(
         key=key,
         target=Target(name=name, origin="0123456789abcdef"),

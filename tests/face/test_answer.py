@@ -93,7 +93,8 @@ def record(
     free = more.pop("free", None)
     capture = more.pop("capture", None)
     loop = loop or default
-    named = [("flags", flags or default), ("loop", loop), ("capture", capture or loop)]
+    named = [("flags", flags or default), ("pilot", flags or default)]
+    named += [("loop", loop), ("capture", capture or loop)]
     winners = [Winner(use=use, free=False, choice=one) for use, one in named]
     if free is not None:
         winners += [Winner(use=use, free=True, choice=free) for use in ("loop", "capture")]
@@ -119,7 +120,7 @@ class TestRaced:
         assert answer(made, request()) == Answer(
             config=Config(BF16 | PINNED),
             reason="1.50x torch's default at batch 64",
-            gains={"flags": 1.25, "loop": 1.5, "capture": 1.5},
+            gains={"flags": 1.25, "pilot": 1.25, "loop": 1.5, "capture": 1.5},
             flags=TF32,
         )
 
@@ -144,7 +145,7 @@ class TestRaced:
         assert answer(made, request(use="loop")).config == Config(BF16 | PINNED)
         captured = answer(made, request(use="capture"))
         assert captured.config == Config(BASE.replace(step_graph=True) | PINNED)
-        assert captured.gains == {"flags": 1.25, "loop": 1.5, "capture": 2.0}
+        assert captured.gains == {"flags": 1.25, "pilot": 1.25, "loop": 1.5, "capture": 2.0}
 
     def test_the_job_that_it_was_chosen_for_is_named(self) -> None:
         made = record(loop=choice(TF32, 1500.0))
@@ -160,7 +161,7 @@ class TestRaced:
         # A winner for more than the script's own use is named whatever it takes.
         found = answer(made, request(use="flags", max_memory=2 * GIB))
         assert found.config == Config(TF32 | PINNED)
-        assert found.gains == {"flags": 1.25, "loop": 1.5, "capture": 1.5}
+        assert found.gains == {"flags": 1.25, "pilot": 1.25, "loop": 1.5, "capture": 1.5}
 
         made = record(loop=choice(LAID, 1500.0), flags=choice(TF32, 1250.0, 2.0, 3 * GIB))
         found = answer(made, request(max_memory=2 * GIB))

@@ -111,6 +111,7 @@ def remember(**changes: Any) -> Record:
     fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * 2**30)
     winners = {
         ("flags", False): examples.choice(ALONE, 110.0, 1.1),
+        ("pilot", False): examples.choice(ALONE, 110.0, 1.1),
         ("loop", False): fast,
         ("capture", False): fast,
         ("loop", True): examples.choice(WIDE, 400.0, 4.0),

@@ -76,6 +76,7 @@ def record_of(
     rates = {base: 100.0, **dict(configs)}
     chosen = {"flags": base, "loop": base, **winners}
     chosen.setdefault("capture", chosen["loop"])
+    chosen.setdefault("pilot", chosen["flags"])
     made = examples.record(replace(examples.KEY, task=task))
     return replace(
         made,

@@ -13,7 +13,7 @@ import pytest
 import advisor
 from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config
-from advisor.cache.record import RACED, Choice, Measurement, Record, Trial, Winner
+from advisor.cache.record import Choice, Measurement, Record, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.finding.answer import break_even
@@ -57,9 +57,10 @@ def trial(config: Config, rate: float, first_step_s: float) -> Trial:
 
 def winners(loop: Choice, flags: Choice, free: Choice | None = None) -> tuple[Winner, ...]:
     """Of a record whose captured step is no better than its loop."""
-    named = {("flags", False): flags, ("loop", False): loop, ("capture", False): loop}
+    named = {("flags", False): flags, ("pilot", False): flags}
+    named |= {("loop", False): loop, ("capture", False): loop}
     if free is not None:
-        named |= {(use, True): free for use in RACED[1:]}
+        named |= {(use, True): free for use in ("loop", "capture")}
     return tuple(Winner(use=use, free=one, choice=c) for (use, one), c in named.items())
 
 

@@ -125,7 +125,7 @@ def test_a_knob(copy: Path) -> None:
     options = ("--budget", "20s", "--fixed-batch", "--no-compile", "--precisions", "default")
     found = json.loads(run(copy, *tune, *options, "--json"))["record"]
     chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
-    assert chosen == {"flags": 9, "loop": 9, "capture": 9}
+    assert chosen == {"flags": 9, "pilot": 9, "loop": 9, "capture": 9}
     assert found["baseline"]["config"]["slack"] == 0
 
     explained = run(copy, "-m", "advisor", "explain", found["id"], "--budget", "10s")

@@ -86,7 +86,7 @@ def full() -> Record:
     return replace(
         made,
         winners=(
-            made.winners[0],
+            *made.winners[:2],
             Winner(use="loop", free=False, choice=fast),
             Winner(use="capture", free=False, choice=fast),
             Winner(use="loop", free=True, choice=free),

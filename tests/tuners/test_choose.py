@@ -277,9 +277,9 @@ def test_each_use_has_the_best_that_it_can_follow() -> None:
     rates = known({PLAIN: 100.0, TF32: 120.0, LOOPED: 150.0, GRAPHED: 400.0})
     verdict = choose(CUDA, rates, {})
     found = {use: verdict.winner(use).config for use in RACED}
-    assert found == {"flags": TF32, "loop": LOOPED, "capture": GRAPHED}
+    assert found == {"flags": TF32, "pilot": LOOPED, "loop": LOOPED, "capture": GRAPHED}
     # Each has its own interval against torch's default at the user's batch.
-    assert [round(verdict.winner(use).speedup, 3) for use in RACED] == [1.2, 1.5, 4.0]
+    assert [round(verdict.winner(use).speedup, 3) for use in RACED] == [1.2, 1.5, 1.5, 4.0]
     assert verdict.baseline.config == PLAIN and verdict.baseline.speedup == 1.0
 
 
