@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import dataclasses
 import math
 import statistics
@@ -429,10 +430,15 @@ def _target(record: Record, named: str | None) -> str:
     """
     from advisor.tuners.target import parse
 
+    task = record.key.task
+    if task.command:
+        raise UsageError(
+            f"record {record.id} is of a run, which is not measured again on its own; to tune it "
+            f"anew: {shlex.join(['advisor', 'tune', '--force', '--', *task.command])}"
+        )
     if named is not None:
         parse(named)
         return named
-    task = record.key.task
     here = reach(record)
     spec = None
     with contextlib.suppress(UsageError):

@@ -139,7 +139,7 @@ class _OfRun(Lookup):
         return Request(
             target=None,
             given={**{name: getattr(task, name) for name in shown}, **self._given},
-            batch=None,
+            batch=task.batch,
             free=False,
             use=PILOT,
             device=self._seen.device,

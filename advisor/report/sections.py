@@ -79,7 +79,11 @@ def _tried(record: Record) -> Section:
 
 def _knobs(record: Record, cache: str | None) -> Section:
     nothing = record.winner(LOOP).config == record.baseline.config and not record.input
-    line = "No knob is set: torch's default is advised." if nothing else "Not measured yet; run:"
+    line = "Not measured yet; run:"
+    if nothing:
+        line = f"No knob is set: {record.key.task.baseline} is advised."
+    elif record.key.task.command:
+        nothing, line = True, "Of a run not measured; what was tried (above) shows most of it."
     return Section(
         name="knobs",
         title="What each knob gives",
