@@ -83,8 +83,7 @@ _HOMES = {
 _ROOMS = ("accelerate", "hf", "lightning")
 """Of advisor.frameworks, with functions of their own."""
 
-
-_OF_SCRIPTS = ("Advice", "apply", "lookup", "release", *_ROOMS)
+_OF_SCRIPTS = ("Advice", "apply", "lookup", "release")
 """What needs torch at once."""
 
 

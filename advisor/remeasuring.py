@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import dataclasses
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence

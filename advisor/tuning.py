@@ -126,7 +126,7 @@ def tune(
         Busy: another process tunes the same key.
     """
     given = dict(locals())
-    task_keywords = {row.keyword for row in rows(Task).values()} - {"target"}
+    task_keywords = {row.keyword for row in rows(Task).values() if row.given} - {"target"}
     plan_keywords = {row.keyword for row in rows(Plan).values()}
     return measured(
         Task.of(target, {name: given[name] for name in task_keywords}),

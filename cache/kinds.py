@@ -32,6 +32,9 @@ class Kind(Protocol[T_co]):
             UsageError: it is outside the domain; names `what`, the value and what is allowed.
         """
 
+    def asked(self, what: str, value: object) -> T_co:
+        """The same of what a person gives, which may be less than what is seen in a run."""
+
     def texts(self, value: Any) -> list[str]:
         """As the option takes it: one text, or one for each time that it is given."""
 
@@ -42,6 +45,12 @@ class Kind(Protocol[T_co]):
 class _Plain(Generic[T]):
     metavar = "TEXT"
     repeats = False
+
+    def checked(self, what: str, value: object) -> T:
+        raise NotImplementedError
+
+    def asked(self, what: str, value: object) -> T:
+        return self.checked(what, value)
 
     def texts(self, value: T) -> list[str]:
         return [str(value)]
@@ -82,11 +91,14 @@ class Choice(_Plain[str]):
 
 
 class Known(Choice):
-    """One of some names, or another name: the names are those that advisor can make itself."""
+    """One of some names, or what else is seen in a run: the names are those that advisor makes."""
 
     def checked(self, what: str, value: object) -> str:
         if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value):
             return value
+        return super().checked(what, value)
+
+    def asked(self, what: str, value: object) -> str:
         return super().checked(what, value)
 
 

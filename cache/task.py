@@ -49,6 +49,7 @@ class Row:
         narrows: a permission: a record of more than is asked for can answer, from its trials.
         printed: stands in the lines printed for copying where it is not the default.
         shown: by a run's own first steps, where there is a command: not asked for and not printed.
+        given: by who tunes a target; what is not, only a run has.
     """
 
     kind: kinds.Kind[Any]
@@ -61,6 +62,7 @@ class Row:
     narrows: bool = False
     printed: bool = True
     shown: bool = False
+    given: bool = True
     switched: str = ""
     name: str = ""
     default: Any = dataclasses.MISSING
@@ -189,9 +191,17 @@ class Task:
         asked=False,
         printed=False,
         shown=True,
+        given=False,
     )
     processes: int = row(
-        kinds.Whole(), "Of one job.", 1, option="", asked=False, printed=False, shown=True
+        kinds.Whole(),
+        "Of one job.",
+        1,
+        option="",
+        asked=False,
+        printed=False,
+        shown=True,
+        given=False,
     )
     others: str = row(
         kinds.Line(),
@@ -201,6 +211,7 @@ class Task:
         asked=False,
         printed=False,
         shown=True,
+        given=False,
     )
     script: str = row(
         kinds.Line(),
@@ -210,6 +221,7 @@ class Task:
         asked=False,
         printed=False,
         shown=True,
+        given=False,
     )
 
     def __post_init__(self) -> None:
@@ -232,10 +244,6 @@ class Task:
         found = checked(cls, given)
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
-        if found.get("optimizer", OPTIMIZERS[0]) not in OPTIMIZERS:
-            raise UsageError(
-                f"optimizer {found['optimizer']!r}: expected one of {', '.join(OPTIMIZERS)}"
-            )
         task = cls(target=target, **found)
         if len(task.shapes) > 1 and task.batches:
             raise UsageError(
@@ -299,7 +307,7 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
             raise UsageError(f"{keyword}: expected one of {', '.join(keywords)}")
         if value is not None:
             one = keywords[keyword]
-            found[one.name] = one.kind.checked(keyword.replace("_", " "), value)
+            found[one.name] = one.kind.asked(keyword.replace("_", " "), value)
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# First of all: loading torch may bring a pilot, and that must not find half of advisor.
+import torch  # noqa: F401  # isort: skip
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -266,12 +266,12 @@ def test_what_could_not_be_read_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("winners.1.choice.speedup", 1.51, "speed-up 1.51, and its turns say 1.5"),
-        ("winners.1.choice.samples_per_s", 3100.0, "samples/s 3100, and its turns say 3000"),
-        ("winners.1.choice.low", 2900.0, "slowest turn 2900, and its turns say 2970"),
-        ("winners.1.choice.high", 4000.0, "fastest turn 4000, and its turns say 3030"),
-        ("winners.1.choice.speedup_low", 1.6, "not in its own interval"),
-        ("winners.1.choice.rounds", [], "without a turn"),
+        ("winners.2.choice.speedup", 1.51, "speed-up 1.51, and its turns say 1.5"),
+        ("winners.2.choice.samples_per_s", 3100.0, "samples/s 3100, and its turns say 3000"),
+        ("winners.2.choice.low", 2900.0, "slowest turn 2900, and its turns say 2970"),
+        ("winners.2.choice.high", 4000.0, "fastest turn 4000, and its turns say 3030"),
+        ("winners.2.choice.speedup_low", 1.6, "not in its own interval"),
+        ("winners.2.choice.rounds", [], "without a turn"),
         ("baseline.speedup", 1.01, "speed-up 1.01, and its turns say 1"),
         ("baseline.rounds", [], "without a turn"),
         ("trials.0.measurement.samples_per_s", 0.0, "without a speed"),

@@ -56,7 +56,7 @@ def test_each_batch_of_a_mix_counts() -> None:
 
 
 def test_digest_stays_the_same_between_versions() -> None:
-    assert KEY.digest == "e9164509bbc25cf4d0ed6fb1b9d0dbc6cd9c5b748246a7001143c75aa2152294"
+    assert KEY.digest == "166ed09f4c3a2cd425641517862c23dbc6adfc7099cce6919ce184d8caff8efa"
 
 
 def test_fingerprint() -> None:

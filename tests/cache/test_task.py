@@ -33,7 +33,7 @@ ODD = {
 
 
 def test_the_table_is_tried_whole() -> None:
-    assert {row.keyword for row in rows(Task).values()} == {"target", *ODD}
+    assert {row.keyword for row in rows(Task).values() if row.given} == {"target", *ODD}
 
 
 @pytest.mark.parametrize("keyword", ODD)

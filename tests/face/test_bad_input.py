@@ -145,7 +145,7 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
         (["forget", "abcdef@0"], "'abcdef@0': no such record; run: advisor show"),
         (["forget"], "name one KEY, or --all; to see the keys, run: advisor show"),
         (["forget", "key", "--all"], "name one KEY, or --all"),
-        (["tune"], "Missing argument 'TARGET'. (see: advisor tune --help)"),
+        (["tune"], "give a TARGET and --shape, or your command after --, one of them"),
         (["tune", "model.py"], "shape: give your batch and the sample, e.g. 64x3x256x256"),
         (["completion", "csh"], "'csh' is not one of"),
         (["show", "--cache", "redis:localhost:1"], "'redis:localhost:1': expected redis://"),

@@ -89,6 +89,7 @@ def test_a_config_acts_and_leaves_nothing(
 ) -> None:
     net, optimizer, switch = flown
     strides = [p.stride() for p in net.parameters()]
+    before = IN_FORCE.config
     group = dict(optimizer.param_groups[0])
     there = OWN.replace(precision="bf16", channels_last=True)
     switch.set(there)
@@ -108,7 +109,7 @@ def test_a_config_acts_and_leaves_nothing(
     }
     switch.release()
     assert "_compiled_call_impl" not in vars(net)
-    assert not IN_FORCE.config
+    assert IN_FORCE.config == before
 
 
 def test_evaluation_is_left_to_the_script(

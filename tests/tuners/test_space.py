@@ -24,7 +24,7 @@ def test_of_a_gpu() -> None:
     assert (space.batch, space.batches) == (32, (32, 64))
     assert space.default_input == Config(pin_memory=False)
     assert space.is_choice
-    assert space.uses == ("capture", "loop", "flags")
+    assert space.uses == ("capture", "loop", "pilot", "flags")
     # tf32 is the default of nothing, and fp32 is not offered: the reference is beside the space.
     assert space.reference == space.default.replace(precision="fp32")
     offered = on_cuda(precisions=("default", "fp32"))
@@ -127,7 +127,7 @@ def test_uses() -> None:
 
     assert of() == ("flags",)
     assert of(precision=("default", "tf32")) == ("flags",)
-    assert of(precision=("default", "bf16")) == ("loop", "flags")
+    assert of(precision=("default", "bf16")) == ("pilot", "flags")
     assert of(precision=("default", "fp16")) == ("loop", "flags")
     assert of(step_graph=(False, True)) == ("capture", "flags")
 

@@ -289,10 +289,10 @@ CUDA = Space(
 def test_a_space_knows_its_uses_and_its_reference() -> None:
     here = knobs.Situation(device="cuda", capability=(9, 0), compiles=True)
     space = Space.of(here)
-    assert space.uses == ("capture", "loop", "flags")
+    assert space.uses == ("capture", "loop", "pilot", "flags")
     assert space.reference == space.default.replace(precision="fp32")
     plain = dataclasses.replace(here, step_graph=False, precisions=PRECISIONS)
-    assert Space.of(plain).uses == ("loop", "flags") and Space.of(plain).reference is None
+    assert Space.of(plain).uses == ("loop", "pilot", "flags") and Space.of(plain).reference is None
     assert Space.of(knobs.Situation(device="cpu", cores=2, threads=2)).reference is None
     assert space.is_dear(space.default.replace(compile="default"))
 

@@ -180,7 +180,7 @@ def test_each_use_gets_its_winner_verified_with_first_steps_and_input(tmp_path: 
     graph = loop.replace(step_graph=True)
     assert won(decided) == {
         (use, free): config.at(128 if free else 64)
-        for use, config in zip(RACED, (flags, loop, graph), strict=True)
+        for use, config in zip(RACED, (flags, loop, loop, graph), strict=True)
         for free in (False, True)
     }
     assert outcomes(decided).items() >= {loop.knobs: "ok", graph.knobs: "ok"}.items()

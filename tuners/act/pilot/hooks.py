@@ -9,7 +9,7 @@ What is not a hook of PyTorch's own, and why:
 - `_BaseDataLoaderIter.__next__`: what the step waits for its data cannot be seen from elsewhere.
   The iterator keeps its class, which frameworks look at.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
-- `sys.excepthook`: why a script ended, before it does.
+- `sys.excepthook`: why a script ends.
 """
 
 from __future__ import annotations
@@ -142,12 +142,15 @@ def on_backward(begins: Callable[[Tensor], None]) -> Remove:
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:
-    """Tell what ends the script, before Python prints it."""
+    """Tell what ends the script, once it is printed: whoever is told may end the process."""
     plain = sys.excepthook
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
-        failed(exc)
-        return plain(kind, exc, trace)
+        try:
+            return plain(kind, exc, trace)
+        finally:
+            sys.stderr.flush()
+            failed(exc)
 
     sys.excepthook = hook
 
