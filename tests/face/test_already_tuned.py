@@ -117,7 +117,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     assert json.loads(again.stdout)["status"] in ("unfinished", "tuned")
     assert "going on after 1 trials" in again.stderr
     assert "trial 0:" not in again.stderr and "trial 1:" in again.stderr
-    last = advisor(here, *TUNE, *only, "--budget", "30s", "--json")
+    last = advisor(here, *TUNE, *only, "--budget", "15s", "--json")
     assert json.loads(last.stdout)["status"] in ("tuned", "known"), last.stderr
     assert "trial 0:" not in last.stderr and "trial 1:" not in last.stderr
     assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")

@@ -39,6 +39,9 @@ def finalists(space: Space, trials: Sequence[Trial]) -> list[Config]:
     for use in uses:
         paid = (set(knobs.PAYING) & set(c.changed(space.default)) for c in leaders[use])
         found += [c for c, names in zip(leaders[use], paid, strict=True) if not names][:1]
+    # What needs no comparison with fp32 is left if all that does is struck out.
+    for use in uses:
+        found += [c for c in leaders[use] if not knobs.doubtful(c) and c != space.default][:1]
     for use in uses:
         most = MOST if use == space.uses[0] else MOST_LESS
         near = [c for c in leaders[use] if rate[c] >= WITHIN * rate[leaders[use][0]]]

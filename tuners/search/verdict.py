@@ -30,6 +30,8 @@ TOGETHER = 0.9
 """Share of the memory that the configs of one race may take together."""
 LEAST_S = 1.0
 """A comparison is not begun with less."""
+FITS = 0.7
+"""Nor with less than this share of what it usually takes."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 REFERENCE_S = 0.5
@@ -168,8 +170,9 @@ class _Decision:
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""
         self.progress.phase(f"the finalists and {self.terms.baseline}, measured in turn")
-        left = max(self.clock.left_s, 1e-9)
-        most = max(plan.RACE / 2, 1 - self.terms.compare_s / left)
+        most = 1 - self.terms.compare_s / max(self.clock.left_s, 1e-9)
+        if most < plan.RACE / 2:
+            most = 1.0  # no comparison fits in: its time is worth more in the race
         part = self.clock.part(
             min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
         )
@@ -271,7 +274,7 @@ class _Decision:
         steps = self.compared or steps_within(share_s - build_s, step_s)
         steps = steps or min(LEAST_STEPS, steps_within(self.clock.left_s - build_s, step_s))
         self.compared = steps
-        if not steps or self.clock.part().deadline_s < LEAST_S:
+        if not steps or self.clock.part().deadline_s < max(LEAST_S, FITS * self.terms.compare_s):
             self.progress.notice(
                 f"not compared with fp32: {self._named(config)}: no time is left for it"
             )

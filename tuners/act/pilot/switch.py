@@ -198,6 +198,9 @@ class Switch:
         called = Config({k.name: config[k.name] for k in rows if k.model or k.autocast})
         if not called:
             return call.plain
+        if any(k.model and not k.layout for k in rows):
+            # What is compiled, or replayed, has the flags in it that were set then.
+            called = Config(called | self._flags)
         if (seat, called) not in self._kept:
             inner = self._compiled(seat, call, rows, config)
             self._kept[seat, called] = _around(inner, rows, config, self._device)

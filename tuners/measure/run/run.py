@@ -220,7 +220,14 @@ class Run:
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
-        return Session(self._words, injected=self._injected, log=self._log, more=more, start_s=left)
+        try:
+            return Session(
+                self._words, injected=self._injected, log=self._log, more=more, start_s=left
+            )
+        except Ended as exc:
+            if exc.outcome != "timed_out":
+                raise
+            raise Ended("timed_out", f"{left:.0f} s were left for another start of it") from exc
 
     def _measured(self, config: Config, seconds: float, floor: float, until: float) -> Measurement:
         session = self._ensured()
@@ -266,9 +273,12 @@ class Run:
         missing = [one for one in wanted if one not in self._traces]
         if alone := self._alone(len(missing)):
             self.stop()
+
+        def trace(one: _Traced) -> None:
+            self._traces[one] = self._traced(one, until)  # kept, whatever becomes of the others
+
         with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
-            found = list(pool.map(lambda one: self._traced(one, until), missing))
-        self._traces |= dict(zip(missing, found, strict=True))
+            list(pool.map(trace, missing))
 
     def _traced(self, wanted: _Traced, until: float) -> Trace:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
