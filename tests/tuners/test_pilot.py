@@ -16,6 +16,8 @@ from advisor.cache.config import Config
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
 from advisor.tuners.knobs import BY_NAME, Script, Situation
@@ -250,3 +252,40 @@ def test_a_hook_that_goes_within_a_step_disturbs_no_other() -> None:
         stepped(net, optimizer)
     other.remove()
     assert told == ["ours", "theirs", "theirs", "theirs"]
+
+
+class Refusing:
+    """A guide that leaves every script alone, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def takes_over(self) -> bool:
+        self.asked += 1
+        return False
+
+    def begin(self, seen: Seen) -> Order:
+        raise AssertionError("it does not take over")
+
+    def next(self, lap: Lap) -> Order:
+        raise AssertionError("it does not take over")
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError("nothing fails") from exc
+
+    gave_up = failed
+
+
+def test_a_pilot_that_leaves_is_gone_at_once() -> None:
+    """Also before the next call of a model, which is when its hook goes."""
+    net = Net()
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    guide = Refusing()
+    pilot = Pilot(guide)
+    for _ in range(4):
+        stepped(net, first)
+        second.step()
+        second.step()
+        second.step()
+    pilot.release()
+    assert guide.asked == 1

@@ -54,7 +54,7 @@ class Pilot:
         self._period = 0
         self._at = self._done = self._elsewhere = 0
         self._began = self._first_s = self._waited_s = 0.0
-        self._fresh = False
+        self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
         self._waits = hooks.Waits()
@@ -69,6 +69,7 @@ class Pilot:
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
+        self._released = True
         self._watching()
         if self._switch is not None:
             self._switch.release()
@@ -95,6 +96,8 @@ class Pilot:
             remove()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._released:
+            return  # the hook goes at the next call of a module, see `hooks.on_step`
         if self._switch is None:
             self._look(optimizer)
             return
