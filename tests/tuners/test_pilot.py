@@ -279,13 +279,12 @@ class Refusing:
 def test_a_pilot_that_leaves_is_gone_at_once() -> None:
     """Also before the next call of a model, which is when its hook goes."""
     net = Net()
-    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     guide = Refusing()
     pilot = Pilot(guide)
     for _ in range(4):
-        stepped(net, first)
-        second.step()
-        second.step()
-        second.step()
+        stepped(net, optimizer)
+        optimizer.step()
+        optimizer.step()
     pilot.release()
     assert guide.asked == 1
