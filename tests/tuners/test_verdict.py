@@ -328,3 +328,20 @@ def test_a_short_job_is_not_compiled_for(tmp_path: Path) -> None:
     assert DEFAULT in machine.started
     long = tuned(Machine(first_s=2.0), tmp_path, length=Length(steps=10**6, batch=64))
     assert won(long)["loop", False]["compile"] == "default"
+
+
+def test_the_race_leaves_a_comparison_the_time_that_it_takes(tmp_path: Path) -> None:
+    """Without being told of it there is too little; with it the winner is held against fp32."""
+    needs = Machine(verify_s=33.0)
+    unaware = tuned(needs, tmp_path, budget_s=100.0)
+    assert "ok" not in outcomes(unaware).values()
+    told = Machine(verify_s=33.0)
+    assert "ok" in outcomes(tuned(told, tmp_path, budget_s=100.0, compare_s=33.0)).values()
+
+
+def test_a_comparison_that_cannot_fit_takes_nothing_from_the_race(tmp_path: Path) -> None:
+    machine, said = Machine(), Notices()
+    decided = tuned(machine, tmp_path, said=said, compare_s=1000.0)
+    assert not machine.compared
+    assert any("not compared with fp32" in text for text in said.said)
+    assert won(decided)["loop", False] != SPACE.default

@@ -70,7 +70,8 @@ class Terms:
         process_s: what starting a worker takes.
         memory: bytes of the device that configs may take; 0 where that is not known.
         baseline: what everything is held against, for people.
-        compare_s: what one comparison takes at least: the race leaves it, up to half of its time.
+        compare_s: what one comparison takes at least, compiling aside: the race leaves it, up to
+            half of its time.
     """
 
     length: Length | None = None
@@ -170,7 +171,11 @@ class _Decision:
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""
         self.progress.phase(f"the finalists and {self.terms.baseline}, measured in turn")
-        most = 1 - self.terms.compare_s / max(self.clock.left_s, 1e-9)
+        leader = max(
+            (t for t in self.trials if t.measurement.ok),
+            key=lambda trial: trial.measurement.samples_per_s,
+        )
+        most = 1 - self._compare_s(leader.config) / max(self.clock.left_s, 1e-9)
         if most < plan.RACE / 2:
             most = 1.0  # no comparison fits in: its time is worth more in the race
         part = self.clock.part(
@@ -274,7 +279,7 @@ class _Decision:
         steps = self.compared or steps_within(share_s - build_s, step_s)
         steps = steps or min(LEAST_STEPS, steps_within(self.clock.left_s - build_s, step_s))
         self.compared = steps
-        if not steps or self.clock.part().deadline_s < max(LEAST_S, FITS * self.terms.compare_s):
+        if not steps or self.clock.part().deadline_s < max(LEAST_S, FITS * self._compare_s(config)):
             self.progress.notice(
                 f"not compared with fp32: {self._named(config)}: no time is left for it"
             )
@@ -295,6 +300,11 @@ class _Decision:
             self.progress.notice(
                 f"not compared with fp32: {self._named(config)}: {measured.reason}"
             )
+
+    def _compare_s(self, config: Config) -> float:
+        """What comparing a config takes at least; 0 where that is told in steps alone."""
+        # Its draws are made otherwise there, which is another thing to compile.
+        return self.terms.compare_s and self.terms.compare_s + self.starts.seen(config)
 
     def _drop_suspects(self) -> None:
         """Take out what was not compared where all that was found of a value of it is wrong."""
