@@ -7,9 +7,8 @@ import sys
 from advisor.cache.record import Record
 from advisor.cache.shown import size
 from advisor.report.data import Comparison, Estimate, Timeline, Tried
-from advisor.report.tables import part_name, pipelines, raced
+from advisor.report.tables import called, part_name, pipelines, raced
 from advisor.report.text import rate
-from advisor.tuners.knobs import described
 
 
 def _times(ratio: float) -> str:
@@ -22,7 +21,7 @@ def race(record: Record) -> Comparison | None:
     default = record.baseline.config
     rows = tuple(
         Estimate(
-            f"{names.get(choice.config, 'not chosen')}: {described(choice.config, default)}, "
+            f"{names.get(choice.config, 'not chosen')}: {called(record, choice.config)}, "
             f"batch {choice.batch}",
             choice.speedup,
             choice.speedup_low,
@@ -33,8 +32,9 @@ def race(record: Record) -> Comparison | None:
     )
     if not rows:
         return None
-    axis = "samples/s over those of torch's default at your batch (95% interval)"
-    return _compared("What was raced, over torch's default", axis, rows)
+    baseline = record.key.task.baseline
+    axis = f"samples/s over those of {baseline} at your batch (95% interval)"
+    return _compared(f"What was raced, over {baseline}", axis, rows)
 
 
 def parts(record: Record) -> Comparison:
@@ -66,10 +66,7 @@ def memory(record: Record) -> Comparison | None:
         return None
     # Round numbers of this unit are round to a reader.
     unit = 2**30 if max(choice.peak_bytes for choice in known) >= 2**30 else 2**20
-    rows = [
-        (f"{described(one.config, record.baseline.config)}, batch {one.batch}", one.peak_bytes)
-        for one in known
-    ]
+    rows = [(f"{called(record, one.config)}, batch {one.batch}", one.peak_bytes) for one in known]
     return Comparison(
         title="Peak memory of what was raced",
         axis="peak memory",
@@ -89,7 +86,7 @@ def timeline(record: Record) -> Timeline | None:
         reached = measured.samples_per_s if measured.ok else 0.0
         leads = at_batch and reached > best
         best = max(best, reached) if at_batch else best
-        what = described(trial.config, record.baseline.config)
+        what = called(record, trial.config)
         points.append(
             Tried(
                 label=f"{trial.number}: {what}, batch {trial.config.batch}",

@@ -113,6 +113,8 @@ def _inputs(record: Record) -> Section:
         else "Not measured. advisor tune with --force and a larger --budget does, where there is "
         "something to choose."
     )
+    if record.key.task.command:
+        missing = f"The script as it is waits for its data {tables.waits(record):.0%} of the time."
     return Section(
         name="loader",
         title="Loader against step",

@@ -61,6 +61,12 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
         yield f"    {other}"
 
 
+def called(record: Record, config: Config) -> str:
+    """What a config of a record does otherwise than its baseline."""
+    nothing = "as it is" if record.key.task.command else "torch default"
+    return described(config, record.baseline.config, nothing=nothing)
+
+
 def where(record: Record) -> str:
     """What the lines that apply a record stand under."""
     return "Start it like this" if record.key.task.command else "In your script"
@@ -192,7 +198,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
         table.row(
             f"{row.steps:,}",
             duration(row.seconds) if row.steps > 1 else "",
-            described(one.config, record.baseline.config),
+            called(record, one.config),
             duration(one.pace.first_step_s),
             duration(one.pace.step_s),
             ("raced" if one.raced else "measured once")
@@ -244,13 +250,13 @@ def trials(record: Record) -> Table:
     """Each trial of the search, the fastest first, those that failed last."""
     headings = ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how")
     table = Table(
-        "Every trial, the fastest first; x is over torch's default, as raced",
+        f"Every trial, the fastest first; x is over {record.key.task.baseline}, as raced",
         headings,
         right=[heading for heading in headings if heading not in ("what", "how")],
     )
     tried = [trial for trial in record.trials if trial.stage == "compute"]
     for trial in sorted(tried, key=lambda t: (-t.measurement.samples_per_s, t.number)):
-        measured, what = trial.measurement, described(trial.config, record.baseline.config)
+        measured, what = trial.measurement, called(record, trial.config)
         ok, base = measured.ok, record.baseline.samples_per_s
         table.row(
             str(trial.number),
@@ -313,7 +319,7 @@ def memory(record: Record) -> Table:
         if choice.peak_bytes:
             share = choice.peak_bytes / (device.memory_gib * 2**30) if device.memory_gib else 0.0
             table.row(
-                described(choice.config, record.baseline.config),
+                called(record, choice.config),
                 str(choice.batch),
                 size(choice.peak_bytes),
                 f"{share:.1%}" if share else "-",
@@ -342,7 +348,7 @@ def numerics(record: Record) -> Table:
         if trial.stage == "numerics":
             measured = trial.measurement
             table.row(
-                described(trial.config, record.baseline.config),
+                called(record, trial.config),
                 str(trial.config.batch or ""),
                 "ok" if measured.ok else outcome(measured),
                 measured.reason,
