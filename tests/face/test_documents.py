@@ -134,7 +134,7 @@ def test_the_readme_shows_a_session_of_an_ordinary_script() -> None:
 
 def test_make_demo_runs_commands_that_there_are() -> None:
     lines = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", "demo"],
+        ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "demo"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

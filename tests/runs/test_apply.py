@@ -139,6 +139,7 @@ def record_of(seen: Seen, fast: Config) -> Record:
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
+    advisor.release()  # what tests of other files have left
     yield
     following._last.clear()
     advisor.release()
