@@ -320,7 +320,7 @@ open("through", "w").close()
 
 def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> None:
     words = ("python", "-m", "package.train", str(folder))
-    tuning = ("tune", "--effort", "quick", "--no-verify", "--budget", "8s", "--", *words)
+    tuning = ("tune", "--effort", "quick", "--no-verify", "--budget", "60s", "--", *words)
 
     def stopped(number: int, *, once: str) -> tuple[int, str]:
         log = folder / f"tuner{number}"
