@@ -17,6 +17,7 @@ INJECTED = Path(__file__).with_name("injected")
 
 def attach() -> None:
     """Attach a pilot, as the environment asks for; called once torch is loaded."""
+    from advisor.cache import settings
     from advisor.tuners.act.pilot import line
     from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 
@@ -25,7 +26,7 @@ def attach() -> None:
         from advisor.tuners.measure.run import traced
 
         IN_CHARGE.bring(guide, traced.from_environment())
-    elif os.environ.get(line.RUN) and os.environ.get("ADVISOR_DISABLE", "") in ("", "0"):
+    elif os.environ.get(line.RUN) and not settings.disabled():
         IN_CHARGE.bring(_Later())
 
 

@@ -51,6 +51,11 @@ def _urls_in(one: object) -> list[str]:
     return _BETWEEN.split(one.strip())
 
 
+def disabled() -> bool:
+    """Whether $ADVISOR_DISABLE switches all advice off."""
+    return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
+
+
 def on_miss() -> str | None:
     """$ADVISOR_ON_MISS, else [tool.advisor] on-miss; None where nothing says."""
     variable = os.environ.get("ADVISOR_ON_MISS")

@@ -75,6 +75,12 @@ def row(kind: kinds.Kind[Any], help: str, default: Any = dataclasses.MISSING, **
     )
 
 
+def seen(kind: kinds.Kind[Any], help: str, default: Any, **more: Any) -> Any:
+    """A field that only a run has: its first steps show it, nobody gives it or copies it."""
+    how = {"option": "", "asked": False, "printed": False, "shown": True, "given": False}
+    return row(kind, help, default, **how, **more)
+
+
 @functools.cache
 def rows(cls: Hashable) -> dict[str, Row]:
     """The rows of a dataclass by field, in its order; fields without one are left out."""
@@ -182,47 +188,14 @@ class Task:
         narrows=True,
     )
 
-    command: tuple[str, ...] = row(
-        kinds.Words(),
-        "The command that was tuned as it is.",
-        (),
-        option="",
-        decides=False,
-        asked=False,
-        printed=False,
-        shown=True,
-        given=False,
+    command: tuple[str, ...] = seen(
+        kinds.Words(), "The command that was tuned as it is.", (), decides=False
     )
-    processes: int = row(
-        kinds.Whole(),
-        "Of one job.",
-        1,
-        option="",
-        asked=False,
-        printed=False,
-        shown=True,
-        given=False,
+    processes: int = seen(kinds.Whole(), "Of one job.", 1)
+    others: str = seen(
+        kinds.Line(), "Other inputs of a run's model, and what else makes another job.", ""
     )
-    others: str = row(
-        kinds.Line(),
-        "Other inputs of a run's model, and what else makes another job.",
-        "",
-        option="",
-        asked=False,
-        printed=False,
-        shown=True,
-        given=False,
-    )
-    script: str = row(
-        kinds.Line(),
-        "What a run's script does itself.",
-        "",
-        option="",
-        asked=False,
-        printed=False,
-        shown=True,
-        given=False,
-    )
+    script: str = seen(kinds.Line(), "What a run's script does itself.", "")
 
     def __post_init__(self) -> None:
         for name, one in rows(Task).items():

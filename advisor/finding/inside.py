@@ -12,7 +12,7 @@ from advisor.cache.kinds import Seconds
 from advisor.cache.task import permissions
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.conducted import Conducted
-from advisor.finding.lookups import Lookup, disabled, looked_up_by, warn
+from advisor.finding.lookups import Lookup, looked_up_by, warn
 from advisor.finding.piloted import Found
 from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 from advisor.tuners.search.plan import Plan
@@ -38,7 +38,7 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
     """
     advice = looked_up_by(_OfScript(None, asked), asked, strict=strict)
     advice.set_flags()
-    if disabled() or asked["mode"] == "infer":
+    if settings.disabled() or asked["mode"] == "infer":
         return advice
     try:
         IN_CHARGE.bring(_guide(asked, tune, strict))

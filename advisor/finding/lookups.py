@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache import settings
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
 from advisor.cache.explanation import Explanation, Seen
@@ -188,7 +189,7 @@ def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> 
     set_up_logging()
     device = _device(asked["device"])
     batch = named_batch(asked)
-    if disabled():
+    if settings.disabled():
         return Advice(
             Advised(),
             device=device,
@@ -196,11 +197,6 @@ def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> 
             served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
         )
     return served(here, device=device, batch=batch, strict=strict)
-
-
-def disabled() -> bool:
-    """Whether the environment switches all advice off."""
-    return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
 
 
 def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool = False) -> Advice:

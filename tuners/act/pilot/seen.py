@@ -10,7 +10,7 @@ from torch import nn
 
 from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.task import DTYPES, OPTIMIZERS, Task
+from advisor.cache.task import DTYPES, Task
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
@@ -63,9 +63,7 @@ class Seen:
         return cls(
             model=models[0] if len(models) == 1 else keys.fingerprint(models),
             family=fingerprint.family(main.model),
-            libraries=tuple(
-                sorted({x for one in trained for x in fingerprint.libraries(one.model)})
-            ),
+            libraries=_libraries(trained),
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
             convolves=any(_convolves(one.model) for one in trained),
@@ -123,8 +121,7 @@ def _place() -> tuple[int, int]:
 def _called(optimizer: torch.optim.Optimizer) -> str:
     """'adamw' of torch.optim.AdamW; what Accelerate and others wrap is looked into."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    name = type(inner).__name__.lower()
-    return name if name in OPTIMIZERS else name[:32]
+    return type(inner).__name__.lower()[:32]
 
 
 def _others(crew: Crew, main: Trained, samples: int) -> str:
