@@ -14,12 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.cache.config import Config
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Script, Situation
 from advisor.tuners.search.space import Space
 
@@ -237,21 +237,41 @@ def test_a_script_with_half_weights_keeps_them() -> None:
     assert found.value == "fp16"
 
 
-def test_a_hook_that_goes_within_a_step_disturbs_no_other() -> None:
+def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     told: list[str] = []
+    steps = Steps()
 
     def once(_optimizer: torch.optim.Optimizer) -> None:
         told.append("ours")
         remove()
+        later.append(steps.tell(lambda _optimizer: told.append("the next of ours")))
 
-    remove = hooks.on_step(once)
+    later: list[Callable[[], None]] = []
+    remove = steps.tell(once)
     other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
-    for _ in range(3):
+    for _ in range(2):
         stepped(net, optimizer)
+    later[0]()
+    stepped(net, optimizer)
     other.remove()
-    assert told == ["ours", "theirs", "theirs", "theirs"]
+    assert told == ["ours", "theirs", "the next of ours", "theirs", "theirs"]
+
+
+def test_the_last_that_goes_within_a_step_takes_the_hook_with_it() -> None:
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = register_optimizer_step_post_hook(lambda *_: None)
+    there = len(_global_optimizer_post_hooks)
+    steps = Steps()
+    remove = steps.tell(lambda _optimizer: remove())
+    stepped(net, optimizer)
+    net(torch.ones(2, 3, 8, 8))
+    assert len(_global_optimizer_post_hooks) == there
+    other.remove()
 
 
 class Refusing:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
+
+from advisor.tuners.act.steps import EVERY_STEP
 
 KEPT = 2**20
 """Bytes up to which an output is copied in training too, as a loss that a script collects."""
@@ -41,12 +42,11 @@ class Replays:
             self._hooked = True
             itself = weakref.ref(self)
 
-            def close(*_args: Any) -> None:
+            def close(_optimizer: torch.optim.Optimizer) -> None:
                 if (one := itself()) is not None:
                     one._open = False
 
-            handle = register_optimizer_step_post_hook(close)
-            weakref.finalize(self, handle.remove)
+            weakref.finalize(self, EVERY_STEP.tell(close))
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         model._compiled_call_impl = self._around(inner, weights)
 

@@ -26,8 +26,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 Remove = Callable[[], None]
 """Takes a hook away again."""
@@ -65,32 +63,6 @@ def on_calls(
         for handle in handles:
             handle.remove()
 
-    return remove
-
-
-def on_step(stepped: Callable[[torch.optim.Optimizer], None]) -> Remove:
-    """Tell of every step of every optimizer, once it is over."""
-    inside = False
-    handles: list[RemovableHandle] = []
-
-    def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        nonlocal inside
-        inside = True
-        try:
-            stepped(optimizer)
-        finally:
-            inside = False
-
-    def remove() -> None:
-        if inside:
-            # PyTorch goes through its hooks just now, and raises where one is gone; through those
-            # of a module's call it goes by a copy.
-            handles.append(register_module_forward_pre_hook(lambda _module, _args: remove()))
-            return
-        for handle in handles:
-            handle.remove()
-
-    handles.append(register_optimizer_step_post_hook(hook))
     return remove
 
 

@@ -15,6 +15,7 @@ from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
 from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
+from advisor.tuners.act.steps import EVERY_STEP
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -62,7 +63,7 @@ class Pilot:
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
         self._removes: list[Callable[[], None]] = [
-            hooks.on_step(self._guarded(self._stepped)),
+            EVERY_STEP.tell(self._guarded(self._stepped)),
             hooks.on_failure(guide.failed),
             self._waits.remove,
         ]
@@ -97,7 +98,7 @@ class Pilot:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
-            return  # the hook goes at the next call of a module, see `hooks.on_step`
+            return
         if self._switch is None:
             self._look(optimizer)
             return

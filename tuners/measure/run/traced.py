@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
+from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.measure.observe import POINTS, Named, Point, Trace, sampled
 from advisor.tuners.measure.randomness import Rounding, SameDraws
 
@@ -53,7 +54,7 @@ class Tracer:
         torch.manual_seed(SEED + self._draw)
         self._active.callback(hooks.on_backward(self._loss))
         self._active.callback(register_optimizer_step_pre_hook(self._before).remove)
-        self._active.callback(hooks.on_step(self._after))
+        self._active.callback(EVERY_STEP.tell(self._after))
         self._draws = SameDraws(device)
         self._active.enter_context(self._draws)
         if self._rounded:
