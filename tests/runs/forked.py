@@ -104,6 +104,7 @@ def left_behind() -> list[str]:
     tables = {
         "forward pre-hooks": module._global_forward_pre_hooks,
         "forward hooks": module._global_forward_hooks,
+        "their keywords": module._global_forward_hooks_with_kwargs,
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
     found = [name for name, table in tables.items() if table]

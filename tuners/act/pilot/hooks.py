@@ -10,6 +10,7 @@ What is not a hook of PyTorch's own, and why:
   The iterator keeps its class, which frameworks look at.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
 - `sys.excepthook`: why a script ends.
+- `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -54,14 +56,14 @@ def on_calls(
             inside.clear()
             called(module, args, kwargs)
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-    ]
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        before.remove()
+        after.remove()
+        # PyTorch forgets one of its lists, and has torch.compile warn of hooks from then on.
+        _global_forward_hooks_with_kwargs.pop(after.id, None)
 
     return remove
 
