@@ -324,6 +324,7 @@ class Lookup:
             served=Served(
                 status=status,
                 reason=reason,
+                doubt=answered.doubt,
                 signed=held.trusted,
                 record=record,
                 explanation=self._explained(status, reason, record.id),

@@ -579,5 +579,8 @@ def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
     assert served(compared(FAST, "wrong", "the loss is nan")).config == DEFAULT.at(8)
     # A winner that was never compared is served as what it is.
     unsure = advisor.lookup("model.py:Net", device="cpu")
-    assert unsure.config in (FAST, DEFAULT)
-    assert unsure.config == DEFAULT or "not verified against fp32" in unsure.served.reason
+    assert unsure.config == FAST
+    doubt = "; not verified against fp32: the loss is nan"
+    assert doubt in unsure.served.reason
+    # At once, and not only when it is in force.
+    assert unsure.reason.startswith("not in force yet; 1.50x once") and doubt in unsure.reason
