@@ -83,6 +83,10 @@ class Match:
     nearest: Record | None = None
 
 
+MISS = Match(kind="miss", record=None, differs=())
+"""Where nothing is near either."""
+
+
 def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ...]]:
     """How well a recorded key answers, and the fields that decide it.
 
@@ -131,7 +135,7 @@ def best(query: Key | Query, records: Iterable[Record]) -> Match:
         if fitting:
             return max(fitting, key=functools.partial(_preferred, query))
     if not matches:
-        return Match(kind="miss", record=None, differs=())
+        return MISS
     nearest = min(matches, key=lambda match: (len(match.differs), -_created(match)))
     return Match(kind="miss", record=None, differs=nearest.differs, nearest=nearest.record)
 

@@ -7,6 +7,7 @@ no sound record.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -205,14 +206,21 @@ class Reader:
         """The same, and whether one of the reader's keys signed it."""
         if isinstance(data, RecordDamaged):
             raise data
-        record, signed = opened(data, self._seal)
-        if wrong := self._check(record):
-            raise RecordDamaged(f"record: {wrong}; refused")
-        if Name.of(record, data).untagged != name.untagged:
+        record, signed, untagged = _sound(data, self._seal, self._check)
+        if untagged != name.untagged:
             raise RecordDamaged(f"record: it is not what its name {name.text} says; refused")
         if name.trusted and not signed:
             raise RecordDamaged("record: its name is signed and it is not; refused")
         return record, signed and name.trusted
+
+
+@functools.lru_cache(maxsize=64)
+def _sound(data: bytes, seal: Seal, check: Check) -> tuple[Record, bool, str]:
+    """The record in these bytes, whether one of the keys signed it, and the name that it bears."""
+    record, signed = opened(data, seal)
+    if wrong := check(record):
+        raise RecordDamaged(f"record: {wrong}; refused")
+    return record, signed, Name.of(record, data).untagged
 
 
 class _Look:

@@ -229,9 +229,8 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     for held, differs in found:
         record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
-        state = (
-            "stale: " + ", ".join(why) if why else "fresh" if record.compares else "nothing raced"
-        )
+        fresh = "fresh" if record.compares else "nothing else raced"
+        state = "stale: " + ", ".join(why) if why else fresh
         table.row(
             record.id,
             record.key.environment.device.name,

@@ -175,6 +175,18 @@ train(after=after)
     assert "mine" in Path("log").read_text()
 
 
+def test_a_process_without_torch_loads_nothing_more() -> None:
+    def loaded(path: str) -> set[str]:
+        code = "import sys; print(*sys.modules)"
+        env = {**os.environ, "PYTHONPATH": path, "ADVISOR_RUN": "{}"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        return set(done.stdout.split())
+
+    bare = {"importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
+    more = loaded(str(INJECTED)) - loaded("") - bare - {"importlib.machinery"}
+    assert more == {"sitecustomize"}
+
+
 def test_what_is_printed_without_end_is_cut_off() -> None:
     much = 2**21
     command = script(
