@@ -69,8 +69,10 @@ def tune_again(record: Record, cache: Cache = None) -> str:
 
 
 def about(command: str, record: Record, cache: Cache = None) -> str:
-    """The line of a command that takes a KEY: 'advisor explain ae1bff61eea5@64'."""
-    return shlex.join(["advisor", command, record.id, *_elsewhere(cache)])
+    """The line of a command that measures a KEY again: 'advisor explain ae1bff61eea5@64'."""
+    run = record.key.task.command
+    words = ["advisor", command, record.id, *_elsewhere(cache)]
+    return shlex.join([*words, *(["--", *run] if run else [])])
 
 
 def tune_first(request: Request, near: Record | None) -> str:

@@ -214,6 +214,11 @@ class Record:
         return self.key.task.batch
 
     @property
+    def use(self) -> str:
+        """What is followed of it where nothing more is asked for: a run's pilot, else a loop."""
+        return PILOT if self.key.task.command else LOOP
+
+    @property
     def id(self) -> str:
         """The key's with the batch, 'ae1bff61eea5@128': what people see and type."""
         return f"{self.key.id}@{self.batch}"

@@ -82,8 +82,6 @@ def _knobs(record: Record, cache: str | None) -> Section:
     line = "Not measured yet; run:"
     if nothing:
         line = f"No knob is set: {record.key.task.baseline} is advised."
-    elif record.key.task.command:
-        nothing, line = True, "Of a run not measured; what was tried (above) shows most of it."
     return Section(
         name="knobs",
         title="What each knob gives",

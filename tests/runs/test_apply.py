@@ -246,11 +246,12 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> None:
-    done = run(tmp_path, "it's")
+    done = run(tmp_path, "it's", "", "two\nlines")
     assert done.returncode == 0
     assert float(done.stdout) >= 0
     assert done.stderr.count("AdvisorWarning") == 1
-    assert """; run: advisor tune -- python train.py 'it'"'"'s'.""" in done.stderr
+    line = """advisor tune -- python train.py 'it'"'"'s' '' 'two?lines'"""
+    assert f"; run: {line}." in done.stderr
 
 
 def test_strict_ends_the_script(tmp_path: Path) -> None:
