@@ -70,6 +70,10 @@ class _Later:
         """As `Guide.gave_up`."""
         self._guide.gave_up(exc)
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`."""
+        self._guide.lost(exc, order)
+
 
 def environment(command: list[str], tune_s: float) -> dict[str, str]:
     """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""

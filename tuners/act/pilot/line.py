@@ -81,6 +81,9 @@ class Line:
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`: the tuning process has no part in what comes after it."""
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`: the lap says so."""
+
     def _connect(self) -> None:
         """Leaves no pipe where nobody listens: all processes of the job are there already."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):

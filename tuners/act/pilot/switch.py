@@ -95,6 +95,7 @@ class Switch:
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
+        self._unwatch: hooks.Remove = _nothing
         for one in trained:
             seat = seat_of(one.outer)
             if seat is not None:
@@ -103,12 +104,20 @@ class Switch:
                 self._calls[seat] = call
                 hooks.through(seat, call)
 
-    def set(self, config: Config, struck: Callable[[Exception], None] | None = None) -> None:
+    def set(
+        self,
+        config: Config,
+        struck: Callable[[Exception], None] | None = None,
+        lost: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Have the script train with a config from here on.
 
         Args:
             struck: told what the config raises in a model's call; the call is then made without it.
+            lost: told what backward raises, which the script then has.
         """
+        self._unwatch()
+        self._unwatch = _nothing if lost is None else hooks.on_failing_backward(lost)
         rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
         IN_FORCE.release(self._flags)
         self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
@@ -123,9 +132,12 @@ class Switch:
         self._graphed = self.counts_steps
 
     def give_up(self) -> None:
-        """Within a step: have models called as they are. Weights stay laid out until the next
-        `set`: the step may still need what it kept of them."""
+        """Within a step: have models called as they are, and forget what was compiled for it.
+        Weights stay laid out until the next `set`: the step may still need what it kept of them."""
+        self._unwatch()
         IN_FORCE.release(self._flags)
+        spent = [call.act for call in self._calls.values()]
+        self._kept = {there: act for there, act in self._kept.items() if act not in spent}
         for call in self._calls.values():
             call.act, call.struck = call.plain, None
 
@@ -222,6 +234,10 @@ class Switch:
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         return found
+
+
+def _nothing() -> None:
+    """What takes no hook away."""
 
 
 def seat_of(outer: nn.Module) -> nn.Module | None:
