@@ -43,6 +43,7 @@ def train(steps=10**7, width=16, after=lambda step: None, model=None):
         after(step)
 """
 FOREVER = "from training import train\ntrain()\n"
+SLOW = "train(after=lambda _step: time.sleep(0.05))"
 QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
 
 
@@ -301,6 +302,13 @@ while True:
         assert measured(run, own).ok
         failed = measured(run, own.replace(precision="bf16"))
         assert (failed.outcome, failed.reason) == ("failed", "RuntimeError: no half")
+
+
+def test_a_start_as_it_is_takes_a_step() -> None:
+    """What an advice pays before its first step is counted from there."""
+    command = script(f"import time\nfrom training import train\n{SLOW}")
+    with started(command) as (run, _seen, own):
+        assert run.start(own, deadline_s=60).first_step_s >= 0.05
 
 
 def test_another_process_that_trains_goes_on_as_it_is() -> None:
