@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import Record
+from advisor.cache.record import WITHIN, Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
@@ -63,7 +63,9 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     from advisor.tuners.search.plan import Plan
 
     made = record.provenance
-    plan = Plan(effort=made.effort, steps=made.steps or None, duration_s=made.duration_s or None)
+    plan = Plan(steps=made.steps or None, duration_s=made.duration_s or None)
+    if made.effort != WITHIN:
+        plan = dataclasses.replace(plan, effort=made.effort)
     more = [*shell(plan), *(["--force"] if record.stale else []), *_elsewhere(cache)]
     return _tune(here(record), more)
 

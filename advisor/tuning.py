@@ -248,9 +248,7 @@ class _Tuning(ABC):
             self._progress.notice("nothing was raced beside torch's default yet; goes on")
             return _Before(unfinished=True)
         if not suffices(known.provenance.effort, plan.effort):
-            self._progress.notice(
-                f"tuned with --effort {known.provenance.effort}; goes on with {plan.effort}"
-            )
+            self._progress.notice(f"tuned {known.provenance.how}; goes on with {plan.effort}")
         elif length_of(known) == plan.length(key.task.batch):
             return _Before(known=known)
         else:

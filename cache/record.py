@@ -29,6 +29,8 @@ STAGES = ("compute", "input", "numerics")
 
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""
+WITHIN = "within"
+"""The effort of what was tuned within a run that went on: less than any."""
 
 USES = ("flags", "pilot", "loop", "capture")
 """What a script lets advice do, the least first; what one can follow the next can too."""
@@ -167,6 +169,11 @@ class Provenance:
     effort: str = "normal"
     steps: Count = 0
     duration_s: Span = 0.0
+
+    @property
+    def how(self) -> str:
+        """The effort, for people."""
+        return "within its own run" if self.effort == WITHIN else f"with --effort {self.effort}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     made = record.provenance
     yield "record", record.id
     yield "measured", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.created))
-    yield "cost", f"{tables.cost(record)}, effort {made.effort}"
+    yield "cost", f"{tables.cost(record)}, {made.how}"
     yield "advisor", made.advisor
 
 

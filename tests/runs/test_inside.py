@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from advisor.opening import open_records
+from advisor.printed import tune_again
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.search.plan import suffices
 from tests.runs.forked import left_behind, space_of
 
 SCRIPT = """
@@ -103,6 +105,9 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     (record,) = open_records(None).all()
     assert record.target.name == "python train.py 60 8s"
     assert len(record.trials) > 1
+    assert record.provenance.how == "within its own run"
+    assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 8s"
+    assert not suffices(record.provenance.effort, "quick")
     assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
     modes = {one.config.get("compile", "none") for one in record.trials}
     assert modes == {"none"}
