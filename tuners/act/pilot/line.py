@@ -128,6 +128,13 @@ def note(address: str) -> Path:
     return Path(address).with_name("torch")
 
 
+def bringing(injected: Path) -> dict[str, str]:
+    """The variable by which every Python of a command looks into a folder first: the one with the
+    sitecustomize that brings the pilot."""
+    path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
 def from_environment() -> Line | None:
     """The line to the tuning process that started this one, if any."""
     address = os.environ.get(ADDRESS)
