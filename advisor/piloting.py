@@ -70,11 +70,13 @@ class _Later:
         """As `Guide.gave_up`."""
         self._guide.gave_up(exc)
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`."""
+        self._guide.lost(exc, order)
+
 
 def environment(command: list[str], tune_s: float) -> dict[str, str]:
     """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
-    from advisor.tuners.act.pilot.line import RUN
+    from advisor.tuners.act.pilot.line import RUN, bringing
 
-    path = [str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    told = json.dumps({"command": command, "tune_s": tune_s})
-    return {RUN: told, "PYTHONPATH": os.pathsep.join(path)}
+    return {RUN: json.dumps({"command": command, "tune_s": tune_s}), **bringing(INJECTED)}

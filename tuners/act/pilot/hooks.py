@@ -9,12 +9,15 @@ What is not a hook of PyTorch's own, and why:
 - `_BaseDataLoaderIter.__next__`: what the step waits for its data cannot be seen from elsewhere.
   The iterator keeps its class, which frameworks look at.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
+- `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
+  compiled lazily for it fails there, or runs out of memory, and no hook is told.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -111,6 +114,27 @@ def on_backward(begins: Callable[[Tensor], None]) -> Remove:
 
     def remove() -> None:
         Tensor.backward = plain  # type: ignore[method-assign]
+
+    return remove
+
+
+def on_failing_backward(failed: Callable[[Exception], None]) -> Remove:
+    """Tell what a backward pass raises, before the script has it."""
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        except Exception as exc:  # whatever it is: the script's, once it was told
+            failed(exc)
+            raise
+
+    torch.autograd.backward = backward
+
+    def remove() -> None:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = plain
 
     return remove
 

@@ -70,6 +70,10 @@ class Guide(Protocol):
     def gave_up(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on as it is."""
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """A careful order's config was in force when backward raised this. No step is made again:
+        it is the script's now, which is as it was, and most likely ends of it."""
+
 
 def told(exc: BaseException) -> tuple[str, str]:
     """(Outcome, reason) of what a config, or a script, raised."""

@@ -205,14 +205,15 @@ class Pilot:
         if not order.careful or order.config == switch.own:
             switch.set(order.config)
         elif self._has_room():
-            switch.set(order.config, functools.partial(self._struck, switch))
+            struck, lost = (functools.partial(one, switch) for one in (self._struck, self._lost))
+            switch.set(order.config, struck, lost)
         else:
             switch.set(switch.own)
             self._outcome = "out_of_memory"
             self._reason = "not tried: little of the device's memory is free"
 
     def _struck(self, switch: Switch, exc: Exception) -> None:
-        """A careful config has raised: the lap ends with this step."""
+        """A careful config has raised in a model's call: the lap ends with this step."""
         switch.give_up()
         self._outcome, self._reason = told(exc)
         if not self._order.steps:
@@ -220,6 +221,15 @@ class Pilot:
         if self._device.type == "cuda":
             exc.__traceback__ = None  # its frames hold what the call has taken
             torch.cuda.empty_cache()
+
+    def _lost(self, switch: Switch, exc: Exception) -> None:
+        """Backward has raised under a careful config."""
+        switch.give_up()
+        self._outcome, self._reason = told(exc)
+        self._guide.lost(exc, self._order)
+        if self._order.steps and self._processes == 1:
+            # Told now, as the script may end of it; of several processes the others wait in theirs.
+            self._obey(switch, self._guide.next(self._lap()))
 
     def _has_room(self) -> bool:
         if self._device.type != "cuda":

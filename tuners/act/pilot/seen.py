@@ -11,6 +11,7 @@ from torch import nn
 from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
+from advisor.errors import printable
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
@@ -82,9 +83,10 @@ class Seen:
 
     def task(self, command: Sequence[str], given: dict[str, object]) -> Task:
         """The task that a command is, with what its user permits."""
+        words = tuple(map(printable, command))
         return Task(
-            target=" ".join(command),
-            command=tuple(command),
+            target=" ".join(words),
+            command=words,
             shapes=(self.shape,),
             dtype=self.dtype,
             optimizer=self.optimizer,

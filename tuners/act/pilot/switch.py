@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
+from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS, Knob
 
 RECOMPILATIONS = 64
 """Of one function: each config is another one to torch.compile, and eight is its own limit."""
@@ -65,6 +65,9 @@ class Switch:
     Args:
         own: the config that the script itself has: what it sets is set back to that.
         failed: told of what a model's call raises under another config.
+
+    Attributes:
+        counts_steps: whether what is set must be told where a step begins.
     """
 
     def __init__(
@@ -91,10 +94,11 @@ class Switch:
             for group in groups
         )
         self._replays = Replays()
-        self._graphed = False
+        self.counts_steps = False
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
+        self._unwatch: hooks.Remove = _nothing
         for one in trained:
             seat = seat_of(one.outer)
             if seat is not None:
@@ -103,42 +107,46 @@ class Switch:
                 self._calls[seat] = call
                 hooks.through(seat, call)
 
-    def set(self, config: Config, struck: Callable[[Exception], None] | None = None) -> None:
+    def set(
+        self,
+        config: Config,
+        struck: Callable[[Exception], None] | None = None,
+        lost: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Have the script train with a config from here on.
 
         Args:
             struck: told what the config raises in a model's call; the call is then made without it.
+            lost: told what backward raises, which the script then has.
         """
-        rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
+        self._unwatch()
+        self._unwatch = _nothing if lost is None else hooks.on_failing_backward(lost)
+        acting = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
-        self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
+        self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
         IN_FORCE.put(self._flags)
         with torch.no_grad():
-            self._lay_out(rows, config)
-            self._set_optimizers(rows, config)
+            self._lay_out(acting)
+            self._set_optimizers(acting.optimizer())
         for seat, call in self._calls.items():
-            call.act = self._act(seat, call, rows, config)
+            call.act = self._act(seat, call, acting)
             call.struck = struck
         self.config = config
-        self._graphed = self.counts_steps
+        self.counts_steps = acting.graphs
 
     def give_up(self) -> None:
-        """Within a step: have models called as they are. Weights stay laid out until the next
-        `set`: the step may still need what it kept of them."""
+        """Within a step: have models called as they are, and forget what was compiled for it.
+        Weights stay laid out until the next `set`: the step may still need what it kept of them."""
+        self._unwatch()
         IN_FORCE.release(self._flags)
+        spent = [call.act for call in self._calls.values()]
+        self._kept = {there: act for there, act in self._kept.items() if act not in spent}
         for call in self._calls.values():
             call.act, call.struck = call.plain, None
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether what is set must be told where a step begins."""
-        return any(
-            k.graphs and k.name in self.config and k.graphs(self.config[k.name]) for k in KNOBS
-        )
-
     def began(self) -> None:
         """A step begins."""
-        if self._graphed:
+        if self.counts_steps:
             self._replays.begin()
 
     def stay(self) -> None:
@@ -159,14 +167,14 @@ class Switch:
     def _leave(seat: nn.Module, call: Call) -> None:
         hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
 
-    def _lay_out(self, rows: Sequence[Knob], config: Config) -> None:
+    def _lay_out(self, acting: Acting) -> None:
         for tensor, stride in self._formats:
             if tensor.stride() != stride:
                 tensor.data = _strided(tensor.data, stride)
         for seat in self._calls:
-            for knob in rows:
+            for knob, value in acting.rows:
                 if knob.layout is not None and knob.model is not None:
-                    knob.model(seat, config[knob.name])
+                    knob.model(seat, value)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
@@ -176,11 +184,7 @@ class Switch:
             if tensor.grad is not None:
                 tensor.grad = _strided(tensor.grad, tensor.stride())
 
-    def _set_optimizers(self, rows: Sequence[Knob], config: Config) -> None:
-        found: dict[str, object] = {}
-        for knob in rows:
-            if knob.optimizer is not None:
-                found |= knob.optimizer(config[knob.name])
+    def _set_optimizers(self, found: dict[str, Any]) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             for group, own in zip(optimizer.param_groups, groups, strict=False):
                 group |= {n: own[n] for n in ("fused", "foreach") if n in own}
@@ -191,37 +195,36 @@ class Switch:
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if found else "cpu")
 
-    def _act(
-        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
-    ) -> Callable[..., Any]:
+    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
         """What a model's training calls go through under a config."""
-        called = Config({k.name: config[k.name] for k in rows if k.model or k.autocast})
+        called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
         if not called:
             return call.plain
-        if any(k.model and not k.layout for k in rows):
+        if any(k.model and not k.layout for k, _value in acting.rows):
             # What is compiled, or replayed, has the flags in it that were set then.
             called = Config(called | self._flags)
         if (seat, called) not in self._kept:
-            inner = self._compiled(seat, call, rows, config)
-            self._kept[seat, called] = _around(inner, rows, config, self._device)
+            inner = self._compiled(seat, call, acting)
+            self._kept[seat, called] = _around(inner, acting, self._device)
         return self._kept[seat, called]
 
-    def _compiled(
-        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
-    ) -> Callable[..., Any]:
-        acting = [k for k in rows if k.model is not None and k.layout is None]
-        if not acting:
+    def _compiled(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
+        compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
+        if not compiles:
             return call.plain
         torch._dynamo.config.recompile_limit = RECOMPILATIONS
         hooks.through(seat, None)
-        for knob in acting:
-            assert knob.model is not None
-            knob.model(seat, config[knob.name])
-            if knob.graphs is not None and knob.graphs(config[knob.name]):
-                self._replays.attach(seat)
+        for compile_, value in compiles:
+            compile_(seat, value)
+        if acting.graphs:
+            self._replays.attach(seat)
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         return found
+
+
+def _nothing() -> None:
+    """What takes no hook away."""
 
 
 def seat_of(outer: nn.Module) -> nn.Module | None:
@@ -243,16 +246,13 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _around(
-    inner: Callable[..., Any], rows: Sequence[Knob], config: Config, device: torch.device
-) -> Callable[..., Any]:
+def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32.
 
     The loss is the script's and stays outside: over all of a script autocast reaches into losses
     that forbid it, as BCELoss (so do Accelerate's prepared models).
     """
-    dtype = next((d for k in rows if k.autocast and (d := k.autocast(config[k.name]))), None)
-    layouts = [(k.layout, config[k.name]) for k in rows if k.layout]
+    dtype, layouts = acting.autocast, acting.layouts
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):

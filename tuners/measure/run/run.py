@@ -150,9 +150,7 @@ class Run:
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
                 first = session.lap(config, self.own, 1, until)
-                later = session.lap(config, self.own, 2, until)
-                paid = max(first.first_s, first.seconds) - later.step_s
-                return Measurement(outcome="ok", first_step_s=max(0.0, paid), steps=3)
+                return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
             except Ended as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             finally:
@@ -246,7 +244,7 @@ class Run:
             low=low,
             high=high,
             step_s=statistics.median(one.step_s for one in blocks),
-            first_step_s=max(0.0, max(first.first_s, first.seconds) - warm.step_s),
+            first_step_s=_whole(first),
             peak_bytes=max(one.peak_bytes for one in (first, warm, *blocks)),
             steps=sum(one.steps for one in blocks),
             blocks=tuple(one.step_s for one in blocks),
@@ -301,6 +299,11 @@ class _Traced:
     steps: int
     rounding: float = 0.0
     draw: int = 0
+
+
+def _whole(first: Block) -> float:
+    """Seconds of the step with which a config begins."""
+    return max(first.first_s, first.seconds)
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:
