@@ -187,7 +187,7 @@ class _OfRun(Lookup):
             threads=self._seen.threads if request.device == "cpu" else 0,
         )
 
-    def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
+    def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
         record = match.record
         assert record is not None
         config, own = _followed(record, answered.config, self._seen)
@@ -198,4 +198,4 @@ class _OfRun(Lookup):
                 f"script is. To measure again: {line}"
             )
             answered = Answer(config=own, reason=f"{knobs.described(config, own)} failed: {why}")
-        return super()._served(request, query, match, answered)
+        return super()._served(request, match, answered)
