@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,34 @@ def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
     assert seat_of(wrapped) is None
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A job of one process: its gradients go through buckets all the same."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_that_are_exchanged_are_the_models_own() -> None:
+    net = Net()
+    other = copy.deepcopy(net)
+    parallel = nn.parallel.DistributedDataParallel(net)
+    batch = torch.randn(4, 3, 8, 8)
+    for _ in range(3):  # the buckets are made anew after the first
+        parallel(batch).square().mean().backward()
+    net.zero_grad()
+    switch = Switch([Trained(parallel, net, ())], [], OWN, torch.device("cpu"), unexpected)
+    switch.set(OWN.replace(channels_last=True))
+    parallel(batch).square().mean().backward()
+    other(batch).square().mean().backward()
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    switch.release()
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:

@@ -79,12 +79,14 @@ class Switch:
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
+        laid_out = [one for one in trained if not in_buckets(one.outer)]
         self._formats = [
             (tensor, tensor.stride())
-            for one in trained
+            for one in laid_out
             for tensor in (*one.model.parameters(), *one.model.buffers())
             if tensor.dim() > 3
         ]
+        self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -163,10 +165,10 @@ class Switch:
         for tensor, stride in self._formats:
             if tensor.stride() != stride:
                 tensor.data = _strided(tensor.data, stride)
-        for seat in self._calls:
+        for model in self._laid_out:
             for knob in rows:
                 if knob.layout is not None and knob.model is not None:
-                    knob.model(seat, config[knob.name])
+                    knob.model(model, config[knob.name])
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
@@ -236,6 +238,17 @@ def seat_of(outer: nn.Module) -> nn.Module | None:
             return None
         outer = outer.module
     return outer
+
+
+def in_buckets(outer: nn.Module) -> bool:
+    """Whether DistributedDataParallel exchanges a model's gradients.
+
+    Its weights keep their memory format: gradients are written into its buckets by the strides that
+    weights had at its construction, and read back by those that they have (torch 2.11, reducer.cpp,
+    `populate_bucket_views_out`): of a weight laid out since they come back permuted, unsaid.
+    """
+    kind = nn.parallel.DistributedDataParallel
+    return any(isinstance(module, kind) for module in outer.modules())
 
 
 def replicates(outer: nn.Module) -> bool:
