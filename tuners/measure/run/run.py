@@ -73,6 +73,8 @@ class Run:
         self.own = Config()
         self.memory = 0
         self._session: Session | None = None
+        self._settled: dict[Config, float] = {}
+        """Seconds of a step of what this session has measured."""
         self._traces: dict[_Traced, Trace] = {}
         self._peak_bytes = 0
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
@@ -202,6 +204,7 @@ class Run:
         if self._session is not None:
             self._session.end()
             self._session = None
+            self._settled.clear()
 
     def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
@@ -240,12 +243,13 @@ class Run:
             blocks.append(session.lap(config, self.own, steps, until))
         rates = [one.samples / one.seconds for one in blocks]
         low, high = median_interval(rates)
+        self._settled[config] = statistics.median(one.step_s for one in blocks)
         return Measurement(
             outcome="ok",
             samples_per_s=statistics.median(rates),
             low=low,
             high=high,
-            step_s=statistics.median(one.step_s for one in blocks),
+            step_s=self._settled[config],
             first_step_s=max(0.0, max(first.first_s, first.seconds) - warm.step_s),
             peak_bytes=max(one.peak_bytes for one in (first, warm, *blocks)),
             steps=sum(one.steps for one in blocks),
@@ -254,18 +258,21 @@ class Run:
         )
 
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
-        """Steps until they take as long as those before them: recompilations are over by then."""
+        """Steps until they take as long as those before them: recompilations are over by then.
+
+        Of a config that was measured before, as long as then.
+        """
         began, steps = time.monotonic(), 0
-        before: Block | None = None
-        size = 2
+        known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
+            size = max(2, round(BLOCK_S / 2 / max(before, 1e-6))) if before else 2
             now = session.lap(config, self.own, size, until)
             steps += now.steps
-            steady = before is not None and abs(now.step_s / before.step_s - 1) < STEADY
-            if steady and time.monotonic() - began >= WARM_S and steps >= WARM_STEPS:
+            steady = before > 0 and abs(now.step_s / before - 1) < STEADY
+            enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
+            if steady and (enough or known):
                 break
-            before = now
-            size = max(2, round(BLOCK_S / 2 / max(now.step_s, 1e-6)))
+            before = now.step_s
         return now
 
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
