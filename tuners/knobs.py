@@ -160,8 +160,9 @@ class Knob:
     """It changes what is kept for the backward pass; others hardly matter to the peak."""
     first_step: bool = False
     """Values pay before the first step: algorithm search, compilation, capture."""
-    dear: bool = False
-    """Each value costs many seconds before its first step: tried on leaders only."""
+    dear: Callable[[Value], float] | None = None
+    """Seconds that a trial of a value must have: each costs many before its first step, and is
+    tried on leaders only. None: they cost few."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -456,7 +457,7 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=True,
+        dear=lambda value: 15.0 if value == "cudagraphs" else 40.0,
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),

@@ -130,6 +130,7 @@ train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
         assert measured(run, own).ok
         assert Path("killed").exists()
         assert measured(run, own.replace(precision="bf16")).ok
+        assert run.at_once(2) == 1  # beside it: torchrun was given a port of its own
         run.stop()
         assert processes(folder) == []
     both = [Path(f"orders{rank}").read_text().splitlines() for rank in (0, 1)]

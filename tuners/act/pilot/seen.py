@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Seen:
         others: its other inputs, and what else makes another job.
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
-        rank, processes: of the job.
+        rank, processes: of the job; `port`: where these meet, '' for a single one.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Seen:
     limits: tuple[str, ...]
     rank: int
     processes: int
+    port: str
     device: str
     threads: int
 
@@ -76,6 +78,7 @@ class Seen:
             limits=limits,
             rank=rank,
             processes=processes,
+            port=os.environ.get("MASTER_PORT", "?") if processes > 1 else "",
             device=_device(main.model),
             threads=torch.get_num_threads(),
         )

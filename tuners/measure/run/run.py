@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -36,6 +37,8 @@ RESTARTS = 3
 ROUNDED = 2
 """Runs that show what rounding does to a run: each goes its own way, and a run is not repeated
 exactly even without."""
+HOST_CORES = 2
+"""That one process of a job keeps busy, where its device is none of them."""
 TOGETHER = 0.7
 """Of the device's memory that runs to compare with may take at once."""
 
@@ -72,6 +75,7 @@ class Run:
         self.deadline_s = deadline_s
         self.own = Config()
         self.memory = 0
+        self._first: Session | None = None
         self._session: Session | None = None
         self._settled: dict[Config, float] = {}
         """Seconds of a step of what this session has measured."""
@@ -147,7 +151,7 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
-            if self._alone(1):
+            if not self.at_once(1):
                 self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
@@ -172,8 +176,8 @@ class Run:
     ) -> Measurement:
         """Whether the command trains with a config as with another, strict fp32.
 
-        It is started for each run that is not known yet, all at once where memory and a single
-        process allow; see `numerics.judge`.
+        It is started for each run that is not known yet, as many at once as `at_once` says; see
+        `numerics.judge`.
         """
         until = time.monotonic() + (2 * self.deadline_s if deadline_s is None else deadline_s)
         same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
@@ -212,14 +216,23 @@ class Run:
             self._session = Session(
                 self._words, injected=self._injected, log=self._log, start_s=self.start_s
             )
+            self._first = self._first or self._session
         return self._session
 
-    def _alone(self, others: int) -> bool:
-        """Whether so many others may not run beside the session: a launcher of several processes
-        holds a port, and the device's memory is for all of them."""
-        several = self._session is not None and self._session.seen.processes > 1
-        taken = (others + 1) * self._peak_bytes
-        return several or bool(self.memory and taken > TOGETHER * self.memory)
+    def at_once(self, starts: int) -> int:
+        """How many of so many starts may run at once beside the session: cores, and the device's
+        memory, are for all of them. 0: not even one may, until it has ended."""
+        if self._first is None:
+            return 1
+        seen = self._first.seen
+        busy = seen.processes * (seen.threads if seen.device == "cpu" else HOST_CORES)
+        room = max(1, min(starts, len(os.sched_getaffinity(0)) // busy))
+        beside = 0 if self._session is None else 1
+        if self.memory and self._peak_bytes:
+            room = min(room, int(TOGETHER * self.memory / self._peak_bytes) - beside)
+        if not self._first.apart:
+            room = min(room, 1 - beside)
+        return max(1 - beside, room)
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
@@ -278,13 +291,15 @@ class Run:
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
         """Have all of these in `_traces`."""
         missing = [one for one in wanted if one not in self._traces]
-        if alone := self._alone(len(missing)):
+        if not missing:
+            return
+        if not (workers := self.at_once(len(missing))):
             self.stop()
 
         def trace(one: _Traced) -> None:
             self._traces[one] = self._traced(one, until)  # kept, whatever becomes of the others
 
-        with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
+        with ThreadPoolExecutor(workers or 1) as pool:
             list(pool.map(trace, missing))
 
     def _traced(self, wanted: _Traced, until: float) -> Trace:

@@ -263,3 +263,5 @@ class Session(Flight):
     ) -> None:
         command = Command(words, injected=injected, log=log, more=more)
         super().__init__(command, log=log, start_s=start_s)
+        self.apart = command.apart(self.seen.port)
+        """Whether others may be started beside it."""
