@@ -55,6 +55,8 @@ class Situation:
     """Whether the script can have its whole step captured."""
     use: str = USES[-1]
     """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
+    varies: bool = False
+    """Whether the inputs of a running script vary in shape."""
     own: Config = Config()  # noqa: RUF009 # immutable
     """What a running script sets itself: the baseline is that."""
     kept: tuple[str, ...] = ()
@@ -333,6 +335,13 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
     return model
 
 
+def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
+    # In the place of what the knob before it has compiled, which is in the same mode.
+    if value:
+        model.compile(dynamic=True)
+    return model
+
+
 def _own_fused(script: Script) -> Own | None:
     if any(group.get("fused") for group in script.groups):
         return Own(True)
@@ -466,6 +475,20 @@ KNOBS: tuple[Knob, ...] = (
         graphs=lambda value: value in GRAPHED_MODES,
     ),
     Knob(
+        name="dynamic_shapes",
+        summary="compiled for inputs of any length at once, where a run's vary",
+        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
+        needs=lambda _value: PILOT,
+        numerics=_always,
+        first_step=True,
+        guess="",
+        # Graphs are of one shape each, and what is not compiled has none.
+        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
+        permitted=lambda given, value: not value or given.get("compile", True),
+        script=lambda script: Own(None) if script.compiled else None,
+        model=_compile_dynamic,
+    ),
+    Knob(
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
@@ -538,6 +561,7 @@ HALF: tuple[dict[str, Value], ...] = (
 kernels for it; others in bf16, the last, which needs no scaling."""
 
 LEADERS: tuple[dict[str, Value], ...] = (
+    {"compile": "default", "dynamic_shapes": True},
     {"compile": "cudagraphs"},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},

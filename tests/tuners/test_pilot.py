@@ -115,6 +115,29 @@ def test_a_config_acts_and_leaves_nothing(
     assert not IN_FORCE.config
 
 
+def test_a_compilation_that_is_given_up_is_noticed(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    _net, _optimizer, switch = flown
+
+    @torch.compile(backend="eager", dynamic=False)
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def varied() -> None:
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for size in (2, 3):
+                doubled(torch.ones(size))
+
+    switch.set(OWN.replace(compile="default"))
+    assert not switch.fell_back
+    varied()
+    assert switch.fell_back
+    switch.set(OWN)
+    assert not switch.fell_back
+    switch.release()
+
+
 def test_evaluation_is_left_to_the_script(
     flown: tuple[Net, torch.optim.Optimizer, Switch],
 ) -> None:
@@ -252,6 +275,25 @@ def test_half_precision_is_no_choice_under_lbfgs() -> None:
     one = seen(net, torch.optim.LBFGS(net.parameters()))
     assert space_of(one).choices["precision"] == ("default",)
     assert any("LBFGS" in line for line in one.lines())
+
+
+def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
+    net = nn.Embedding(9, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def of(*lengths: int) -> Seen:
+        crew = Crew()
+        for length in lengths:
+            x = torch.zeros(4, length, dtype=torch.int64)
+            crew.saw_call(net, (x,), {"mask": x > 0})
+            crew.saw_step(optimizer)
+        return Seen.of(crew, len(lengths))
+
+    one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
+    assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
+    assert (fixed.shape, fixed.varies) == ((4, 5), False)
+    assert "compile" in space_of(fixed).choices
+    assert "dynamic_shapes" not in space_of(fixed).choices
 
 
 def test_a_script_with_half_weights_keeps_them() -> None:

@@ -20,6 +20,15 @@ RECOMPILATIONS = 64
 """Of one function: each config is another one to torch.compile, and eight is its own limit."""
 
 
+def fallbacks() -> int:
+    """Times that torch.compile has come to its limit of compilations of one function, and given up
+    on it: it runs as it is from then on, which it logs only."""
+    from torch._dynamo.utils import counters
+
+    given_up = counters["unimplemented"]
+    return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
+
+
 class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
@@ -94,6 +103,7 @@ class Switch:
         )
         self._replays = Replays()
         self._graphed = False
+        self._fallbacks: int | None = None
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
@@ -123,6 +133,13 @@ class Switch:
             call.struck = struck
         self.config = config
         self._graphed = self.counts_steps
+        compiles = any(k.dear and k.name in config for k in rows)
+        self._fallbacks = fallbacks() if compiles else None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the config that is set compiles, and no longer does."""
+        return self._fallbacks is not None and fallbacks() > self._fallbacks
 
     def give_up(self) -> None:
         """Within a step: have models called as they are. Weights stay laid out until the next

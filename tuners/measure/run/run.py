@@ -28,8 +28,8 @@ from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
 """A config is warm after so many seconds and steps at least, once two laps in a row take as long;
 or after so many laps."""
-STEADY = 0.1
-"""Two laps that differ by less than this took as long."""
+STEADY, VARYING = 0.1, 1.0
+"""Two laps that differ by less than this took as long; the same where shapes vary."""
 HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
@@ -254,12 +254,11 @@ class Run:
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
             blocks.append(session.lap(config, self.own, steps, until))
-        rates = [one.samples / one.seconds for one in blocks]
-        low, high = median_interval(rates)
+        rate, low, high = _rate(blocks, varies=session.seen.varies)
         self._settled[config] = statistics.median(one.step_s for one in blocks)
         return Measurement(
             outcome="ok",
-            samples_per_s=statistics.median(rates),
+            samples_per_s=rate,
             low=low,
             high=high,
             step_s=self._settled[config],
@@ -276,12 +275,13 @@ class Run:
         Of a config that was measured before, as long as then.
         """
         began, steps = time.monotonic(), 0
+        apart = VARYING if session.seen.varies else STEADY
         known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
             size = max(2, round(BLOCK_S / 2 / max(before, 1e-6))) if before else 2
             now = session.lap(config, self.own, size, until)
             steps += now.steps
-            steady = before > 0 and abs(now.step_s / before - 1) < STEADY
+            steady = before > 0 and abs(now.step_s / before - 1) < apart
             enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
             if steady and (enough or known):
                 break
@@ -323,6 +323,17 @@ class _Traced:
     steps: int
     rounding: float = 0.0
     draw: int = 0
+
+
+def _rate(blocks: Sequence[Block], *, varies: bool) -> tuple[float, float, float]:
+    """(Samples/s, its interval): of the median block; where shapes vary of all blocks, as what is
+    paid for some shapes, a recompilation at worst, is part of their speed."""
+    rates = [one.samples / one.seconds for one in blocks]
+    low, high = median_interval(rates)
+    if not varies:
+        return statistics.median(rates), low, high
+    whole = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
+    return whole, min(low, whole), max(high, whole)
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:
