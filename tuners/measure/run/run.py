@@ -30,6 +30,8 @@ WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
 or after so many laps."""
 STEADY, VARYING = 0.1, 1.0
 """Two laps that differ by less than this took as long; the same where shapes vary."""
+HANGS_S = 60.0
+"""Without an answer of all processes of a job; compiling aside, which is the first step's."""
 HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
@@ -56,9 +58,11 @@ class Run:
         own: what the script does itself; set once its space is known.
         memory: bytes of the device, 0 where that is not known.
         start_s: until the first steps, at most.
+        hangs_s: until a process of several that does not answer is given up.
     """
 
     start_s = START_S
+    hangs_s = HANGS_S
 
     def __init__(
         self,
@@ -130,9 +134,9 @@ class Run:
             except Ended as exc:
                 self.stop()
                 last = exc
-                if exc.outcome == "timed_out" or (exc.code and config != self.own):
+                if time.monotonic() >= until or (exc.code and config != self.own):
                     break
-                continue  # it was through, or was killed as it is: once more from the start
+                continue  # it was through, was killed, or hung as it is: once more from the start
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
             return measured
         assert last is not None
@@ -247,13 +251,13 @@ class Run:
 
     def _measured(self, config: Config, seconds: float, floor: float, until: float) -> Measurement:
         session = self._ensured()
-        first = session.lap(config, self.own, 1, until)
+        first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
         steps = max(1, round(BLOCK_S / max(warm.step_s, 1e-6)))
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
-            blocks.append(session.lap(config, self.own, steps, until))
+            blocks.append(self._lap(session, config, steps, until))
         rate, low, high = _rate(blocks, varies=session.seen.varies)
         self._settled[config] = statistics.median(one.step_s for one in blocks)
         return Measurement(
@@ -269,6 +273,13 @@ class Run:
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
+    def _lap(self, session: Flight, config: Config, steps: int, until: float) -> Block:
+        """Some steps, given up where a process of several hangs: the others wait for it in their
+        backward passes, half an hour by NCCL's own clock. One step may compile."""
+        if session.seen.processes > 1 and (steps > 1 or config == self.own):
+            until = min(until, time.monotonic() + self.hangs_s)
+        return session.lap(config, self.own, steps, until)
+
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then.
 
@@ -279,7 +290,7 @@ class Run:
         known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
             size = max(2, round(BLOCK_S / 2 / max(before, 1e-6))) if before else 2
-            now = session.lap(config, self.own, size, until)
+            now = self._lap(session, config, size, until)
             steps += now.steps
             steady = before > 0 and abs(now.step_s / before - 1) < apart
             enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
