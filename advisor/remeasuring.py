@@ -550,7 +550,7 @@ class _Subject:
                 listed = ", ".join(map(str, differs))
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
-            yield run, compare_s(seen, took_s)
+            yield run, compare_s(run, took_s)
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[tuple[Tester, float]]:

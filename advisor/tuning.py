@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import math
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
 COMPARED = 5
-"""Starts of a command that one comparison takes; of a single process all at once."""
+"""Starts of a command that one comparison takes."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -424,6 +424,7 @@ class OfRun(_Tuning):
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, (task.batch,)),
                 use=PILOT,
+                varies=seen.varies,
                 own=seen.own,
                 kept=seen.kept,
             )
@@ -436,7 +437,7 @@ class OfRun(_Tuning):
                 target=Target(name=task.target, origin=""),
                 space=space,
                 process_s=process_s,
-                compare_s=compare_s(seen, process_s),
+                compare_s=compare_s(run, process_s),
             )
 
     def begun(self) -> Run:
@@ -492,11 +493,10 @@ def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> 
     )
 
 
-def compare_s(seen: Seen, process_s: float) -> float:
-    """What a comparison takes at least: its starts share the cores, and have steps to make."""
-    if seen.processes > 1:
-        return COMPARED * process_s
-    return process_s * (1.5 + COMPARED / len(os.sched_getaffinity(0)))
+def compare_s(run: Run, process_s: float) -> float:
+    """What a comparison takes at least: as many starts at once as the machine has room for, and
+    their steps."""
+    return (0.5 + math.ceil(COMPARED / max(1, run.at_once(COMPARED)))) * process_s
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

@@ -102,9 +102,12 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 # Commands as they are typed
 
 
-def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed(folder: Path) -> None:
+def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed_or_hang(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "hangs_s", 5.0)
     source = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 import torch.distributed as dist
 from training import nn, train
 
@@ -123,6 +126,10 @@ def after(step):
     if rank == 1 and step == 30 and not killed.exists():
         killed.touch()
         os.kill(os.getpid(), 9)
+    hung = pathlib.Path("hung")
+    if rank == 1 and step == 31 and killed.exists() and not hung.exists():
+        hung.touch()
+        time.sleep(3600)
 
 import torch
 train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
@@ -130,9 +137,10 @@ train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
     command = ("torchrun", "--nproc-per-node", "2", *script(source)[1:], str(folder))
     with started(command) as (run, seen, own):
         assert (seen.processes, seen.rank, seen.shape) == (2, 0, (64, 8))
-        assert measured(run, own).ok
-        assert Path("killed").exists()
+        assert run.measure(own, seconds=0.2, deadline_s=600).ok
+        assert Path("killed").exists() and Path("hung").exists()
         assert measured(run, own.replace(precision="bf16")).ok
+        assert run.at_once(2) == 1  # beside it: torchrun was given a port of its own
         run.stop()
         assert processes(folder) == []
     both = [Path(f"orders{rank}").read_text().splitlines() for rank in (0, 1)]

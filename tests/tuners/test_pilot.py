@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,29 @@ def test_a_config_acts_and_leaves_nothing(
     assert not IN_FORCE.config
 
 
+def test_a_compilation_that_is_given_up_is_noticed(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    _net, _optimizer, switch = flown
+
+    @torch.compile(backend="eager", dynamic=False)
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def varied() -> None:
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for size in (2, 3):
+                doubled(torch.ones(size))
+
+    switch.set(OWN.replace(compile="default"))
+    assert not switch.fell_back
+    varied()
+    assert switch.fell_back
+    switch.set(OWN)
+    assert not switch.fell_back
+    switch.release()
+
+
 def test_evaluation_is_left_to_the_script(
     flown: tuple[Net, torch.optim.Optimizer, Switch],
 ) -> None:
@@ -158,6 +182,34 @@ def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
     assert seat_of(wrapped) is None
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A job of one process: its gradients go through buckets all the same."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_that_are_exchanged_are_the_models_own() -> None:
+    net = Net()
+    other = copy.deepcopy(net)
+    parallel = nn.parallel.DistributedDataParallel(net)
+    batch = torch.randn(4, 3, 8, 8)
+    for _ in range(3):  # the buckets are made anew after the first
+        parallel(batch).square().mean().backward()
+    net.zero_grad()
+    switch = Switch([Trained(parallel, net, ())], [], OWN, torch.device("cpu"), unexpected)
+    switch.set(OWN.replace(channels_last=True))
+    parallel(batch).square().mean().backward()
+    other(batch).square().mean().backward()
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    switch.release()
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
@@ -223,6 +275,25 @@ def test_half_precision_is_no_choice_under_lbfgs() -> None:
     one = seen(net, torch.optim.LBFGS(net.parameters()))
     assert space_of(one).choices["precision"] == ("default",)
     assert any("LBFGS" in line for line in one.lines())
+
+
+def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
+    net = nn.Embedding(9, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def of(*lengths: int) -> Seen:
+        crew = Crew()
+        for length in lengths:
+            x = torch.zeros(4, length, dtype=torch.int64)
+            crew.saw_call(net, (x,), {"mask": x > 0})
+            crew.saw_step(optimizer)
+        return Seen.of(crew, len(lengths))
+
+    one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
+    assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
+    assert (fixed.shape, fixed.varies) == ((4, 5), False)
+    assert "compile" in space_of(fixed).choices
+    assert "dynamic_shapes" not in space_of(fixed).choices
 
 
 def test_a_script_with_half_weights_keeps_them() -> None:

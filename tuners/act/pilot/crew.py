@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
+VARIES = 0
 
 
 class Unclear(Exception):
@@ -25,7 +26,10 @@ class Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor that a model is called with: where it stands, its shape and dtype."""
+    """One tensor that a model is called with: where it stands, its shape and dtype.
+
+    A dimension beyond the first is VARIES where it is not the same in all calls that were seen.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +42,7 @@ class Trained:
 
     Attributes:
         outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
-        inputs: of its first call.
+        inputs: of its first calls.
         calls: with gradients, and `samples` of them, since they were last looked at.
     """
 
@@ -73,11 +77,12 @@ class Crew:
         if not torch.is_grad_enabled() or not module.training:
             return
         one = self.called.get(module)
+        found = inputs_of(args, kwargs)
         if one is None:
             from advisor.tuners.fingerprint import unwrapped
 
-            found = inputs_of(args, kwargs)
             one = self.called[module] = Trained(module, unwrapped(module), found)
+        one.inputs = varying(one.inputs, found)
         one.calls += 1
         one.samples += batch_of(args, kwargs)
 
@@ -157,6 +162,19 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...
         for path, value in flat
         if isinstance(value, Tensor)
     )
+
+
+def varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """Inputs of earlier calls, with what is otherwise in a later one."""
+    later = {one.name: one.shape for one in theirs}
+    return tuple(_varying(one, later.get(one.name, one.shape)) for one in ours)
+
+
+def _varying(one: Input, shape: tuple[int, ...]) -> Input:
+    if len(shape) != len(one.shape):
+        return one
+    rest = (a if a == b else VARIES for a, b in zip(one.shape[1:], shape[1:], strict=True))
+    return replace(one, shape=(*one.shape[:1], *rest))
 
 
 def _name(path: Any) -> str:

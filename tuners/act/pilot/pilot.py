@@ -32,6 +32,10 @@ ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
 
 
+class RecompileLimit(Exception):
+    """A model's shapes vary more than can be compiled for."""
+
+
 class Watch(Protocol):
     """Looks at a script's steps, from the first one on that has an order's config."""
 
@@ -165,6 +169,10 @@ class Pilot:
         cut_short = self._outcome != "ok" and self._processes == 1
         if self._done >= self._order.steps or cut_short:
             self._synchronize()
+            if switch.fell_back:
+                self._fell_back(switch)
+            if self._released:
+                return
             lap = self._lap()
             if self._order.config == switch.own:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
@@ -230,6 +238,16 @@ class Pilot:
         if self._order.steps and self._processes == 1:
             # Told now, as the script may end of it; of several processes the others wait in theirs.
             self._obey(switch, self._guide.next(self._lap()))
+
+    def _fell_back(self, switch: Switch) -> None:
+        """What is timed is not what the config says, and nor would another be that compiles."""
+        exc = RecompileLimit("torch.compile has given up: shapes vary too much")
+        if self._order.careful:
+            switch.give_up()
+            self._outcome, self._reason = told(exc)
+        else:
+            self._guide.failed(exc)
+            self.release()
 
     def _has_room(self) -> bool:
         if self._device.type != "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import fingerprint
-from advisor.tuners.act.pilot.crew import Crew, Input, Trained
+from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.knobs import KNOBS, Script, described
 
@@ -25,11 +26,13 @@ class Seen:
     Attributes:
         model: fingerprint of all that trains.
         family, libraries, modules, parameters, convolves: as in a worker's `Facts`.
-        shape: of the first input of the largest model with the job's samples a step before it.
+        shape: of the first input of the largest model with the job's samples a step before it;
+            1 for a dimension that varies.
         others: its other inputs, and what else makes another job.
+        varies: whether a shape was not the same in all steps seen.
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
-        rank, processes: of the job.
+        rank, processes: of the job; `port`: where these meet, '' for a single one.
     """
 
     model: str
@@ -41,12 +44,14 @@ class Seen:
     shape: tuple[int, ...]
     dtype: str
     others: str
+    varies: bool
     optimizer: str
     own: Config
     kept: tuple[str, ...]
     limits: tuple[str, ...]
     rank: int
     processes: int
+    port: str
     device: str
     threads: int
 
@@ -68,15 +73,17 @@ class Seen:
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
             convolves=any(_convolves(one.model) for one in trained),
-            shape=(samples * processes, *first.shape[1:]),
+            shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_others(crew, main, samples),
+            varies=any(VARIES in one.shape[1:] for one in main.inputs),
             optimizer=_called(crew.optimizers[0]),
             own=own,
             kept=kept,
             limits=limits,
             rank=rank,
             processes=processes,
+            port=os.environ.get("MASTER_PORT", "?") if processes > 1 else "",
             device=_device(main.model),
             threads=torch.get_num_threads(),
         )
@@ -129,8 +136,9 @@ def _called(optimizer: torch.optim.Optimizer) -> str:
 def _others(crew: Crew, main: Trained, samples: int) -> str:
     """What else of the job makes another key, on one line."""
     parts = [
-        f"{one.name} {'x'.join(map(str, one.shape[1:])) or '1'} {one.dtype}"
-        for one in main.inputs[1:]
+        f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
+        for n, one in enumerate(main.inputs)
+        if n or VARIES in one.shape[1:]
     ]
     if main.inputs and samples != main.inputs[0].shape[0]:
         parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} micro-batches")

@@ -20,6 +20,15 @@ RECOMPILATIONS = 64
 """Of one function: each config is another one to torch.compile, and eight is its own limit."""
 
 
+def fallbacks() -> int:
+    """Times that torch.compile has come to its limit of compilations of one function, and given up
+    on it: it runs as it is from then on, which it logs only."""
+    from torch._dynamo.utils import counters
+
+    given_up = counters["unimplemented"]
+    return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
+
+
 class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
@@ -82,12 +91,14 @@ class Switch:
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
+        laid_out = [one for one in trained if not in_buckets(one.outer)]
         self._formats = [
             (tensor, tensor.stride())
-            for one in trained
+            for one in laid_out
             for tensor in (*one.model.parameters(), *one.model.buffers())
             if tensor.dim() > 3
         ]
+        self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -95,6 +106,7 @@ class Switch:
         )
         self._replays = Replays()
         self.counts_steps = False
+        self._fallbacks: int | None = None
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
@@ -133,6 +145,13 @@ class Switch:
             call.struck = struck
         self.config = config
         self.counts_steps = acting.graphs
+        compiles = any(knob.dear for knob, _value in acting.rows)
+        self._fallbacks = fallbacks() if compiles else None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the config that is set compiles, and no longer does."""
+        return self._fallbacks is not None and fallbacks() > self._fallbacks
 
     def give_up(self) -> None:
         """Within a step: have models called as they are, and forget what was compiled for it.
@@ -171,10 +190,10 @@ class Switch:
         for tensor, stride in self._formats:
             if tensor.stride() != stride:
                 tensor.data = _strided(tensor.data, stride)
-        for seat in self._calls:
+        for model in self._laid_out:
             for knob, value in acting.rows:
                 if knob.layout is not None and knob.model is not None:
-                    knob.model(seat, value)
+                    knob.model(model, value)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
@@ -239,6 +258,17 @@ def seat_of(outer: nn.Module) -> nn.Module | None:
             return None
         outer = outer.module
     return outer
+
+
+def in_buckets(outer: nn.Module) -> bool:
+    """Whether DistributedDataParallel exchanges a model's gradients.
+
+    Its weights keep their memory format: gradients are written into its buckets by the strides that
+    weights had at its construction, and read back by those that they have (torch 2.11, reducer.cpp,
+    `populate_bucket_views_out`): of a weight laid out since they come back permuted, unsaid.
+    """
+    kind = nn.parallel.DistributedDataParallel
+    return any(isinstance(module, kind) for module in outer.modules())
 
 
 def replicates(outer: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -27,8 +28,10 @@ from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
 """A config is warm after so many seconds and steps at least, once two laps in a row take as long;
 or after so many laps."""
-STEADY = 0.1
-"""Two laps that differ by less than this took as long."""
+STEADY, VARYING = 0.1, 1.0
+"""Two laps that differ by less than this took as long; the same where shapes vary."""
+HANGS_S = 60.0
+"""Without an answer of all processes of a job; compiling aside, which is the first step's."""
 HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
@@ -36,6 +39,8 @@ RESTARTS = 3
 ROUNDED = 2
 """Runs that show what rounding does to a run: each goes its own way, and a run is not repeated
 exactly even without."""
+HOST_CORES = 2
+"""That one process of a job keeps busy, where its device is none of them."""
 TOGETHER = 0.7
 """Of the device's memory that runs to compare with may take at once."""
 
@@ -53,9 +58,11 @@ class Run:
         own: what the script does itself; set once its space is known.
         memory: bytes of the device, 0 where that is not known.
         start_s: until the first steps, at most.
+        hangs_s: until a process of several that does not answer is given up.
     """
 
     start_s = START_S
+    hangs_s = HANGS_S
 
     def __init__(
         self,
@@ -72,7 +79,10 @@ class Run:
         self.deadline_s = deadline_s
         self.own = Config()
         self.memory = 0
+        self._first: Session | None = None
         self._session: Session | None = None
+        self._settled: dict[Config, float] = {}
+        """Seconds of a step of what this session has measured."""
         self._traces: dict[_Traced, Trace] = {}
         self._peak_bytes = 0
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
@@ -124,9 +134,9 @@ class Run:
             except Ended as exc:
                 self.stop()
                 last = exc
-                if exc.outcome == "timed_out" or (exc.code and config != self.own):
+                if time.monotonic() >= until or (exc.code and config != self.own):
                     break
-                continue  # it was through, or was killed as it is: once more from the start
+                continue  # it was through, was killed, or hung as it is: once more from the start
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
             return measured
         assert last is not None
@@ -145,7 +155,7 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
-            if self._alone(1):
+            if not self.at_once(1):
                 self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
@@ -168,8 +178,8 @@ class Run:
     ) -> Measurement:
         """Whether the command trains with a config as with another, strict fp32.
 
-        It is started for each run that is not known yet, all at once where memory and a single
-        process allow; see `numerics.judge`.
+        It is started for each run that is not known yet, as many at once as `at_once` says; see
+        `numerics.judge`.
         """
         until = time.monotonic() + (2 * self.deadline_s if deadline_s is None else deadline_s)
         same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
@@ -200,6 +210,7 @@ class Run:
         if self._session is not None:
             self._session.end()
             self._session = None
+            self._settled.clear()
 
     def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
@@ -207,14 +218,23 @@ class Run:
             self._session = Session(
                 self._words, injected=self._injected, log=self._log, start_s=self.start_s
             )
+            self._first = self._first or self._session
         return self._session
 
-    def _alone(self, others: int) -> bool:
-        """Whether so many others may not run beside the session: a launcher of several processes
-        holds a port, and the device's memory is for all of them."""
-        several = self._session is not None and self._session.seen.processes > 1
-        taken = (others + 1) * self._peak_bytes
-        return several or bool(self.memory and taken > TOGETHER * self.memory)
+    def at_once(self, starts: int) -> int:
+        """How many of so many starts may run at once beside the session: cores, and the device's
+        memory, are for all of them. 0: not even one may, until it has ended."""
+        if self._first is None:
+            return 1
+        seen = self._first.seen
+        busy = seen.processes * (seen.threads if seen.device == "cpu" else HOST_CORES)
+        room = max(1, min(starts, len(os.sched_getaffinity(0)) // busy))
+        beside = 0 if self._session is None else 1
+        if self.memory and self._peak_bytes:
+            room = min(room, int(TOGETHER * self.memory / self._peak_bytes) - beside)
+        if not self._first.apart:
+            room = min(room, 1 - beside)
+        return max(1 - beside, room)
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
@@ -229,21 +249,21 @@ class Run:
 
     def _measured(self, config: Config, seconds: float, floor: float, until: float) -> Measurement:
         session = self._ensured()
-        first = session.lap(config, self.own, 1, until)
+        first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
         steps = max(1, round(BLOCK_S / max(warm.step_s, 1e-6)))
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
-            blocks.append(session.lap(config, self.own, steps, until))
-        rates = [one.samples / one.seconds for one in blocks]
-        low, high = median_interval(rates)
+            blocks.append(self._lap(session, config, steps, until))
+        rate, low, high = _rate(blocks, varies=session.seen.varies)
+        self._settled[config] = statistics.median(one.step_s for one in blocks)
         return Measurement(
             outcome="ok",
-            samples_per_s=statistics.median(rates),
+            samples_per_s=rate,
             low=low,
             high=high,
-            step_s=statistics.median(one.step_s for one in blocks),
+            step_s=self._settled[config],
             first_step_s=_whole(first),
             peak_bytes=max(one.peak_bytes for one in (first, warm, *blocks)),
             steps=sum(one.steps for one in blocks),
@@ -251,31 +271,44 @@ class Run:
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
+    def _lap(self, session: Flight, config: Config, steps: int, until: float) -> Block:
+        """Some steps, given up where a process of several hangs: the others wait for it in their
+        backward passes, half an hour by NCCL's own clock. One step may compile."""
+        if session.seen.processes > 1 and (steps > 1 or config == self.own):
+            until = min(until, time.monotonic() + self.hangs_s)
+        return session.lap(config, self.own, steps, until)
+
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
-        """Steps until they take as long as those before them: recompilations are over by then."""
+        """Steps until they take as long as those before them: recompilations are over by then.
+
+        Of a config that was measured before, as long as then.
+        """
         began, steps = time.monotonic(), 0
-        before: Block | None = None
-        size = 2
+        apart = VARYING if session.seen.varies else STEADY
+        known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
-            now = session.lap(config, self.own, size, until)
+            size = max(2, round(BLOCK_S / 2 / max(before, 1e-6))) if before else 2
+            now = self._lap(session, config, size, until)
             steps += now.steps
-            steady = before is not None and abs(now.step_s / before.step_s - 1) < STEADY
-            if steady and time.monotonic() - began >= WARM_S and steps >= WARM_STEPS:
+            steady = before > 0 and abs(now.step_s / before - 1) < apart
+            enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
+            if steady and (enough or known):
                 break
-            before = now
-            size = max(2, round(BLOCK_S / 2 / max(now.step_s, 1e-6)))
+            before = now.step_s
         return now
 
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
         """Have all of these in `_traces`."""
         missing = [one for one in wanted if one not in self._traces]
-        if alone := self._alone(len(missing)):
+        if not missing:
+            return
+        if not (workers := self.at_once(len(missing))):
             self.stop()
 
         def trace(one: _Traced) -> None:
             self._traces[one] = self._traced(one, until)  # kept, whatever becomes of the others
 
-        with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
+        with ThreadPoolExecutor(workers or 1) as pool:
             list(pool.map(trace, missing))
 
     def _traced(self, wanted: _Traced, until: float) -> Trace:
@@ -304,6 +337,17 @@ class _Traced:
 def _whole(first: Block) -> float:
     """Seconds of the step with which a config begins."""
     return max(first.first_s, first.seconds)
+
+
+def _rate(blocks: Sequence[Block], *, varies: bool) -> tuple[float, float, float]:
+    """(Samples/s, its interval): of the median block; where shapes vary of all blocks, as what is
+    paid for some shapes, a recompilation at worst, is part of their speed."""
+    rates = [one.samples / one.seconds for one in blocks]
+    low, high = median_interval(rates)
+    if not varies:
+        return statistics.median(rates), low, high
+    whole = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
+    return whole, min(low, whole), max(high, whole)
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:

@@ -24,6 +24,8 @@ START_S = 300.0
 """Until a command's first steps: it may read its data first."""
 LOOK_S = 0.2
 """Between two looks whether a command that says nothing still runs."""
+TOGETHER_S = 60.0
+"""Between the processes of a job that come to their first steps."""
 END_S = 15.0
 """For a command one of whose processes is gone to be over."""
 
@@ -182,12 +184,16 @@ class Flight:
             pipe = self._accepted(until, start_s)
             seen.append(self._heard(pipe, "seen", Seen, until))
             self._pipes.append(pipe)
+            until = min(until, time.monotonic() + TOGETHER_S)
         return min(seen, key=lambda one: one.rank)
 
     def _accepted(self, until: float, start_s: float) -> Connection:
         while (pipe := self._command.accepted(LOOK_S)) is None:
             if self._command.ended:
                 raise self._why()
+            if time.monotonic() > until and self._pipes:
+                came = f"{len(self._pipes)} of its processes came to their first steps, not all"
+                raise Ended("timed_out", came)
             if time.monotonic() > until:
                 raise Ended("timed_out", self._never(f"it has run for {start_s:g} s"))
         return pipe
@@ -198,7 +204,7 @@ class Flight:
                 if self._command.ended and not pipe.poll(0):
                     raise self._why()
                 if time.monotonic() > until:
-                    raise Ended("timed_out", "no step within the deadline")
+                    raise Ended("timed_out", "no step within the deadline: it hangs, or evaluates")
             message = msgpack.unpackb(pipe.recv_bytes())
             if "failed" in message:
                 self._failed = message["failed"]
@@ -263,3 +269,5 @@ class Session(Flight):
     ) -> None:
         command = Command(words, injected=injected, log=log, more=more)
         super().__init__(command, log=log, start_s=start_s)
+        self.apart = command.apart(self.seen.port)
+        """Whether others may be started beside it."""
