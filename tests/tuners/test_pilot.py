@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -195,20 +196,26 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_gradients_that_are_exchanged_are_the_models_own() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
     net = Net()
     other = copy.deepcopy(net)
     parallel = nn.parallel.DistributedDataParallel(net)
-    batch = torch.randn(4, 3, 8, 8)
-    for _ in range(3):  # the buckets are made anew after the first
-        parallel(batch).square().mean().backward()
-    net.zero_grad()
+    if hooked:
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
     switch = Switch([Trained(parallel, net, ())], [], OWN, torch.device("cpu"), unexpected)
-    switch.set(OWN.replace(channels_last=True))
-    parallel(batch).square().mean().backward()
-    other(batch).square().mean().backward()
-    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    batch = torch.randn(4, 3, 8, 8)
+    for channels_last in (False, True, False):
+        switch.set(OWN.replace(channels_last=channels_last))
+        for _ in range(3):  # the buckets are made anew after the first
+            net.zero_grad()
+            other.zero_grad()
+            for model in (parallel, other):
+                model(batch).square().mean().backward()
+            for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert laid_out == (channels_last and not hooked)
     switch.release()
 
 

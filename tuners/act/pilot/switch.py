@@ -91,7 +91,9 @@ class Switch:
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
-        laid_out = [one for one in trained if not in_buckets(one.outer)]
+        laid_out = [
+            one for one in trained if all(map(hooks.can_rebuild, hooks.in_buckets(one.outer)))
+        ]
         self._formats = [
             (tensor, tensor.stride())
             for one in laid_out
@@ -99,6 +101,7 @@ class Switch:
             if tensor.dim() > 3
         ]
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
+        self._parallel = [part for one in laid_out for part in hooks.in_buckets(one.outer)]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -187,6 +190,7 @@ class Switch:
         hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
 
     def _lay_out(self, acting: Acting) -> None:
+        before = [tensor.stride() for tensor, _own in self._formats]
         for tensor, stride in self._formats:
             if tensor.stride() != stride:
                 tensor.data = _strided(tensor.data, stride)
@@ -194,6 +198,10 @@ class Switch:
             for knob, value in acting.rows:
                 if knob.layout is not None and knob.model is not None:
                     knob.model(model, value)
+        if before == [tensor.stride() for tensor, _own in self._formats]:
+            return
+        for parallel in self._parallel:
+            hooks.rebuild(parallel)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
@@ -258,17 +266,6 @@ def seat_of(outer: nn.Module) -> nn.Module | None:
             return None
         outer = outer.module
     return outer
-
-
-def in_buckets(outer: nn.Module) -> bool:
-    """Whether DistributedDataParallel exchanges a model's gradients.
-
-    Its weights keep their memory format: gradients are written into its buckets by the strides that
-    weights had at its construction, and read back by those that they have (torch 2.11, reducer.cpp,
-    `populate_bucket_views_out`): of a weight laid out since they come back permuted, unsaid.
-    """
-    kind = nn.parallel.DistributedDataParallel
-    return any(isinstance(module, kind) for module in outer.modules())
 
 
 def replicates(outer: nn.Module) -> bool:
