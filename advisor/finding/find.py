@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from advisor.cache.asking import Said, ask
 from advisor.cache.match import Query
@@ -27,13 +25,10 @@ def find(records: Records, request: Request, meant: Meant, query: Query) -> Said
     Raises:
         UsageError: the target is wrong.
     """
-    look, fits = _how(records, request, meant, query)
+    sought = _sought(request, meant, query)
 
     def read(store: Store, marks: Marks) -> Listing:
-        listing = look(store, marks=marks)
-        return dataclasses.replace(
-            listing, held=tuple(one for one in listing.held if fits(one.record))
-        )
+        return records.look_into(store, sought, marks)
 
     def choose(held: Sequence[Held]) -> tuple[Held | None, bool]:
         match = matched(meant.wanted_of(counting(held, request, meant, query)), query)
@@ -59,19 +54,14 @@ def counting(held: Sequence[Held], request: Request, meant: Meant, query: Query)
     return ours
 
 
-def _how(
-    records: Records, request: Request, meant: Meant, query: Query
-) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
-    """How a store is read for a target, and which of what comes back is of it."""
+def _sought(request: Request, meant: Meant, query: Query) -> Sought:
+    """What a store is asked for."""
     target = request.target
     if request.in_hand:
-        sought = Sought(model=query.model)
-        return functools.partial(records.look_into, sought=sought), sought.fits
+        return Sought(model=query.model, query=query)
     if not isinstance(target, str):
-        sought = Sought(origins=meant.origins)
-        return functools.partial(records.look_into, sought=sought), sought.fits
+        return Sought(origins=meant.origins, query=query)
     spec = spec_of(target)
     if spec.attribute:
-        sought = Sought(target=spec.name)
-        return functools.partial(records.look_into, sought=sought), sought.fits
-    return records.look_into, lambda record: record.target.name.split(":")[0] == spec.name
+        return Sought(target=spec.name, query=query)
+    return Sought(file=spec.name, query=query)
