@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from advisor.cli.options import Time, json_option
+from advisor.cli.options import json_option
 from advisor.errors import UsageError
 
 NEEDS = "pip install 'advisor[serve]'"
@@ -61,13 +61,13 @@ def _say(address: str, token: str | None) -> None:
 @click.command()
 @click.argument("name")
 @click.option("--role", type=click.Choice(ROLES), default="read", help="  [default: read]")
-@click.option("--expires", type=Time(), metavar="TIME", help="How long it holds; default: for ever")
+@click.option("--days", type=click.IntRange(1, 36500), help="How long it holds; default: for ever.")
 @_database_option
 @json_option
-def token(name: str, role: str, expires: float | None, database: str | None, as_json: bool) -> None:
+def token(name: str, role: str, days: int | None, database: str | None, as_json: bool) -> None:
     """Make a token called NAME, on the machine that has the server's database; shown once."""
     run = _run()
-    text = run.new_token(_opened(database), name, role, expires)
+    text = run.new_token(_opened(database), name, role, days)
     click.echo(json.dumps({"name": name, "role": role, "token": text}) if as_json else text)
 
 

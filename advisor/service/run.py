@@ -27,6 +27,7 @@ from advisor.tuners import knobs as knobs  # what a record is held against: seco
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
 _IDLE_S = 75
+_DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
 _log = logging.getLogger("advisor")
@@ -108,7 +109,7 @@ def serve(
         database.close()
 
 
-def new_token(database: Database, name: str, role: str, lasts_s: float | None) -> str:
+def new_token(database: Database, name: str, role: str, days: int | None) -> str:
     """A token made by who has the database itself; its text.
 
     Raises:
@@ -117,7 +118,7 @@ def new_token(database: Database, name: str, role: str, lasts_s: float | None) -
     database.start(lambda _session: None)
     try:
         with database.writing() as session:
-            expires = None if lasts_s is None else time.time() + lasts_s
+            expires = None if days is None else time.time() + days * _DAY_S
             return tokens.make(session, name, role, expires, None)[1]
     finally:
         database.close()

@@ -260,7 +260,7 @@ def test_a_token_is_made_beside_the_server(
     assert main(["token", "gpu-01", "--role", "worker", "--database", lite, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     with serving(lite) as served:
-        made["token"] = new_token(Database(lite), "gpu-01", "worker", 3600.0)
+        made["token"] = new_token(Database(lite), "gpu-01", "worker", 30)
         monkeypatch.setenv("ADVISOR_TOKEN", made["token"])
         open_store(served.url).check_writable()
         (last, *_) = served.ask("GET", "/api/audit", "admin").json["events"]
