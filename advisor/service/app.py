@@ -6,13 +6,15 @@ import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service.access import Service
 from advisor.service.limits import Bodies, Headers
 from advisor.service.metrics import Measured
+from advisor.service.pages import shown, site
 from advisor.service.routes import api
 
 _log = logging.getLogger("advisor")
@@ -28,6 +30,8 @@ def application(service: Service, version: str) -> FastAPI:
     )
     app.state.service = service
     app.include_router(api)
+    app.include_router(site)
+    app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(RecordDamaged, _refused)
     app.add_exception_handler(UsageError, _refused)
@@ -38,6 +42,16 @@ def application(service: Service, version: str) -> FastAPI:
     app.add_middleware(Headers, lasting=service.tls)
     app.add_middleware(Measured, metrics=service.metrics)
     return app
+
+
+def _told(request: Request, exc: Exception) -> Response:
+    """A refusal, as a page for a browser."""
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == 303 or "text/html" not in request.headers.get("accept", ""):
+        return JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)
+    page = shown(request, "error.html", status=exc.status_code, detail=exc.detail)
+    page.status_code = exc.status_code
+    return page
 
 
 def _invalid(_request: Request, exc: Exception) -> JSONResponse:

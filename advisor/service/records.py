@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, func, or_, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
@@ -18,7 +19,9 @@ from advisor.cache.key import fields
 from advisor.cache.match import Kind, compared
 from advisor.cache.name import Mark
 from advisor.cache.reader import Reader
-from advisor.errors import RecordDamaged
+from advisor.cache.record import LOOP
+from advisor.cache.stores import Store
+from advisor.errors import RecordDamaged, StoreError
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
@@ -183,9 +186,11 @@ def _item(reader: Reader, key: str, data: bytes) -> Item:
         batch=name.batch,
         target=name.target,
         origin=name.origin,
+        called=record.target.name,
         file=record.target.name.partition(":")[0],
         device=record.key.environment.device.name,
         fields=json.dumps(to_plain(fields(record.key))),
+        speedup=record.winner(LOOP).speedup,
         created=record.provenance.created,
     )
 
@@ -209,3 +214,136 @@ def count(session: Session) -> int:
 
 def any_there(session: Session) -> bool:
     return session.scalar(select(Item.key).limit(1)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A record in a list: its newest version. `id` as people type it."""
+
+    id: str
+    target: str
+    device: str
+    speedup: float
+    created: float
+
+
+def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
+    """Each record once, the newest first."""
+    last = (
+        select(Item.place, func.max(Item.created).label("created"))
+        .where(Item.fields != "")
+        .group_by(Item.place)
+        .subquery()
+    )
+    query = (
+        select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
+        .join(last, (Item.place == last.c.place) & (Item.created == last.c.created))
+        .order_by(Item.created.desc(), Item.key)
+        .offset(skip)
+        .limit(most)
+    )
+    found: dict[str, Line] = {}
+    for id, batch, called, device, speedup, created in session.execute(query):
+        one = f"{id}@{batch}"
+        found.setdefault(
+            one, Line(id=one, target=called, device=device, speedup=speedup, created=created)
+        )
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What is known of a kind of device: how many records, and their least, mean and largest
+    speed-up."""
+
+    device: str
+    records: int
+    least: float
+    mean: float
+    most: float
+    newest: float
+
+
+def fleet(session: Session) -> list[Fleet]:
+    """Each kind of device, the one with the most records first."""
+    number = func.count(Item.place.distinct())
+    query = (
+        select(
+            Item.device,
+            number,
+            func.min(Item.speedup),
+            func.avg(Item.speedup),
+            func.max(Item.speedup),
+            func.max(Item.created),
+        )
+        .where(Item.fields != "")
+        .group_by(Item.device)
+        .order_by(number.desc(), Item.device)
+    )
+    return [
+        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last)
+        for device, count, low, mean, high, last in session.execute(query)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A record beside what was asked for: how it matches, and where it differs."""
+
+    line: Line
+    kind: Kind
+    differs: tuple[str, ...]
+
+
+def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
+    """What a lookup would be told, the nearest first."""
+    order = {place: number for number, place in enumerate(_places(session, question)[:most])}
+    query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
+    found: dict[str, Near] = {}
+    for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):
+        kind, differs = compared(question.wanted, json.loads(one.fields))
+        id = f"{one.id}@{one.batch}"
+        line = Line(
+            id=id, target=one.called, device=one.device, speedup=one.speedup, created=one.created
+        )
+        found.setdefault(one.place, Near(line=line, kind=kind, differs=tuple(map(str, differs))))
+    return list(found.values())
+
+
+class Kept:
+    """What answers a question, as a store to read: so that the cache says which version counts."""
+
+    url = "this server"
+    studies: Path | None = None
+
+    def __init__(self, session: Session, question: Question) -> None:
+        self._session, self._question = session, question
+
+    def keys(self) -> list[str]:
+        return sorted(look(self._session, self._question).sizes)
+
+    def get(self, key: str) -> bytes | None:
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        return data_of(self._session, keys)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.check_writable()
+
+    def delete(self, key: str) -> bool:
+        self.check_writable()
+        return False
+
+    def check_writable(self) -> None:
+        raise StoreError(f"{self.url}: only read here")
+
+    def health(self) -> str:
+        return "ok, read-only"
+
+    def set_aside(self) -> Path:
+        raise StoreError(f"{self.url}: only read here")
+
+
+def _proof(store: Kept) -> Store:
+    return store

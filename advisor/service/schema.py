@@ -30,7 +30,8 @@ class Item(Base):
 
     Attributes:
         place: what all versions of one record have in common; see `cache.name.Name`.
-        file: a target's file or module. All from `target` to `created` is empty of marks.
+        called: the target's name; `file` that of its file or module.
+        speedup: of the loop's winner. All from `target` to `created` is empty of marks.
         device: its name; `fields` every field of the record's key, as JSON.
         created: when it was measured, in Unix seconds; `stored` when it came here.
         token: whose it is.
@@ -51,9 +52,11 @@ class Item(Base):
     batch: Mapped[int] = mapped_column(BigInteger)
     target: Mapped[str] = mapped_column(_Bytewise, default="")
     origin: Mapped[str] = mapped_column(_Bytewise, default="")
+    called: Mapped[str] = mapped_column(default="")
     file: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
     device: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
     fields: Mapped[str] = mapped_column(default="")
+    speedup: Mapped[float] = mapped_column(default=0.0)
     created: Mapped[float] = mapped_column(default=0.0)
     stored: Mapped[float]
     size: Mapped[int]

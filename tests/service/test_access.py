@@ -12,15 +12,26 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from advisor.errors import UsageError
 from advisor.service import routes as api_routes
 from advisor.service import schema, tokens
+from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.limits import Rate, Rates
+from advisor.service.pages import site
 from tests.service.serving import Served, token
 
-OPEN = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/openapi.json")}
+OPEN = {
+    *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
+    ("GET", "/login"),
+    ("POST", "/login"),
+}
 """Routes that anybody may ask."""
+PAGES = {path for path in (route.path for route in site.routes)}  # type: ignore[attr-defined]
+"""Routes that ask for a session, and send who has none to the login."""
 READING = {("POST", "/api/records")}
 """Routes that a read token may use although they are no GET."""
-ADMIN = {"/api/tokens", "/api/tokens/{number}", "/api/audit"}
+ADMIN = {
+    *("/api/tokens", "/api/tokens/{number}", "/api/audit"),
+    *("/tokens", "/tokens/{number}/revoke", "/audit"),
+}
 
 
 def routes(served: Served) -> list[tuple[str, str]]:
@@ -35,7 +46,8 @@ def routes(served: Served) -> list[tuple[str, str]]:
 def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
-    return re.sub(r"\{(\w+)(:path)?\}", lambda one: "1" if one[1] == "number" else key, path)
+    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
 
 
 def test_every_route_asks_for_a_token(served: Served) -> None:
@@ -59,24 +71,44 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
     }
     for method, path in known:
         if (method, path) in OPEN:
-            assert served.ask(method, filled(path)).status == 200, path
+            expected = 401 if method == "POST" else 200
+            assert served.ask(method, filled(path)).status == expected, path
             continue
         for what, text in wrong.items():
+            if path in PAGES:
+                sent = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
+                answer = served.ask(method, filled(path), headers=sent)
+                assert (answer.status, answer.headers["location"]) == (303, "/login"), path
+                continue
             headers = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
             answer = served.ask(method, filled(path), headers=headers)
             assert answer.status == 401, (method, path, what, answer.data)
             assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def session_of(served: Served, text: str) -> str:
+    with served.database.writing() as session:
+        caller = tokens.find(session, text, "")
+        assert caller is not None
+        return tokens.log_in(session, caller)
+
+
 def test_every_role_may_what_it_may(served: Served) -> None:
     known = routes(served)
+    sessions = {role: session_of(served, text) for role, text in served.tokens.items()}
     for role, (method, path) in itertools.product(tokens.ROLES, known):
         if (method, path) in OPEN:
             continue
         reads = method == "GET" or (method, path) in READING
+        if path in PAGES and path not in ADMIN:
+            continue  # any session may read them
         needed = "admin" if path in ADMIN else "read" if reads else "worker"
         may = tokens.ROLES.index(role) >= tokens.ROLES.index(needed)
-        answer = served.ask(method, filled(path), role)
+        how = {"Cookie": f"{COOKIE}={sessions[role]}"} if path in PAGES else {}
+        answer = served.ask(method, filled(path), "" if how else role, headers=how)
+        if how and may and method == "POST":
+            assert "of another session" in answer.json["detail"]  # so far, and no further
+            continue
         assert (answer.status != 403) == may, (method, path, role, answer.data)
         if answer.status == 403:
             assert needed in answer.json["detail"]
@@ -84,7 +116,7 @@ def test_every_role_may_what_it_may(served: Served) -> None:
 
 def test_a_route_knows_what_it_needs() -> None:
     """Whatever its handler does: the role stands in its signature."""
-    for route in api_routes.api.routes:
+    for route in (*api_routes.api.routes, *site.routes):
         assert isinstance(route, APIRoute)
         needs = [one.call for one in route.dependant.dependencies if hasattr(one.call, "role")]
         methods = {(method, route.path) for method in route.methods}
