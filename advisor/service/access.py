@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fastapi import Depends, HTTPException, Request
+from fastapi import BackgroundTasks, Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from advisor.cache.reader import Reader
+from advisor.errors import StoreError
 from advisor.service import tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
@@ -22,6 +24,7 @@ WRITES = Rate(a_second=100, at_once=1000)
 GUESSES = Rate(a_second=1, at_once=30)
 """Tokens that are none, from one address."""
 COOKIE = "advisor_session"
+_log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
@@ -64,15 +67,19 @@ class Service:
         """
         with self.database.reading() as session:
             caller = tokens.find(session, token, address)
-            noted = caller is None or not tokens.unused(session, caller)
         if caller is None:
             if not self.guesses.take(address):
                 raise _busy("too many tokens that are none")
             raise unknown()
-        if not noted:
+        return caller
+
+    def note(self, caller: Caller) -> None:
+        """Note that a token is in use, where the database takes it: no answer waits for that."""
+        try:
             with self.database.writing() as session:
                 tokens.note_use(session, caller)
-        return caller
+        except StoreError as exc:
+            _log.warning("the use of a token could not be noted: %s", exc)
 
     def limit(self, caller: Caller, writes: bool) -> None:
         """Raise HTTPException where a token is used too often."""
@@ -91,13 +98,15 @@ Here = Annotated[Service, Depends(service_of)]
 def needs(role: str) -> Callable[..., Caller]:
     """A dependency: the caller, who may do what this role may."""
 
-    def caller(request: Request, here: Here, bearer: _Bearer) -> Caller:
+    def caller(request: Request, here: Here, bearer: _Bearer, after: BackgroundTasks) -> Caller:
         if bearer is None:
             raise unknown("a token is asked for, as Authorization: Bearer TOKEN")
         found = here.admit(bearer.credentials, here.address(request))
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this needs {role}")
         here.limit(found, writes=role != "read")
+        if found.unseen:
+            after.add_task(here.note, found)
         return found
 
     caller.role = role  # type: ignore[attr-defined] # for who walks over the routes

@@ -41,6 +41,7 @@ def application(service: Service, version: str) -> FastAPI:
     app.add_middleware(Bodies)
     app.add_middleware(Headers, lasting=service.tls)
     app.add_middleware(Measured, metrics=service.metrics)
+    app.openapi()  # made once, and not in the first request
     return app
 
 

@@ -129,6 +129,7 @@ def _log_in(request: Request, here: Service, form: Mapping[str, str]) -> Respons
         return refusal
     with here.database.writing() as session:
         cookie = tokens.log_in(session, caller)
+        tokens.note_use(session, caller)
     answer = RedirectResponse("/", 303)
     answer.set_cookie(
         COOKIE,

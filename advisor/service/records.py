@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, defer
 
 from advisor.cache.codec import to_plain
@@ -155,16 +156,20 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
         RecordDamaged: it is none that may be used, or not what its key says.
     """
     item = _item(reader, key, data)
-    there = session.get(Item, key)
-    if there is not None:
-        if there.data != data:
-            raise RecordDamaged(f"{key[:80]}: another is kept under this key; refused")
-        return "known"
     item.token, item.stored = by.token, time.time()
-    session.add(item)
-    note(session, by, "put", key)
-    session.flush()
-    return "added"
+    there = data_of(session, [key])
+    if not there:
+        try:
+            with session.begin_nested():
+                session.add(item)
+                note(session, by, "put", key)
+        except IntegrityError:  # another server was first
+            there = data_of(session, [key])
+        else:
+            return "added"
+    if there.get(key) != data:
+        raise RecordDamaged(f"{key[:80]}: another is kept under this key; refused")
+    return "known"
 
 
 def _item(reader: Reader, key: str, data: bytes) -> Item:

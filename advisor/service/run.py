@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import signal
 import socket
 import ssl
@@ -30,7 +30,23 @@ _IDLE_S = 75
 _DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
-_log = logging.getLogger("advisor")
+_LEAVES_S = 0.05
+
+
+class _Server(uvicorn.Server):
+    """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._leave()
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if not self.server_state.tasks and not transport.get_write_buffer_size():
+                transport.abort()
+        if self.server_state.connections:
+            asyncio.get_running_loop().call_later(_LEAVES_S, self._leave)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +119,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config).run(sockets=[listening])
     finally:
         listening.close()
         database.close()

@@ -26,12 +26,14 @@ _NAME = re.compile(r"[\w.@+-][\w .@+-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a request is from: their token's number, name and role, and the address."""
+    """Who a request is from: their token's number, name and role, and the address. `unseen`: its
+    last use noted is long ago."""
 
     token: int
     name: str
     role: str
     address: str = ""
+    unseen: bool = False
 
     def may(self, role: str) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
@@ -71,12 +73,6 @@ def find(session: Session, text: str, address: str) -> Caller | None:
         return None
     query = select(schema.Token).where(schema.Token.digest == digest(text))
     return _caller(session.scalar(query), address)
-
-
-def unused(session: Session, caller: Caller) -> bool:
-    """Whether its last use seen is long ago, so that this one is to be noted."""
-    used = session.scalar(select(schema.Token.used).where(schema.Token.id == caller.token))
-    return used is None or used < time.time() - _USE_NOTED_S
 
 
 def note_use(session: Session, caller: Caller) -> None:
@@ -166,4 +162,5 @@ def _caller(token: schema.Token | None, address: str) -> Caller | None:
         return None
     if token.expires is not None and token.expires <= now:
         return None
-    return Caller(token=token.id, name=token.name, role=token.role, address=address)
+    unseen = token.used is None or token.used < now - _USE_NOTED_S
+    return Caller(token.id, token.name, token.role, address, unseen)

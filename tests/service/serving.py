@@ -96,10 +96,13 @@ def fresh(served: Served) -> None:
 
 
 @contextlib.contextmanager
-def serving(url: str, seal: Seal = UNSEALED, **how: Any) -> Iterator[Served]:
+def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator[Served]:
+    """With nothing in its database, or as it is, which must be there."""
     database = Database(url)
-    database.start(lambda _session: None)
-    service = Service(database, Reader(seal, refusal), **how)
+    began: list[object] = []
+    database.start(began.append)
+    assert not (as_it_is and began)
+    service = Service(database, Reader(seal, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
         application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
@@ -113,7 +116,8 @@ def serving(url: str, seal: Seal = UNSEALED, **how: Any) -> Iterator[Served]:
         time.sleep(0.01)
     try:
         found = Served(port, service)
-        fresh(found)
+        if not as_it_is:
+            fresh(found)
         yield found
     finally:
         server.should_exit = True

@@ -133,7 +133,7 @@ def test_odd_keys_reach_no_file_and_no_table(served: Served) -> None:
 
 def test_mutated_records_are_refused_or_records(served: Served) -> None:
     good = {Name.of(record(), data).text: data for data in corpus()[:1]}
-    for data in itertools.islice(mutated(corpus(), random.Random(7)), 60):
+    for data in itertools.islice(mutated(corpus(), random.Random(7)), 30):
         key = Name.of(record(), data).text
         status = put(served, key, data).status
         assert status in (201, 422)
@@ -294,7 +294,7 @@ def test_many_at_once_put_the_same(served: Served) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said.count(201) == 1 and set(said) <= {200, 201, 503}
+    assert sorted(said) == [200] * 11 + [201]
     events = served.ask("GET", "/api/audit", "admin").json["events"]
     assert [one["action"] for one in events].count("put") == 1
 
