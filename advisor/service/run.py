@@ -33,7 +33,7 @@ _STOPS_S = 10
 _LEAVES_S = 0.05
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -119,7 +119,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        _Server(config).run(sockets=[listening])
+        Server(config).run(sockets=[listening])
     finally:
         listening.close()
         database.close()

@@ -20,6 +20,7 @@ from advisor.service import schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import Database
+from advisor.service.run import Server
 from tests.cache import servers
 
 
@@ -63,6 +64,7 @@ class Served:
 
     port: int
     service: Service
+    server: Server
     tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -107,7 +109,7 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
     config = uvicorn.Config(
         application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
     )
-    server = uvicorn.Server(config)
+    server = Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     limit = time.monotonic() + 60
@@ -115,7 +117,7 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
         assert thread.is_alive() and time.monotonic() < limit
         time.sleep(0.01)
     try:
-        found = Served(port, service)
+        found = Served(port, service, server)
         if not as_it_is:
             fresh(found)
         yield found

@@ -8,8 +8,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cli import main
 from advisor.errors import StoreError, UsageError
+from advisor.service import records as records_of
 from advisor.service import schema, tokens
 from advisor.service.database import Database
 from advisor.service.run import Where, new_token
@@ -169,8 +172,32 @@ def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
     assert made == [1]
 
 
-def test_postgresql_comes_back(tmp_path: Path) -> None:
-    folder = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
+    key, data = written(1)
+    with serving(lite) as served, socket.create_connection(("127.0.0.1", served.port)) as idle:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(2**12)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+            client.sendall(
+                f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\n"
+                f"Authorization: Bearer {served.tokens['worker']}\r\n"
+                f"Content-Length: {len(data)}\r\n\r\n".encode()
+                + data[:100]
+            )
+            limit = time.monotonic() + 60
+            while not served.server.server_state.tasks and time.monotonic() < limit:
+                time.sleep(0.01)
+            served.server.should_exit = True
+            time.sleep(0.5)
+            client.sendall(data[100:])
+            assert client.recv(2**12).startswith(b"HTTP/1.1 201")
+        assert idle.recv(2**12) == b""
+    with serving(lite, as_it_is=True) as again, again.database.reading() as session:
+        assert records_of.listed(session, "")[0] == [key]
+
+
+def test_postgresql_comes_back() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
     try:
         server = servers.postgresql_server(folder)
         if server is None:
