@@ -256,6 +256,7 @@ def test_a_script_is_served(
     asked: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the server, in one request; from then on by the store before it, also when it is down."""
     monkeypatch.chdir(tmp_path)
@@ -265,6 +266,9 @@ def test_a_script_is_served(
     advice, said = test_why.look_up(cache=served.url)
     assert (advice.status, said) == ("exact", "") and asked == ["GET /api/lookup"]
     assert advice.config["channels_last"] is True
+    words = ("why", "model.py:Net", "--shape", "4x3x8x8", "--device", "cpu")
+    assert main([*words, "--cache", served.url]) == 0
+    assert f"served      {test_why.made().id}" in capsys.readouterr().out
     asked.clear()
     both = [f"dir:{tmp_path}/local", served.url]
     assert test_why.look_up(cache=both)[0].status == "exact" and asked == ["GET /api/lookup"]
@@ -340,7 +344,7 @@ def test_the_commands(
         "ok: 1 record"
     )
     assert "1 record in" in said("export", str(tmp_path / "pack"))
-    assert "no open file" not in said("gc")
+    assert "would go" in said("gc")
     assert "removing" in said("gc", "--yes")
     assert len(open_store(served.url).keys()) == 1
     said("forget", id)
