@@ -237,7 +237,7 @@ def test_what_a_database_may_be(tmp_path: Path) -> None:
         ("mysql://me:s3cret@host/db", "expected sqlite"),
         ("no url with s3cret", "no URL of a database"),
         ("sqlite://", "names no file"),
-        ("sqlite:////tmp/x?s3cret=1", "options of SQLite"),
+        ("sqlite:////x/y.db?s3cret=1", "options of SQLite"),
     ):
         with pytest.raises(UsageError, match=says) as caught:
             Database(url)
