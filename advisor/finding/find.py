@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.cache.asking import Chosen, Said, ask
 from advisor.cache.match import MISS, Match, Query
 from advisor.cache.reader import Held, Listing, Marks, Sought
-from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord
@@ -44,13 +42,10 @@ def find(records: Records, request: Request, meant: Meant, query: Query) -> Said
     Raises:
         UsageError: the target is wrong.
     """
-    look, fits = _how(records, request, meant, query)
+    sought = _sought(request, meant, query)
 
     def read(store: Store, marks: Marks) -> Listing:
-        listing = look(store, marks=marks)
-        return dataclasses.replace(
-            listing, held=tuple(one for one in listing.held if fits(one.record))
-        )
+        return records.look_into(store, sought, marks)
 
     def choose(held: Sequence[Held]) -> Outcome:
         ours = [one for one in held if records.is_ours(one.name)]
@@ -82,17 +77,13 @@ def _among(held: Sequence[Held], request: Request, meant: Meant, query: Query) -
     )
 
 
-def _how(
-    records: Records, request: Request, meant: Meant, query: Query
-) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
-    """How a store is read for a target, and which of what comes back is of it."""
+def _sought(request: Request, meant: Meant, query: Query) -> Sought:
+    """What a store is asked for."""
     named = meant.named
     if request.in_hand:
-        sought = Sought(model=query.model)
-    elif named is None:
-        sought = Sought(origins=meant.origins)
-    elif named.attribute:
-        sought = Sought(target=named.name)
-    else:
-        return records.look_into, lambda record: record.target.name.split(":")[0] == named.name
-    return functools.partial(records.look_into, sought=sought), sought.fits
+        return Sought(model=query.model, query=query)
+    if named is None:
+        return Sought(origins=meant.origins, query=query)
+    if named.attribute:
+        return Sought(target=named.name, query=query)
+    return Sought(file=named.name, query=query)
