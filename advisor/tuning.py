@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
-COMPARED = 5
-"""Starts of a command that one comparison takes; of a single process all at once."""
+COMPARE_S = 4.0
+"""What a comparison within a run takes, its steps and compiling aside: kernels that are called for
+the first time, and gradients that are brought to the host and held against each other."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -174,7 +174,7 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s` what a comparison with fp32 takes at least."""
+    `compare_s` and `draws` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -183,6 +183,7 @@ class _Subject:
     space: Space
     process_s: float
     compare_s: float = 0.0
+    draws: bool = False
 
     @property
     def task(self) -> Task:
@@ -320,6 +321,7 @@ class _Tuning(ABC):
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
+            draws=subject.draws,
             baseline=subject.task.baseline,
         )
 
@@ -447,7 +449,8 @@ class OfRun(_Tuning):
                 target=Target(name=task.target, origin=""),
                 space=space,
                 process_s=process_s,
-                compare_s=_compare_s(seen, process_s),
+                compare_s=COMPARE_S,
+                draws=seen.draws,
             )
 
     def begun(self) -> Run:
@@ -476,13 +479,6 @@ class OfRun(_Tuning):
         from advisor.tuners.search.space import Space
 
         return Space.of(situation)
-
-
-def _compare_s(seen: Seen, process_s: float) -> float:
-    """What a comparison takes at least: its starts share the cores, and have steps to make."""
-    if seen.processes > 1:
-        return COMPARED * process_s
-    return process_s * (1.5 + COMPARED / len(os.sched_getaffinity(0)))
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

@@ -132,10 +132,10 @@ def judge(
     whole = _distances(reference, candidate, reference, rounded, FORMAT)
     gradients = [one for one in whole if one.what == "gradient"]
     worst = max([one for one in gradients if one.sure] or gradients, key=lambda one: one.share)
-    return True, (
-        f"{said}, worst gradient {worst.distance:.1%} ({worst.name}), "
-        f"updates {_overall(reference.moved, candidate.moved):.1%}"
-    )
+    said += f", worst gradient {worst.distance:.1%} ({worst.name})"
+    if reference.moved:
+        said += f", updates {_overall(reference.moved, candidate.moved):.1%}"
+    return True, said
 
 
 def _beyond(seen: list[Seen], than: str) -> str:
@@ -351,11 +351,16 @@ def compare_draws(reference: Tensor, candidate: Tensor) -> str:
 
 
 def steps_within(seconds: float, step_s: float) -> int:
-    """Steps for which all runs fit, fp32's taking about 2.5 times as long; 0 where too few do.
+    """Steps for which all runs fit; 0 where too few do."""
+    steps = int(seconds / max(seconds_of(1, step_s) - seconds_of(0, step_s), 1e-9))
+    steps = min(MOST_STEPS, steps - FIXED_STEPS // 4) // BATCHES * BATCHES
+    return steps if steps >= LEAST_STEPS else 0
+
+
+def seconds_of(steps: int, step_s: float) -> float:
+    """What all runs of a comparison of so many steps take, fp32's taking about 2.5 times as long.
 
     Two runs at the config's own speed, fp32's, and fp32's with rounding, which takes twice that.
     """
     runs = 2 * 1 + 2.5 + 2 * 2.5
-    steps = int(seconds / (runs * max(step_s, 1e-9))) - FIXED_STEPS // 4
-    steps = min(MOST_STEPS, steps) // BATCHES * BATCHES
-    return steps if steps >= LEAST_STEPS else 0
+    return runs * (steps + FIXED_STEPS // 4) * step_s

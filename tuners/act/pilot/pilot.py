@@ -14,7 +14,7 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -32,13 +32,22 @@ ELSEWHERE = 2 * MOST_PERIOD
 
 
 class Watch(Protocol):
-    """Looks at a script's steps, from the first one on that has an order's config."""
+    """Compares configs on a script's steps."""
 
-    def began(self, trained: Sequence[Trained], device: torch.device) -> None:
-        """A config is set; the next step is the first one."""
+    def begin(
+        self,
+        switch: Switch,
+        trained: Sequence[Trained],
+        device: torch.device,
+        asked: Comparison,
+    ) -> None:
+        """The next step is the first to be looked at; the script trains as it is."""
 
     def stepped(self) -> None:
         """A step is over."""
+
+    def verdict(self) -> tuple[str, str]:
+        """Outcome and reason, once all steps are over; the script is as it was."""
 
 
 class Pilot:
@@ -47,6 +56,7 @@ class Pilot:
     def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
         self._guide = guide
         self._watch = watch
+        self._comparing: Watch | None = None
         self._crew = Crew()
         self._looked = 0
         self._switch: Switch | None = None
@@ -136,7 +146,7 @@ class Pilot:
             return
         seen = Seen.of(self._crew, self._looked // self._period)
         self._device = torch.device(seen.device)
-        self._main: Trained = trained[0]
+        self._trained, self._main = trained, trained[0]
         self._per_step = seen.shape[0] // seen.processes
         self._processes = seen.processes
         order = self._guide.begin(seen)
@@ -147,16 +157,14 @@ class Pilot:
             trained, self._crew.optimizers, order.own, self._device, self._guide.failed
         )
         self._obey(self._switch, order)
-        if self._watch is not None:
-            self._watch.began(trained, self._device)
 
     def _step(self, switch: Switch) -> None:
         switch.began()
         self._done += 1
-        if self._watch is not None:
-            self._watch.stepped()
         if not self._order.steps:
             return
+        if self._comparing is not None:
+            self._comparing.stepped()
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
@@ -164,8 +172,10 @@ class Pilot:
         cut_short = self._outcome != "ok" and self._processes == 1
         if self._done >= self._order.steps or cut_short:
             self._synchronize()
+            if self._comparing is not None:
+                self._outcome, self._reason = self._comparing.verdict()
             lap = self._lap()
-            if self._order.config == switch.own:
+            if self._order.config == switch.own and self._comparing is None:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
             self._obey(switch, self._guide.next(lap))
 
@@ -187,9 +197,14 @@ class Pilot:
         self._outcome, self._reason = "ok", ""
         if self._fresh:
             self._set(switch, order)
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
+        if (self._fresh or self._comparing is not None) and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
+        self._comparing = None
+        if order.compare is not None:
+            assert self._watch is not None, "whoever asks for a comparison brings what makes it"
+            self._comparing = self._watch
+            self._comparing.begin(switch, self._trained, self._device, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
         self._waited_s = self._waits.seconds

@@ -29,6 +29,7 @@ class Seen:
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
         rank, processes: of the job.
+        draws: its models draw random numbers, as for dropout.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Seen:
     processes: int
     device: str
     threads: int
+    draws: bool
 
     @classmethod
     def of(cls, crew: Crew, steps: int) -> Seen:
@@ -78,6 +80,7 @@ class Seen:
             processes=processes,
             device=_device(main.model),
             threads=torch.get_num_threads(),
+            draws=crew.draws,
         )
 
     def task(self, command: Sequence[str], given: dict[str, object]) -> Task:

@@ -130,6 +130,11 @@ class Switch:
             call.act, call.struck = call.plain, None
 
     @property
+    def calls(self) -> list[Call]:
+        """What the trained models are called through."""
+        return list(self._calls.values())
+
+    @property
     def counts_steps(self) -> bool:
         """Whether what is set must be told where a step begins."""
         return any(
