@@ -51,9 +51,9 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(10, 16)
-        self.first, self.norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
-        self.dropout, self.last = nn.Dropout(dropout), nn.Linear(32, 4)
+        self.embedding = nn.Embedding(10, 32)
+        self.first, self.norm = nn.Linear(32, 256), nn.BatchNorm1d(256)
+        self.dropout, self.last = nn.Dropout(dropout), nn.Linear(256, 4)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.norm(self.first(self.embedding(tokens).mean(1))).relu()
@@ -72,7 +72,7 @@ def trained(net: nn.Module, guide: Asking | None, *, within: bool = False, micro
     for _ in range(10):
         optimizer.zero_grad()
         for _ in range(micro):
-            tokens, labels = torch.randint(10, (16, 5)), torch.randint(4, (16,))
+            tokens, labels = torch.randint(10, (32, 5)), torch.randint(4, (32,))
             if within:
                 loss = net(tokens, labels=labels)["loss"]
             else:
@@ -128,7 +128,7 @@ class WrongGradient(Net):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.first(self.embedding(tokens).mean(1)).relu()
-        return self.last(self.dropout(_Off.apply(hidden, 0.3)))
+        return self.last(self.dropout(_Off.apply(hidden, 1.0)))
 
 
 class WrongOutput(Net):

@@ -18,13 +18,13 @@ What this does not see:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from advisor.cache.config import Config
@@ -35,14 +35,15 @@ from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics
-from advisor.tuners.measure.observe import BATCHES, POINTS, Named, Point, Trace, sampled
+from advisor.tuners.measure.numerics import Distances
+from advisor.tuners.measure.observe import BATCHES, Named, Point, Trace, sampled
 from advisor.tuners.measure.randomness import Rounding, SameDraws, amplitude
 
 STEPS = BATCHES
-"""Of the script that are looked at; gradients are those of the first of them, as many as POINTS."""
+"""Of the script that are looked at."""
 CALLS = 8
 """Of one step that are made again, at most."""
-ROUNDED = 2
+ROUNDED = 3
 """Times that fp32 is rounded: how far that takes a gradient, one draw alone tells badly."""
 
 
@@ -89,13 +90,15 @@ class Repeats:
     ) -> None:
         """The next step is the first to be looked at; the script trains as it is."""
         self._switch, self._device, self._asked = switch, device, asked
-        self._weights = dict(_weights(trained))
+        self._weights = _weights(trained)
         self._buffers = [buffer for one in trained for buffer in one.model.buffers()]
         self._fp32, self._plain = _Variant(asked.fp32), _Variant(asked.plain)
         self._candidate = _Variant(asked.candidate)
         self._rounded = [_Variant(asked.fp32, 1 + number) for number in range(ROUNDED)]
         ordered = [self._fp32, *self._rounded, self._plain, self._candidate]
-        self._traces = {variant: _Trace() for variant in dict.fromkeys(ordered)}
+        self._losses: dict[_Variant, list[float]] = {variant: [] for variant in ordered}
+        self._finite = dict.fromkeys(ordered, True)
+        self._distances: list[Distances] = []
         self._failed: tuple[str, str] | None = None
         self._draws = False
         self._look()
@@ -118,22 +121,32 @@ class Repeats:
         self._switch.set(self._switch.own)
         if self._failed is not None:
             return self._failed
-        if not self._traces[self._fp32].losses:
+        if not self._distances:
             return "failed", "no gradient came back to what the model returned"
-        found = {variant: trace.whole() for variant, trace in self._traces.items()}
         good, reason = numerics.judge(
-            found[self._fp32],
-            [found[one] for one in self._rounded],
-            found[self._plain],
-            found[self._candidate],
+            *self._each({v: self._trace(v) for v in self._losses}),
             self._asked.tolerance,
+            Distances.lasting(self._distances),
         )
         return "ok" if good else "wrong", reason
+
+    def _each(self, traces: Mapping[_Variant, Trace]) -> tuple[Trace, list[Trace], Trace, Trace]:
+        """As `numerics.judge` takes them."""
+        rounded = [traces[one] for one in self._rounded]
+        return traces[self._fp32], rounded, traces[self._plain], traces[self._candidate]
+
+    def _trace(self, variant: _Variant, *points: Point) -> Trace:
+        return Trace(
+            losses=tuple(self._losses[variant]),
+            points=points,
+            moved={},
+            finite=self._finite[variant],
+        )
 
     def _look(self) -> None:
         """Keep the calls of the step that begins."""
         self._made: list[_Made] = []
-        self._losses: list[Tensor] = []
+        self._seen_losses: list[Tensor] = []
         self._unhook = hooks.on_backward(self._loss)
         self._switch.set(self._switch.own)
         for call in self._switch.calls:
@@ -153,7 +166,7 @@ class Repeats:
 
     def _loss(self, loss: Tensor) -> None:
         if loss.numel() == 1:
-            self._losses.append(loss.detach().float())
+            self._seen_losses.append(loss.detach().float())
 
     def _repeat(self) -> None:
         """Make the calls of the step that is over again, under each config."""
@@ -161,37 +174,41 @@ class Repeats:
         if not self._made:
             return
         before, buffers = Drawn(), [buffer.clone() for buffer in self._buffers]
+        points: dict[_Variant, Point] = {}
         slopes: dict[_Variant, Tensor] = {}
         try:
-            for variant, trace in self._traces.items():
+            for variant in self._losses:
                 self._switch.set(variant.config)
                 self._switch.began()
-                slopes[variant] = self._again(variant, trace)
+                points[variant], slopes[variant] = self._again(variant)
                 self._restore(buffers)
         finally:
             self._restore(buffers)
             before.put()
         # Of a script that calls no `backward` the loss is not known, nor how much off is much.
-        loss = float(torch.stack(self._losses).sum()) if self._losses else 0.0
-        for variant, trace in self._traces.items():
-            apart = float(slopes[variant] - slopes[self._fp32]) if self._losses else 0.0
-            trace.losses.append(loss + apart)
+        known = self._seen_losses
+        loss = float(torch.stack(known).sum()) if known else 0.0
+        for variant, point in points.items():
+            apart = float(slopes[variant] - slopes[self._fp32]) if known else 0.0
+            self._losses[variant].append(loss + apart)
+            self._finite[variant] &= _finite(point)
+        traces = {variant: self._trace(variant, point) for variant, point in points.items()}
+        self._distances.append(Distances.of(*self._each(traces)))
 
     @torch.no_grad()
     def _restore(self, buffers: Sequence[Tensor]) -> None:
         for buffer, before in zip(self._buffers, buffers, strict=True):
             buffer.copy_(before)
 
-    def _again(self, variant: _Variant, trace: _Trace) -> Tensor:
-        """Make the calls again, and keep what they come to.
+    def _again(self, variant: _Variant) -> tuple[Point, Tensor]:
+        """Make the calls again.
 
         Returns:
-            The loss, but for a constant, on its tangent.
+            What they come to, and the loss, but for a constant, on its tangent.
         """
         seen = Point(outputs={}, gradients={})
-        at_point = len(trace.losses) < POINTS
         slope = torch.zeros((), device=self._device)
-        for made in self._made:
+        for number, made in enumerate(self._made):
             with ExitStack() as active:
                 active.enter_context(torch.enable_grad())
                 if self._draws:
@@ -201,52 +218,29 @@ class Repeats:
                 made.drawn.put()
                 if variant.draw:
                     torch.manual_seed(variant.draw)
-                slope += self._call(made, seen, at_point=at_point)
-        if at_point:
-            trace.points.append(seen)
-        return slope
+                slope += self._call(made, seen, f"of call {number}")
+        return seen, slope
 
-    def _call(self, made: _Made, seen: Point, *, at_point: bool) -> Tensor:
+    def _call(self, made: _Made, seen: Point, of: str) -> Tensor:
         """Make one call again; what it holds for its backward pass is gone afterwards."""
         args, kwargs = tree_map_only(Tensor, _fresh, made.given)
         with made.autocast:
             found = _tensors(made.call.act(*args, **kwargs))
-        for output in found:
-            seen.outputs[f"output {len(seen.outputs)}"] = _taken(output)
+        seen.outputs.update({f"output {n} {of}": _taken(o) for n, o in enumerate(found)})
         pairs = [(o, g) for o, g in zip(found, made.back, strict=True) if g is not None]
-        if at_point:
-            self._take_back(pairs, _tensors((args, kwargs)), seen.gradients)
+        wanted = {f"input {n} {of}": tensor for n, tensor in enumerate(_tensors((args, kwargs)))}
+        wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
+        self._take_back(pairs, self._weights | wanted, seen.gradients)
         return torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
 
-    def _take_back(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], given: Sequence[Tensor], gradients: Named
-    ) -> None:
-        """Add to the gradient of every weight, and of what a call was given that has one."""
-        wanted: dict[str, Tensor] = dict(self._weights)
-        wanted |= {f"input {n}": tensor for n, tensor in enumerate(given) if tensor.requires_grad}
+    @staticmethod
+    def _take_back(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named, gradients: Named) -> None:
+        """Add to the gradients of these what comes back to them."""
         outputs, back = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, list(wanted.values()), back, allow_unused=True)
         for name, gradient in zip(wanted, found, strict=True):
-            if gradient is not None:
-                taken = _taken(gradient.to_dense() if gradient.is_sparse else gradient)
-                gradients[name] = gradients[name] + taken if name in gradients else taken
-
-
-@dataclass(slots=True)
-class _Trace:
-    """What becomes a Trace, step by step."""
-
-    losses: list[float] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
-
-    def whole(self) -> Trace:
-        seen = [t for one in self.points for t in (*one.outputs.values(), *one.gradients.values())]
-        return Trace(
-            losses=tuple(self.losses),
-            points=tuple(self.points),
-            moved={},
-            finite=all(bool(tensor.isfinite().all()) for tensor in seen),
-        )
+            taken = _taken(torch.zeros_like(wanted[name]) if gradient is None else gradient)
+            gradients[name] = gradients[name] + taken if name in gradients else taken
 
 
 def comparison(candidate: Config, fp32: Config, tolerance: float, *, tf32: bool) -> Comparison:
@@ -269,7 +263,7 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type))
 
 
-def _weights(trained: Sequence[Trained]) -> dict[str, nn.Parameter]:
+def _weights(trained: Sequence[Trained]) -> Named:
     return {
         (f"{number}.{name}" if len(trained) > 1 else name): parameter
         for number, one in enumerate(trained)
@@ -289,5 +283,11 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 def _taken(tensor: Tensor) -> Tensor:
-    """A copy on the host: what it is taken from is written over, or in the way of training."""
-    return sampled(tensor).float().cpu().clone()
+    """A copy: what it is taken from is written over."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor
+    return sampled(dense).float().clone()
+
+
+def _finite(point: Point) -> bool:
+    seen = [*point.outputs.values(), *point.gradients.values()]
+    return bool(torch.stack([tensor.isfinite().all() for tensor in seen]).all())
