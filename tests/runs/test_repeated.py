@@ -26,6 +26,7 @@ class Asking:
 
     def __init__(self, **values: Any) -> None:
         self._values = values
+        self.lap: Lap | None = None
 
     def takes_over(self) -> bool:
         return True
@@ -63,13 +64,20 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
 
 
-def trained(net: nn.Module, guide: Asking | None, *, within: bool = False, micro: int = 1) -> None:
-    """A script of ten steps, each of some micro-batches; `within`: the model returns its loss."""
+def trained(
+    net: nn.Module,
+    guide: Asking | None,
+    *,
+    within: bool = False,
+    micro: int = 1,
+    steps: int = 10,
+) -> None:
+    """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
     IN_FORCE.release()  # what tests of other files have left
     pilot = None if guide is None else Pilot(guide, Repeats())
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    for _ in range(10):
+    for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(micro):
             tokens, labels = torch.randint(10, (32, 5)), torch.randint(4, (32,))
@@ -103,11 +111,17 @@ def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(
     guide = Asking(precision="bf16")
     trained(alone, None, **how)
     trained(net, guide, **how)
-    assert guide.lap.outcome == "ok", guide.lap.reason
+    assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
     assert guide.lap.reason.startswith("loss within 0.")
     assert guide.seen.draws == (dropout > 0)
     weights = net.state_dict()
     assert all(torch.equal(weight, weights[n]) for n, weight in alone.state_dict().items())
+
+
+def test_a_pilot_that_leaves_in_the_middle_leaves_nothing() -> None:
+    guide = Asking(precision="bf16")
+    trained(Net(), guide, steps=STEPS + 2)
+    assert guide.lap is None
 
 
 class _Off(torch.autograd.Function):
@@ -162,7 +176,7 @@ def test_what_is_wrong_is_found_and_the_script_goes_on(
 ) -> None:
     guide = Asking(precision="bf16")
     trained(kind(dropout), guide)
-    assert guide.lap.outcome == outcome, guide.lap.reason
+    assert guide.lap is not None and guide.lap.outcome == outcome, guide.lap
     assert said in guide.lap.reason
 
 
@@ -181,5 +195,5 @@ class Small(nn.Module):
 def test_compiled_in_half_precision_with_dropout() -> None:
     guide = Asking(precision="bf16", compile="default")
     trained(Small(), guide)
-    assert guide.lap.outcome == "ok", guide.lap.reason
+    assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
     assert guide.lap.reason.startswith("loss within 0.")

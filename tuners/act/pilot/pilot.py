@@ -49,6 +49,9 @@ class Watch(Protocol):
     def verdict(self) -> tuple[str, str]:
         """Outcome and reason, once all steps are over; the script is as it was."""
 
+    def leave(self) -> None:
+        """Have the script go on as it was."""
+
 
 class Pilot:
     """Attached to a script, until `release`."""
@@ -81,6 +84,9 @@ class Pilot:
         """Leave the script as it was found, and everything of PyTorch's too."""
         self._released = True
         self._watching()
+        if self._comparing is not None:
+            self._comparing.leave()
+            self._comparing = None
         if self._switch is not None:
             self._switch.release()
             self._switch = None

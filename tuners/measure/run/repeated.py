@@ -116,9 +116,7 @@ class Repeats:
 
     def verdict(self) -> tuple[str, str]:
         """Outcome and reason, once all steps are over; the script is as it was."""
-        self._unhook()
-        self._made.clear()
-        self._switch.set(self._switch.own)
+        self.leave()
         if self._failed is not None:
             return self._failed
         if not self._distances:
@@ -129,6 +127,12 @@ class Repeats:
             Distances.lasting(self._distances),
         )
         return "ok" if good else "wrong", reason
+
+    def leave(self) -> None:
+        """Have the script go on as it was."""
+        self._unhook()
+        self._made.clear()
+        self._switch.set(self._switch.own)
 
     def _each(self, traces: Mapping[_Variant, Trace]) -> tuple[Trace, list[Trace], Trace, Trace]:
         """As `numerics.judge` takes them."""
