@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
-COMPARE_S = 4.0
-"""What a comparison within a run takes, its steps and compiling aside: kernels that are called for
-the first time, and gradients that are brought to the host and held against each other."""
+COMPARE_S, COMPARE_STEPS = 4.0, 40
+"""What a comparison within a run takes, compiling aside: kernels that are called for the first
+time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -174,7 +174,7 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s` and `draws` as in `Terms`."""
+    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -183,6 +183,7 @@ class _Subject:
     space: Space
     process_s: float
     compare_s: float = 0.0
+    compare_steps: int = 0
     draws: bool = False
 
     @property
@@ -321,6 +322,7 @@ class _Tuning(ABC):
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
+            compare_steps=subject.compare_steps,
             draws=subject.draws,
             baseline=subject.task.baseline,
         )
@@ -450,6 +452,7 @@ class OfRun(_Tuning):
                 space=space,
                 process_s=process_s,
                 compare_s=COMPARE_S,
+                compare_steps=COMPARE_STEPS,
                 draws=seen.draws,
             )
 
