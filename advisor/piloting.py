@@ -23,9 +23,9 @@ def attach() -> None:
 
     guide = line.from_environment()
     if guide is not None:
-        from advisor.tuners.measure.run import traced
+        from advisor.tuners.measure.run.repeated import Repeats
 
-        IN_CHARGE.bring(guide, traced.from_environment())
+        IN_CHARGE.bring(guide, Repeats())
     elif os.environ.get(line.RUN) and not settings.disabled():
         IN_CHARGE.bring(_Later())
 

@@ -23,7 +23,7 @@ from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
-from advisor.tuning import begun, compare_s, key_of, locked, memory_of
+from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, locked, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.search.race import Ratio
@@ -539,9 +539,7 @@ class _Subject:
         """The command at its first steps, and the least seconds of a comparison with fp32."""
         record = self.record
         with begun(self.command, self.records, self.progress, deadline_s=DEADLINE_S) as run:
-            began = time.monotonic()
             seen = run.describe()
-            took_s = time.monotonic() - began
             key = key_of(seen, self.command, permitted(record.key.task))
             kind, differs = compare(key, record.key)
             if key.task.batch != record.batch:
@@ -550,7 +548,8 @@ class _Subject:
                 listed = ", ".join(map(str, differs))
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
-            yield run, compare_s(run, took_s)
+            steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
+            yield run, COMPARE_S + steps_s
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[tuple[Tester, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
-COMPARED = 5
-"""Starts of a command that one comparison takes."""
+COMPARE_S, COMPARE_STEPS = 4.0, 40
+"""What a comparison within a run takes, compiling aside: kernels that are called for the first
+time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -174,7 +174,7 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s` what a comparison with fp32 takes at least."""
+    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -183,6 +183,8 @@ class _Subject:
     space: Space
     process_s: float
     compare_s: float = 0.0
+    compare_steps: int = 0
+    draws: bool = False
 
     @property
     def task(self) -> Task:
@@ -318,6 +320,8 @@ class _Tuning(ABC):
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
+            compare_steps=subject.compare_steps,
+            draws=subject.draws,
             baseline=subject.task.baseline,
         )
 
@@ -437,7 +441,9 @@ class OfRun(_Tuning):
                 target=Target(name=task.target, origin=""),
                 space=space,
                 process_s=process_s,
-                compare_s=compare_s(run, process_s),
+                compare_s=COMPARE_S,
+                compare_steps=COMPARE_STEPS,
+                draws=seen.draws,
             )
 
     def begun(self) -> Run:
@@ -491,12 +497,6 @@ def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> 
         libraries=seen.libraries,
         threads=seen.threads if seen.device == "cpu" else 0,
     )
-
-
-def compare_s(run: Run, process_s: float) -> float:
-    """What a comparison takes at least: as many starts at once as the machine has room for, and
-    their steps."""
-    return (0.5 + math.ceil(COMPARED / max(1, run.at_once(COMPARED)))) * process_s
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config, Value
+from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import Situation
+from advisor.tuners.measure.run.repeated import STEPS, Repeats, comparison
 from advisor.tuners.search.space import Space
 
 Weights = dict[str, Tensor]
+
+TOLERANCE = 0.02
 
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
@@ -49,7 +53,10 @@ def space_of(seen: Seen) -> Space:
 
 @dataclass
 class There:
-    """A guide that has two steps made with some values, then two as the script is; and so on."""
+    """A guide that has two steps made with some values, then two as the script is; and so on.
+
+    Without values bf16 is compared with fp32 first, which is to leave nothing either.
+    """
 
     values: Mapping[str, Value]
     turns: int = 4
@@ -63,10 +70,16 @@ class There:
         self.own = space.default
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
         self.there = self.own.replace(**offered)
-        return Order(config=self.there, steps=2, own=self.own)
+        if self.values:
+            return Order(config=self.there, steps=2, own=self.own)
+        half = self.own.replace(precision="bf16")
+        asked = comparison(half, knobs.strict(self.own), TOLERANCE, tf32=False)
+        self.turns = 3
+        return Order(config=self.own, steps=STEPS, own=self.own, compare=asked)
 
     def next(self, lap: Lap) -> Order:
-        assert lap.steps == 2
+        assert lap.outcome == "ok", lap.reason
+        assert lap.steps == (STEPS if lap.reason else 2)
         assert lap.samples > 0
         self.turns -= 1
         back = self.turns % 2
@@ -83,7 +96,7 @@ def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) 
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
     guide = There(Config(values or {}))
-    pilot = None if values is None else Pilot(guide)
+    pilot = None if values is None else Pilot(guide, Repeats())
     sys.argv = [script, out, *words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:
@@ -108,6 +121,7 @@ def left_behind() -> list[str]:
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
     found = [name for name, table in tables.items() if table]
+    found += ["backward"] * (Tensor.backward.__module__ != "torch._tensor")
     next_ = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
     found += ["the loader"] * (next_.__module__ != "torch.utils.data.dataloader")
     # A wrapper bears the name of what it wraps.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -377,12 +378,21 @@ def test_the_race_leaves_a_comparison_the_time_that_it_takes(tmp_path: Path) -> 
     unaware = tuned(needs, tmp_path, budget_s=100.0)
     assert "ok" not in outcomes(unaware).values()
     told = Machine(verify_s=33.0)
-    assert "ok" in outcomes(tuned(told, tmp_path, budget_s=100.0, compare_s=33.0)).values()
+    terms: dict[str, Any] = {"compare_s": 33.0, "compare_steps": 40}
+    assert "ok" in outcomes(tuned(told, tmp_path, budget_s=100.0, **terms)).values()
 
 
 def test_a_comparison_that_cannot_fit_takes_nothing_from_the_race(tmp_path: Path) -> None:
-    machine, said = Machine(), Notices()
-    decided = tuned(machine, tmp_path, said=said, compare_s=1000.0)
-    assert not machine.compared
-    assert any("not compared with fp32" in text for text in said.said)
-    assert won(decided)["loop", False] != SPACE.default
+    """It says which budget would do, more where all is compiled anew; that one does."""
+    terms: dict[str, Any] = {"compare_s": 200.0, "compare_steps": 40}
+    budgets = []
+    for draws in (False, True):
+        machine, said = Machine(first_s=1.0, verify_s=200.0), Notices()
+        decided = tuned(machine, tmp_path, said=said, **terms, draws=draws)
+        assert not machine.compared
+        assert won(decided)["loop", False]["compile"] == "default"
+        told = re.findall(r"a budget of (\d+)s would do", " ".join(said.said))
+        budgets.append(max(map(float, told)))
+    assert budgets[0] < budgets[1]
+    again = Machine(first_s=1.0, verify_s=200.0)
+    assert "ok" in outcomes(tuned(again, tmp_path, budgets[1], **terms)).values()

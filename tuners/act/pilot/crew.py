@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from advisor.tuners.act.pilot.drawn import Drawn
+
 LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
@@ -64,16 +66,21 @@ class Crew:
     Attributes:
         called: every outermost module that was called with gradients, in order.
         autocast: the number format of the script's own autocast, seen within such a call.
+        draws: random numbers were drawn within such a call.
         optimizers: in the order of their first steps; `order` is that of all steps.
     """
 
     called: dict[nn.Module, Trained] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    draws: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    _before: Drawn | None = None
 
     def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module was called by no other one."""
+        before, self._before = self._before, None
+        self.draws = self.draws or (before is not None and before.passed())
         if not torch.is_grad_enabled() or not module.training:
             return
         one = self.called.get(module)
@@ -88,6 +95,7 @@ class Crew:
 
     def saw_within(self, module: nn.Module) -> None:
         """A module is called, by another one or not."""
+        self._before = self._before or Drawn()
         kind = next((p.device.type for p in module.parameters(recurse=False)), "")
         if kind and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)

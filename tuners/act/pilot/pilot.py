@@ -14,7 +14,7 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
 
 if TYPE_CHECKING:
@@ -37,13 +37,25 @@ class RecompileLimit(Exception):
 
 
 class Watch(Protocol):
-    """Looks at a script's steps, from the first one on that has an order's config."""
+    """Compares configs on a script's steps."""
 
-    def began(self, trained: Sequence[Trained], device: torch.device) -> None:
-        """A config is set; the next step is the first one."""
+    def begin(
+        self,
+        switch: Switch,
+        trained: Sequence[Trained],
+        device: torch.device,
+        asked: Comparison,
+    ) -> None:
+        """The next step is the first to be looked at; the script trains as it is."""
 
     def stepped(self) -> None:
         """A step is over."""
+
+    def verdict(self) -> tuple[str, str]:
+        """Outcome and reason, once all steps are over; the script is as it was."""
+
+    def leave(self) -> None:
+        """Have the script go on as it was."""
 
 
 class Pilot:
@@ -52,6 +64,7 @@ class Pilot:
     def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
         self._guide = guide
         self._watch = watch
+        self._comparing: Watch | None = None
         self._crew = Crew()
         self._looked = 0
         self._switch: Switch | None = None
@@ -76,6 +89,9 @@ class Pilot:
         """Leave the script as it was found, and everything of PyTorch's too."""
         self._released = True
         self._watching()
+        if self._comparing is not None:
+            self._comparing.leave()
+            self._comparing = None
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -141,7 +157,7 @@ class Pilot:
             return
         seen = Seen.of(self._crew, self._looked // self._period)
         self._device = torch.device(seen.device)
-        self._main: Trained = trained[0]
+        self._trained, self._main = trained, trained[0]
         self._per_step = seen.shape[0] // seen.processes
         self._processes = seen.processes
         order = self._guide.begin(seen)
@@ -152,16 +168,14 @@ class Pilot:
             trained, self._crew.optimizers, order.own, self._device, self._guide.failed
         )
         self._obey(self._switch, order)
-        if self._watch is not None:
-            self._watch.began(trained, self._device)
 
     def _step(self, switch: Switch) -> None:
         switch.began()
         self._done += 1
-        if self._watch is not None:
-            self._watch.stepped()
         if not self._order.steps:
             return
+        if self._comparing is not None:
+            self._comparing.stepped()
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
@@ -173,8 +187,10 @@ class Pilot:
                 self._fell_back(switch)
             if self._released:
                 return
+            if self._comparing is not None:
+                self._outcome, self._reason = self._comparing.verdict()
             lap = self._lap()
-            if self._order.config == switch.own:
+            if self._order.config == switch.own and self._comparing is None:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
             self._obey(switch, self._guide.next(lap))
 
@@ -196,9 +212,14 @@ class Pilot:
         self._outcome, self._reason = "ok", ""
         if self._fresh:
             self._set(switch, order)
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
+        if (self._fresh or self._comparing is not None) and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
+        self._comparing = None
+        if order.compare is not None:
+            assert self._watch is not None, "whoever asks for a comparison brings what makes it"
+            self._comparing = self._watch
+            self._comparing.begin(switch, self._trained, self._device, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
         self._waited_s = self._waits.seconds

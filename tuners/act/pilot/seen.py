@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,8 @@ class Seen:
         varies: whether a shape was not the same in all steps seen.
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
-        rank, processes: of the job; `port`: where these meet, '' for a single one.
+        rank, processes: of the job.
+        draws: its models draw random numbers, as for dropout.
     """
 
     model: str
@@ -51,9 +51,9 @@ class Seen:
     limits: tuple[str, ...]
     rank: int
     processes: int
-    port: str
     device: str
     threads: int
+    draws: bool
 
     @classmethod
     def of(cls, crew: Crew, steps: int) -> Seen:
@@ -83,9 +83,9 @@ class Seen:
             limits=limits,
             rank=rank,
             processes=processes,
-            port=os.environ.get("MASTER_PORT", "?") if processes > 1 else "",
             device=_device(main.model),
             threads=torch.get_num_threads(),
+            draws=crew.draws,
         )
 
     def task(self, command: Sequence[str], given: dict[str, object]) -> Task:

@@ -166,6 +166,11 @@ class Switch:
         for call in self._calls.values():
             call.act, call.struck = call.plain, None
 
+    @property
+    def calls(self) -> list[Call]:
+        """What the trained models are called through."""
+        return list(self._calls.values())
+
     def began(self) -> None:
         """A step begins."""
         if self.counts_steps:

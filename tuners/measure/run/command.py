@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,6 @@ from advisor.tuners.measure.run.words import measurable
 
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
 END_S = 30.0
-PORT = "PET_MASTER_PORT"
-"""Environment variable: torchrun's own `--master-port`, where its words have none."""
 SHOWN_S, MOST_SHOWN = 0.2, 2**16
 """Between two looks at a log that is shown; characters at a time."""
 CONTAINED = {
@@ -63,8 +60,6 @@ class Command:
         more: Mapping[str, str] | None = None,
     ) -> None:
         path = measurable(words)
-        self._apart = "--standalone" in words
-        self._port = os.environ.get(PORT) or _free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
         self.secret = secrets.token_bytes(32)
         self.listener = Listener(
@@ -82,7 +77,6 @@ class Command:
             **bringing(injected),
             ADDRESS: str(self.listener.address),
             SECRET: self.secret.hex(),
-            PORT: self._port,
             **(more or {}),
         }
         theirs, self._lifeline = os.pipe()
@@ -115,11 +109,6 @@ class Command:
         """What one of its processes failed with before its first steps, '' for nothing; None where
         none has loaded torch."""
         return self._note.read_text() if self._note.exists() else None
-
-    def apart(self, port: str) -> bool:
-        """Whether others of its starts may run beside it: its processes meet at this port, '' for
-        a single one, and those of another start must not."""
-        return not port or self._apart or (port == self._port and PORT not in os.environ)
 
     def accepted(self, seconds: float) -> Connection | None:
         """The line to a pilot, if one comes within so long."""
@@ -187,12 +176,6 @@ class Shown:
                     self._show(said)
                 if last:
                     return
-
-
-def _free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def compiled() -> str:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import KNOBS
-from advisor.tuners.measure import numerics, randomness
-from advisor.tuners.measure.observe import Trace
-from advisor.tuners.measure.run import traced
 from advisor.tuners.measure.run.command import Shown
-from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session
+from advisor.tuners.measure.run.repeated import STEPS, comparison
+from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -36,13 +31,8 @@ HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
 """Times in a row that a command may end before a config is measured."""
-ROUNDED = 2
-"""Runs that show what rounding does to a run: each goes its own way, and a run is not repeated
-exactly even without."""
-HOST_CORES = 2
-"""That one process of a job keeps busy, where its device is none of them."""
 TOGETHER = 0.7
-"""Of the device's memory that runs to compare with may take at once."""
+"""Of the device's memory that two starts may take at once."""
 
 
 class Run:
@@ -79,11 +69,9 @@ class Run:
         self.deadline_s = deadline_s
         self.own = Config()
         self.memory = 0
-        self._first: Session | None = None
         self._session: Session | None = None
         self._settled: dict[Config, float] = {}
         """Seconds of a step of what this session has measured."""
-        self._traces: dict[_Traced, Trace] = {}
         self._peak_bytes = 0
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
@@ -155,7 +143,7 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
-            if not self.at_once(1):
+            if self._alone():
                 self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
@@ -176,31 +164,25 @@ class Run:
         tolerance: float,
         deadline_s: float | None = None,
     ) -> Measurement:
-        """Whether the command trains with a config as with another, strict fp32.
+        """Whether a config computes what strict fp32 does, on steps that the command makes.
 
-        It is started for each run that is not known yet, as many at once as `at_once` says; see
-        `numerics.judge`.
+        `steps` is another's business: see `repeated.STEPS`.
         """
-        until = time.monotonic() + (2 * self.deadline_s if deadline_s is None else deadline_s)
-        same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
-        dtype = next((d for k in KNOBS if k.autocast and (d := k.autocast(config[k.name]))), None)
-        noise = randomness.amplitude(dtype, tf32=self.memory > 0)
-        fp32, candidate = _Traced(against, steps), _Traced(config, steps)
-        plain = _Traced(against.replace(**same), steps)
-        rounded = [_Traced(against, steps, noise, n) for n in range(ROUNDED)]
-        try:
-            self._trace(dict.fromkeys([fp32, *rounded, plain, candidate]), until)
-        except Ended as exc:
-            outcome = "timed_out" if exc.code == 0 else exc.outcome
-            return Measurement(outcome=outcome, reason=f"a run to compare with ended: {exc}")
-        good, reason = numerics.judge(
-            self._traces[fp32],
-            [self._traces[one] for one in rounded],
-            self._traces[plain],
-            self._traces[candidate],
-            tolerance,
-        )
-        return Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
+        del steps
+        seconds = self.deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + seconds
+        asked = comparison(config, against, tolerance, tf32=self.memory > 0)
+        for _ in range(RESTARTS):
+            try:
+                return self._compared(asked, until)
+            except Ended as exc:
+                self.stop()
+                last = exc
+                if exc.outcome == "timed_out":
+                    last = Ended("timed_out", f"it was not over within {seconds:.0f} s")
+                if exc.code:
+                    break
+        return Measurement(outcome=last.outcome, reason=str(last))
 
     def release(self) -> None:
         """As `Runner.release`."""
@@ -212,29 +194,26 @@ class Run:
             self._session = None
             self._settled.clear()
 
+    def _compared(self, asked: Comparison, until: float) -> Measurement:
+        try:
+            reason = self._ensured().compare(asked, self.own, STEPS, until)
+        except Struck as exc:
+            return Measurement(outcome=exc.outcome, reason=str(exc))
+        return Measurement(outcome="ok", reason=reason, steps=STEPS)
+
     def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
             self.stop()
             self._session = Session(
                 self._words, injected=self._injected, log=self._log, start_s=self.start_s
             )
-            self._first = self._first or self._session
         return self._session
 
-    def at_once(self, starts: int) -> int:
-        """How many of so many starts may run at once beside the session: cores, and the device's
-        memory, are for all of them. 0: not even one may, until it has ended."""
-        if self._first is None:
-            return 1
-        seen = self._first.seen
-        busy = seen.processes * (seen.threads if seen.device == "cpu" else HOST_CORES)
-        room = max(1, min(starts, len(os.sched_getaffinity(0)) // busy))
-        beside = 0 if self._session is None else 1
-        if self.memory and self._peak_bytes:
-            room = min(room, int(TOGETHER * self.memory / self._peak_bytes) - beside)
-        if not self._first.apart:
-            room = min(room, 1 - beside)
-        return max(1 - beside, room)
+    def _alone(self) -> bool:
+        """Whether no other start may run beside the session: a launcher of several processes holds
+        a port, and the device's memory is for both."""
+        several = self._session is not None and self._session.seen.processes > 1
+        return several or bool(self.memory and 2 * self._peak_bytes > TOGETHER * self.memory)
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
@@ -296,42 +275,6 @@ class Run:
                 break
             before = now.step_s
         return now
-
-    def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
-        """Have all of these in `_traces`."""
-        missing = [one for one in wanted if one not in self._traces]
-        if not missing:
-            return
-        if not (workers := self.at_once(len(missing))):
-            self.stop()
-
-        def trace(one: _Traced) -> None:
-            self._traces[one] = self._traced(one, until)  # kept, whatever becomes of the others
-
-        with ThreadPoolExecutor(workers or 1) as pool:
-            list(pool.map(trace, missing))
-
-    def _traced(self, wanted: _Traced, until: float) -> Trace:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            file = Path(folder) / "trace"
-            told = {traced.FILE: str(file), traced.STEPS: str(wanted.steps)}
-            told |= {traced.ROUNDED: repr(wanted.rounding), traced.DRAW: str(wanted.draw)}
-            session = self._started({**told, "PYTHONHASHSEED": "0"}, until)
-            try:
-                session.lap(wanted.config, self.own, wanted.steps, until)
-                return traced.read(file)
-            finally:
-                session.end()
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """One run to compare. `rounding`: of results, relatively; `draw` of that rounding."""
-
-    config: Config
-    steps: int
-    rounding: float = 0.0
-    draw: int = 0
 
 
 def _whole(first: Block) -> float:

@@ -16,7 +16,7 @@ from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.run.command import Command, how
 
@@ -56,7 +56,7 @@ class Block:
 
 
 class Struck(Exception):
-    """A careful order's config failed, and the command goes on as it is."""
+    """A config failed, in a careful order or a comparison, and the command goes on as it is."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -133,11 +133,8 @@ class Flight:
         Raises:
             Ended: it is over. Struck: a careful config failed.
         """
-        self._tell(Order(config=config, steps=steps, own=own, careful=self._careful))
-        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-        for lap in laps:
-            if lap.outcome != "ok":
-                raise Struck(lap.outcome, lap.reason)
+        order = Order(config=config, steps=steps, own=own, careful=self._careful)
+        laps = self._laps(order, until)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
@@ -147,6 +144,17 @@ class Flight:
             waited=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
         )
+
+    def compare(self, asked: Comparison, own: Config, steps: int, until: float) -> str:
+        """Have every process hold a config against others on so many steps.
+
+        Returns:
+            How near it is to strict fp32.
+
+        Raises:
+            Ended: it is over. Struck: the config is wrong, or it could not be told.
+        """
+        return self._laps(Order(config=own, steps=steps, own=own, compare=asked), until)[0].reason
 
     def leave(self, config: Config, own: Config) -> None:
         """Have it train on with a config; no order comes after this one."""
@@ -169,6 +177,14 @@ class Flight:
             pipe.close()
         self._pipes.clear()
         self._command.end()
+
+    def _laps(self, order: Order, until: float) -> list[Lap]:
+        self._tell(order)
+        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
+        for lap in laps:
+            if lap.outcome != "ok":
+                raise Struck(lap.outcome, lap.reason)
+        return laps
 
     def _tell(self, order: Order) -> None:
         message = msgpack.packb(to_plain(order))
@@ -269,5 +285,3 @@ class Session(Flight):
     ) -> None:
         command = Command(words, injected=injected, log=log, more=more)
         super().__init__(command, log=log, start_s=start_s)
-        self.apart = command.apart(self.seen.port)
-        """Whether others may be started beside it."""
