@@ -33,7 +33,7 @@ LEAST_S = 1.0
 FITS = 0.7
 """Nor with less than this share of what it usually takes."""
 TRIES = 2
-"""Times what a comparison was given in vain that the next one is to be given."""
+"""Times what a comparison was given in vain, or the budget, that is to be given the next time."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 REFERENCE_S = 0.5
@@ -305,6 +305,8 @@ class _Decision:
         why = said.reason
         if said.outcome == "timed_out":
             budget_s = plan.holding(max(self._least_s(config), TRIES * took_s))
+            if budget_s <= self.clock.budget_s:
+                budget_s = TRIES * self.clock.budget_s
             why += f"; a budget of {budget_s:.0f}s would do"
         self.progress.notice(f"not compared with fp32: {self._named(config)}: {why}")
 
