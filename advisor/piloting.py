@@ -62,9 +62,11 @@ class _Later:
         return self._guide.next(lap)
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`: nobody asked yet, nobody is told."""
-        if self._made is not None:
-            self._made.failed(exc)
+        """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
+        from advisor.tuners.act.pilot.crew import Unclear
+
+        if self._made is not None or isinstance(exc, Unclear):
+            self._guide.failed(exc)
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""

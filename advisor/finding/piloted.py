@@ -20,6 +20,7 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot.crew import Unclear
 from advisor.tuners.act.pilot.orders import Lap, Order, told
 from advisor.tuners.act.pilot.seen import Seen
 
@@ -102,8 +103,16 @@ class Found:
         raise NotImplementedError
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`."""
+        """As `Guide.failed`.
+
+        Raises:
+            NoRecord: where it is to be strict, why there is nothing.
+        """
         _log.info("the pilot ends: %s", exc)
+        if isinstance(exc, Unclear):
+            if self._strict:
+                raise NoRecord(str(exc)) from exc
+            warn(f"{exc}. Training goes on as it is")
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.cache.config import Config
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
@@ -24,6 +25,7 @@ from advisor.tuners.act.pilot.switch import Switch, seat_of
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Script, Situation
 from advisor.tuners.search.space import Space
+from tests.runs.forked import left_behind
 
 OWN = Config(
     precision="default", channels_last=False, fused_optimizer=False, compile="none", batch_size=4
@@ -372,6 +374,40 @@ class Refusing:
         raise AssertionError("nothing fails") from exc
 
     gave_up = failed
+
+
+class Told(Refusing):
+    """The same, that keeps why it was never asked."""
+
+    said = ""
+
+    def failed(self, exc: BaseException) -> None:
+        self.said = str(exc)
+
+
+@pytest.mark.parametrize("what", ["function", "model"])
+def test_what_a_script_compiles_is_not_compiled_again(what: str) -> None:
+    """The pilot's own hooks are part of what is traced while they are there."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    net = nn.Sequential(inner, nn.Linear(4, 2)) if what == "model" else inner
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    call = net
+    if what == "model":
+        inner.compile(backend="eager")
+    else:
+        call = torch.compile(lambda x: net(x), backend="eager")
+    torch.compiler.reset()
+    before, guide = hooks.compiled(), Told()
+    pilot = Pilot(guide)
+    for _ in range(8):
+        optimizer.zero_grad()
+        call(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert hooks.compiled() - before == 1
+    assert guide.asked == (what == "model")
+    assert ("compile the model instead" in guide.said) == (what == "function")
+    pilot.release()
+    assert left_behind() == []
 
 
 def test_a_pilot_that_leaves_is_gone_at_once() -> None:

@@ -40,39 +40,59 @@ Remove = Callable[[], None]
 """Takes a hook away again."""
 
 
-def on_calls(
-    called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    within: Callable[[nn.Module], None],
-) -> Remove:
-    """Tell of every module that is called by no other one, once its call is over; and of every
+class Calls:
+    """Tells of every module that is called by no other one, once its call is over; and of every
     one that is called, before it.
 
     It slows the call of every module: for the first steps only.
     """
-    inside: list[nn.Module] = []
 
-    def enter(module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        within(module)
-        if not inside:
-            inside.append(module)
+    def __init__(
+        self,
+        called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        within: Callable[[nn.Module], None],
+    ) -> None:
+        inside: list[nn.Module] = []
+        self._resting = False
+        self._compiled = compiled()
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-        if inside and inside[0] is module:
-            inside.clear()
-            called(module, args, kwargs)
+        def enter(module: nn.Module, _args: Any) -> None:
+            # What torch.compile traces of a hook must touch nothing.
+            if torch.compiler.is_compiling() or self._resting:
+                return
+            within(module)
+            if not inside:
+                inside.append(module)
 
-    before = register_module_forward_pre_hook(enter)
-    after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+            if torch.compiler.is_compiling() or self._resting:
+                return
+            if inside and inside[0] is module:
+                inside.clear()
+                called(module, args, kwargs)
 
-    def remove() -> None:
-        before.remove()
-        after.remove()
+        self._before = register_module_forward_pre_hook(enter)
+        self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+
+    def rest(self) -> None:
+        """Tell no more. The hooks go, unless the script has compiled what they are part of: that
+        would be compiled again without them."""
+        self._resting = True
+        if compiled() == self._compiled:
+            self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self._before.remove()
+        self._after.remove()
         # PyTorch forgets one of its lists, and has torch.compile warn of hooks from then on.
-        _global_forward_hooks_with_kwargs.pop(after.id, None)
+        _global_forward_hooks_with_kwargs.pop(self._after.id, None)
 
-    return remove
+
+def compiled() -> int:
+    """Graphs that torch.compile has traced in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def through(model: nn.Module, call: Callable[..., Any] | None) -> None:

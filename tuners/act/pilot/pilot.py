@@ -30,6 +30,11 @@ LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
+UNSEEN = "no module whose parameters the optimizer holds ran"
+UNSEEN_COMPILED = (
+    f"{UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
+    "the model instead, as model.compile()"
+)
 
 
 class RecompileLimit(Exception):
@@ -76,7 +81,7 @@ class Pilot:
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
         self._waits = hooks.Waits()
-        self._watching = hooks.on_calls(
+        self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
         self._removes: list[Callable[[], None]] = [
@@ -87,8 +92,13 @@ class Pilot:
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
+        self._leave()
+        self._calls.remove()
+
+    def _leave(self) -> None:
+        """The same, but for hooks that the script has compiled into a function of its own."""
         self._released = True
-        self._watching()
+        self._calls.rest()
         if self._comparing is not None:
             self._comparing.leave()
             self._comparing = None
@@ -108,7 +118,7 @@ class Pilot:
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
                 self._guide.failed(exc)
-                self.release()
+                self._leave()
 
         return hook
 
@@ -126,7 +136,7 @@ class Pilot:
             self._elsewhere += 1
             if self._elsewhere >= ELSEWHERE and self._order.steps:
                 self._guide.failed(Over("it trains another model now"))
-                self.release()
+                self._leave()
             return
         self._elsewhere = 0
         self._at += 1
@@ -141,19 +151,19 @@ class Pilot:
         if not self._period:
             if self._looked >= LOOKED:
                 self._guide.failed(Unclear("the optimizers' steps follow no order"))
-                self.release()
+                self._leave()
             return
         trained = self._crew.trained()
         if not trained:
-            self._guide.failed(Unclear("no module whose parameters the optimizer holds ran"))
-            self.release()
+            self._guide.failed(Unclear(UNSEEN_COMPILED if hooks.compiled() else UNSEEN))
+            self._leave()
             return
         from advisor.tuners.act.pilot.seen import Seen
         from advisor.tuners.act.pilot.switch import Switch
 
-        self._watching()
+        self._calls.rest()
         if not self._guide.takes_over():
-            self.release()
+            self._leave()
             return
         seen = Seen.of(self._crew, self._looked // self._period)
         self._device = torch.device(seen.device)
@@ -162,7 +172,7 @@ class Pilot:
         self._processes = seen.processes
         order = self._guide.begin(seen)
         if not order.own:
-            self.release()
+            self._leave()
             return
         self._switch = Switch(
             trained, self._crew.optimizers, order.own, self._device, self._guide.failed
