@@ -306,15 +306,20 @@ class Launched(Machine):
     "reduce-overhead" has compiled for the most part."""
 
     def first_step_s(self, config: Config) -> float:
-        return COMPILES[str(config.get("compile", "none"))]
+        searched = 8.0 if config.get("cudnn_benchmark") else 0.0
+        return searched + COMPILES[str(config.get("compile", "none"))] / (3 if searched else 1)
 
     def rate(self, config: Config) -> float:
         gain = 1.6 if config["compile"] == "reduce-overhead" else 1.0
+        gain *= 1.27 if config["cudnn_benchmark"] else 1.0
         return gain * super().rate(config.replace(compile="none"))
 
     def measure(self, config: Config, **how: Any) -> Measurement:
         self.time += 0.7  # warm again
-        return super().measure(config, **how)
+        return super().measure(config, **how | {"keep": True})
+
+    def release(self) -> None:
+        """A run keeps what it has called its models through."""
 
     def verify(self, config: Config, **how: Any) -> Measurement:
         return super().verify(config, **how | {"against": SPACE.reference})
@@ -327,9 +332,10 @@ def test_three_minutes_are_enough_for_a_job_of_several_processes(tmp_path: Path)
     assert machine.time <= 198.0
     tried = [t.config["compile"] for t in decided.trials if t.stage == "compute"]
     assert tried.count("none") >= 6
-    assert len({"reduce-overhead", "default"} & set(tried)) == 2
+    assert tried.count("reduce-overhead") == 2
     won_by = won(decided)["pilot", False]
     assert (won_by["compile"], won_by["precision"]) == ("reduce-overhead", "bf16")
+    assert won_by["cudnn_benchmark"]  # 27% on MobileNetV3, on what has just been compiled
     assert outcomes(decided)[won_by.knobs] == "ok"
 
 

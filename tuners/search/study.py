@@ -172,9 +172,7 @@ class Search:
         self._kept_s = 0.0
         self._try_dear()
         self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s
-        for use in self._space.uses:
-            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
-                self._try(config, "guess")
+        self._try_on_leaders()
         self._sample()
         return self.trials
 
@@ -251,19 +249,26 @@ class Search:
         ]
         if not uses:
             return
-        dear = []
+        dear: list[Config] = []
         for leader in dict.fromkeys(self._leaders(uses)):
-            recipes = [recipe for recipe in knobs.LEADERS if space.on(leader, recipe)]
-            recipes += [{name: value} for name, value in values if {name: value} not in recipes]
-            for recipe in recipes:
-                if (config := space.on(leader, recipe)) is not None:
-                    dear.append(config)
-                    self._try_one_dear(config)
+            recipes = [on for recipe in knobs.LEADERS if (on := space.on(leader, recipe))]
+            for config in recipes:
+                self._try_one_dear(config)
+            self._try_on_leaders()  # a compiler has done most of its work for these
+            others = [on for name, value in values if (on := space.on(leader, {name: value}))]
+            for config in others:
+                self._try_one_dear(config)
+            dear += recipes + others
         tried = [t for config in dear if (t := self._known.get(config)) and t.measurement.ok]
         free = self.best().config.batch
         if tried and free != user:
             best = max(tried, key=lambda trial: trial.measurement.samples_per_s)
             self._try_one_dear(best.config.at(free))
+
+    def _try_on_leaders(self) -> None:
+        for use in self._space.uses:
+            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
+                self._try(config, "guess")
 
     def _dear_values(self) -> list[tuple[str, Value]]:
         space = self._space
