@@ -221,6 +221,20 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
     switch.release()
 
 
+@pytest.mark.parametrize(("kept", "spends"), [(None, True), (False, False), (True, False)])
+def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, spends: bool) -> None:
+    net, crew = Net(), Crew()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = net(torch.randn(4, 3, 8, 8)).square().mean()
+        if not kept:
+            optimizer.zero_grad(set_to_none=kept is None)
+        loss.backward()
+        optimizer.step()
+        crew.saw_step(optimizer)
+    assert crew.spends == spends
+
+
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(net.parameters())

@@ -175,7 +175,12 @@ class Pilot:
             self._leave()
             return
         self._switch = Switch(
-            trained, self._crew.optimizers, order.own, self._device, self._guide.failed
+            trained,
+            self._crew.optimizers,
+            order.own,
+            self._device,
+            self._guide.failed,
+            spends=self._crew.spends,
         )
         self._obey(self._switch, order)
 

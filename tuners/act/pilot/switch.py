@@ -74,6 +74,7 @@ class Switch:
     Args:
         own: the config that the script itself has: what it sets is set back to that.
         failed: told of what a model's call raises under another config.
+        spends: as `Crew.spends`: gradients of a step need not outlive it.
 
     Attributes:
         counts_steps: whether what is set must be told where a step begins.
@@ -86,8 +87,11 @@ class Switch:
         own: Config,
         device: torch.device,
         failed: Callable[[BaseException], None],
+        *,
+        spends: bool = False,
     ) -> None:
         self.own = self.config = own
+        self._spends = spends
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
@@ -175,6 +179,8 @@ class Switch:
         """A step begins."""
         if self.counts_steps:
             self._replays.begin()
+            if self._spends:
+                self._replays.left_over(self._optimizers)
 
     def stay(self) -> None:
         """No other config will be set: what acts on no call is out of its way."""
