@@ -15,17 +15,24 @@ import sys
 from pathlib import Path
 
 MUTMUT = Path(sys.executable).with_name("mutmut")
-ANY = "advisor.cache.domain.x_is_line__mutmut_1"
-"""Running one makes them all, and finds which tests reach which function."""
+ANY = "advisor.tuners.knobs.x_plain__mutmut_1"
+"""Running one makes them all, and finds which tests reach which function: of this one, few."""
 OTHERS = ("torch", "optuna", "numpy", "msgpack", "rich", "click", "hypothesis", "diskcache")
 """Slow to import, and the same for every mutant."""
 ALIVE = ("survived", "no tests", "not checked")
-TRAMPOLINE = """
+SET_UP = """
 from mutmut.mutation import trampoline
 
 # Each mutated function is called through one: where a warning points to, it is advisor's own.
 vars(trampoline)["__name__"] = "advisor.trampoline"
+# A process that a test starts runs the mutant too, and not what is installed.
+os.environ["PYTHONPATH"] = os.getcwd()
+# mutmut notes which functions a test reaches in this process alone: it has that written down
+# beside the environment, and one started elsewhere would look for mutmut's settings and fail.
+if os.environ.get("MUTANT_UNDER_TEST") == "stats":
+    del os.environ["MUTANT_UNDER_TEST"]
 """
+"""What the tests' conftest.py ends with in the copy."""
 
 
 def mutmut(*arguments: str, quiet: bool = True) -> str:
@@ -46,7 +53,7 @@ def made() -> dict[str, str]:
     """Every mutant with its file."""
     if not Path("mutants/mutmut-stats.json").exists():
         with Path("tests/conftest.py").open("a") as conftest:
-            conftest.write(TRAMPOLINE)
+            conftest.write(SET_UP)
         mutmut("run", ANY)
     found = {}
     for path in sorted(Path("mutants").rglob("*.py.meta")):
