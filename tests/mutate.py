@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import random
 import signal
 import subprocess
@@ -48,7 +49,11 @@ def mutmut(*arguments: str, quiet: bool = True) -> str:
         SystemExit: it failed; with all that it printed.
     """
     done = subprocess.run(
-        [MUTMUT, *arguments], text=True, stdout=subprocess.PIPE if quiet else None
+        [MUTMUT, *arguments],
+        text=True,
+        stdout=subprocess.PIPE if quiet else None,
+        # As in tests/conftest.py, which comes too late where torch is there before it.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         raise SystemExit(f"mutmut {arguments[0]} failed:\n{(done.stdout or '')[-4000:]}")
