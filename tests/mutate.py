@@ -28,6 +28,8 @@ FAILED = (1, 2, 3)
 calls it a timeout; here the mutant is alive."""
 ENDLESS = (-signal.SIGXCPU, -signal.SIGKILL)
 SET_UP = """
+import sys
+
 from mutmut.mutation import trampoline
 
 # Each mutated function is called through one: where a warning points to, it is advisor's own.
@@ -38,6 +40,16 @@ os.environ["PYTHONPATH"] = os.getcwd()
 # beside the environment, and one started elsewhere would look for mutmut's settings and fail.
 if os.environ.get("MUTANT_UNDER_TEST") == "stats":
     del os.environ["MUTANT_UNDER_TEST"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered():
+    # What fills a cache is reached by every test that needs it, and not by the first alone.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("advisor.cache."):
+            for one in list(vars(module).values()):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
 """
 """What the tests' conftest.py ends with in the copy."""
 
