@@ -112,7 +112,8 @@ def main() -> None:
         print(f"{count - left[file]:5} of {count:4} killed  {file}")
     share = 1 - len(alive) / len(names)
     print(f"{len(names) - len(alive)} of {len(names)} killed, {share:.1%}; of {len(files)} in all")
-    print(f"{len(endless)} of them by running out of time: {', '.join(endless)}")
+    if endless:
+        print(f"{len(endless)} of them by running out of time: {', '.join(endless)}")
 
 
 if __name__ == "__main__":
