@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.cache.config import Config
+from advisor.errors import AdvisorWarning
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
@@ -219,6 +222,25 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
         laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert laid_out == (channels_last and not hooked)
     switch.release()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_that_is_wrapped_already_is_prepared(hooked: bool) -> None:
+    net = Net()
+    other = copy.deepcopy(net)
+    parallel = nn.parallel.DistributedDataParallel(net)
+    if hooked:
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+    advice = Advice(Config(channels_last=True), device="cpu")
+    with pytest.warns(AdvisorWarning, match="before") if hooked else nullcontext():
+        model = advice.prepare(parallel)
+    assert model is parallel
+    batch = torch.randn(4, 3, 8, 8)
+    for one in (parallel, other):
+        one(batch).square().mean().backward()
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize(("kept", "spends"), [(None, True), (False, False), (True, False)])

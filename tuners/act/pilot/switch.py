@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
+from advisor.tuners.act import buckets
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
@@ -95,9 +96,7 @@ class Switch:
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
-        laid_out = [
-            one for one in trained if all(map(hooks.can_rebuild, hooks.in_buckets(one.outer)))
-        ]
+        laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
         self._formats = [
             (tensor, tensor.stride())
             for one in laid_out
@@ -105,7 +104,7 @@ class Switch:
             if tensor.dim() > 3
         ]
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
-        self._parallel = [part for one in laid_out for part in hooks.in_buckets(one.outer)]
+        self._outers = [one.outer for one in laid_out]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -211,8 +210,8 @@ class Switch:
                     knob.model(model, value)
         if before == [tensor.stride() for tensor, _own in self._formats]:
             return
-        for parallel in self._parallel:
-            hooks.rebuild(parallel)
+        for outer in self._outers:
+            buckets.rebuild(outer)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
