@@ -435,6 +435,7 @@ class OfRun(_Tuning):
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, (task.batch,)),
                 use=PILOT,
+                workers=seen.workers,
                 own=seen.own,
                 kept=seen.kept,
             )

@@ -85,10 +85,12 @@ class Found:
         record = advice.record
         if record is None or (searches and not record.compares):
             return None
-        own = record.baseline.config.without(*_not_the_pilots())
-        own = own.replace(**{name: seen.own[name] for name in seen.own if name in own})
-        kept = {name: own[name] for name in seen.kept if name in own}
-        config = own.replace(**{n: v for n, v in advice.config.items() if n in own} | kept)
+        base = record.baseline.config
+        own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
+        changed = advice.config.changed(base)
+        config = own.replace(
+            **{n: v for n, v in changed.items() if n in own and n not in seen.kept}
+        )
         return in_force(config, own, advice.served.reason)
 
     def next(self, lap: Lap) -> Order:
@@ -101,7 +103,7 @@ class Found:
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
-        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on as the script is")
+        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on without it")
 
 
 def in_force(config: Config, own: Config, reason: str) -> Order:
@@ -111,11 +113,6 @@ def in_force(config: Config, own: Config, reason: str) -> Order:
     _log.info("%s", line)
     give_way(line)
     return Order(config=config, own=own, careful=True)
-
-
-def _not_the_pilots() -> list[str]:
-    """Knobs that a run has no place for, as those of a loop alone."""
-    return [knob.name for knob in knobs.KNOBS if knob.stage != knobs.COMPUTE]
 
 
 class _OfRun(Lookup):

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 
 import msgpack
@@ -41,6 +41,7 @@ def space_of(seen: Seen) -> Space:
             convolves=seen.convolves,
             batches=(seen.shape[0],),
             use="pilot",
+            workers=seen.workers,
             own=seen.own,
             kept=seen.kept,
         )
@@ -82,6 +83,7 @@ class There:
 def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # as in a process that no server of forks has started
     guide = There(Config(values or {}))
     pilot = None if values is None else Pilot(guide)
     sys.argv = [script, out, *words]
@@ -107,8 +109,9 @@ def left_behind() -> list[str]:
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
     found = [name for name, table in tables.items() if table]
-    next_ = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
-    return found + ["the loader"] * (next_.__module__ != "torch.utils.data.dataloader")
+    there = torch.utils.data.dataloader
+    patched = (there._BaseDataLoaderIter.__next__, there.DataLoader.__iter__)
+    return found + [one.__name__ for one in patched if one.__module__ != there.__name__]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
-from advisor.tuners.knobs import BY_NAME, Script, Situation
+from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
 
 OWN = Config(
@@ -44,6 +44,11 @@ def unexpected(exc: BaseException) -> None:
     raise AssertionError("a config failed") from exc
 
 
+def switch_of(trained: Trained, optimizer: torch.optim.Optimizer) -> Switch:
+    cpu = torch.device("cpu")
+    return Switch([trained], [optimizer], OWN, cpu, lambda _given: None, unexpected)
+
+
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     loss = net(torch.randn(4, 3, 8, 8)).square().mean()
     optimizer.zero_grad()
@@ -60,7 +65,7 @@ def flown() -> tuple[Net, torch.optim.Optimizer, Switch]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     stepped(net, optimizer)
     trained = Trained(net, net, ())
-    return net, optimizer, Switch([trained], [optimizer], OWN, torch.device("cpu"), unexpected)
+    return net, optimizer, switch_of(trained, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(net.parameters())
-    switch = Switch([Trained(net, net, ())], [optimizer], OWN, torch.device("cpu"), unexpected)
+    switch = switch_of(Trained(net, net, ()), optimizer)
     switch.set(OWN.replace(precision="bf16"))
     loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
     loss.backward()
@@ -179,7 +184,7 @@ def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:
         crew.saw_call(net, (x,), {})
         for optimizer in optimizers:
             crew.saw_step(optimizer)
-    return Seen.of(crew, 4)
+    return Seen.of(crew, 4, Loading())
 
 
 def space_of(one: Seen) -> Space:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS, Knob
+from advisor.tuners.knobs import KNOBS, Knob, loading
 
 RECOMPILATIONS = 64
 """Of one function: each config is another one to torch.compile, and eight is its own limit."""
@@ -64,6 +64,7 @@ class Switch:
 
     Args:
         own: the config that the script itself has: what it sets is set back to that.
+        feed: has its loaders work by these keyword arguments; by none as they are.
         failed: told of what a model's call raises under another config.
     """
 
@@ -73,9 +74,11 @@ class Switch:
         optimizers: Sequence[torch.optim.Optimizer],
         own: Config,
         device: torch.device,
+        feed: Callable[[Mapping[str, Any]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self.own = self.config = own
+        self._feed = feed
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
@@ -113,6 +116,7 @@ class Switch:
         IN_FORCE.release(self._flags)
         self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
         IN_FORCE.put(self._flags)
+        self._feed(loading(config) if any(k.feeds for k in rows) else {})
         with torch.no_grad():
             self._lay_out(rows, config)
             self._set_optimizers(rows, config)

@@ -16,12 +16,12 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import KNOBS
+from advisor.tuners.knobs import FEEDS, KNOBS, loading
 from advisor.tuners.measure import numerics, randomness
 from advisor.tuners.measure.observe import Trace
 from advisor.tuners.measure.run import traced
 from advisor.tuners.measure.run.command import Shown
-from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session
+from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -127,6 +127,8 @@ class Run:
                 if exc.outcome == "timed_out" or (exc.code and config != self.own):
                     break
                 continue  # it was through, or was killed as it is: once more from the start
+            except Struck as exc:
+                return Measurement(outcome=exc.outcome, reason=str(exc))
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
             return measured
         assert last is not None
@@ -153,7 +155,7 @@ class Run:
                 later = session.lap(config, self.own, 2, until)
                 paid = max(first.first_s, first.seconds) - later.step_s
                 return Measurement(outcome="ok", first_step_s=max(0.0, paid), steps=3)
-            except Ended as exc:
+            except (Ended, Struck) as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             finally:
                 if session is not None:
@@ -171,8 +173,10 @@ class Run:
         """Whether the command trains with a config as with another, strict fp32.
 
         It is started for each run that is not known yet, all at once where memory and a single
-        process allow; see `numerics.judge`.
+        process allow; see `numerics.judge`. Its data is loaded as by itself in all of them: workers
+        draw other numbers for it.
         """
+        config = config.replace(**{name: against[name] for name in FEEDS if name in against})
         until = time.monotonic() + (2 * self.deadline_s if deadline_s is None else deadline_s)
         same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
         dtype = next((d for k in KNOBS if k.autocast and (d := k.autocast(config[k.name]))), None)
@@ -233,7 +237,7 @@ class Run:
         session = self._ensured()
         first = session.lap(config, self.own, 1, until)
         warm = self._warm(session, config, until)
-        steps = max(1, round(BLOCK_S / max(warm.step_s, 1e-6)))
+        steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
@@ -257,7 +261,7 @@ class Run:
         """Steps until they take as long as those before them: recompilations are over by then."""
         began, steps = time.monotonic(), 0
         before: Block | None = None
-        size = 2
+        size = _steps(2, config)
         for _ in range(MOST_WARM):
             now = session.lap(config, self.own, size, until)
             steps += now.steps
@@ -265,7 +269,7 @@ class Run:
             if steady and time.monotonic() - began >= WARM_S and steps >= WARM_STEPS:
                 break
             before = now
-            size = max(2, round(BLOCK_S / 2 / max(now.step_s, 1e-6)))
+            size = _steps(max(2, BLOCK_S / 2 / max(now.step_s, 1e-6)), config)
         return now
 
     def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
@@ -301,6 +305,13 @@ class _Traced:
     steps: int
     rounding: float = 0.0
     draw: int = 0
+
+
+def _steps(about: float, config: Config) -> int:
+    """As many, in whole turns of the loader's workers, which give their batches one after another
+    and then may be waited for."""
+    workers = int(loading(config).get("num_workers") or 1)
+    return max(1, round(about / workers)) * workers
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:

@@ -54,7 +54,7 @@ class Block:
 
 
 class Struck(Exception):
-    """A careful order's config failed, and the command goes on as it is."""
+    """A config failed, and the command goes on as it is."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -129,7 +129,7 @@ class Flight:
             until: by time.monotonic(), when it is given up.
 
         Raises:
-            Ended: it is over. Struck: a careful config failed.
+            Ended: it is over. Struck: the config failed, and the command goes on.
         """
         self._tell(Order(config=config, steps=steps, own=own, careful=self._careful))
         laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
