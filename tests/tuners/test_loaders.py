@@ -244,6 +244,14 @@ def test_what_is_left_alone(
     assert [str(batch) for batch in one] == plain
 
 
+def test_it_may_be_asked_to_leave_loaders_alone(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    why = "the loader: ADVISOR_KEEP_LOADER is set"
+    assert looked_at(fed, DataLoader(Numbered())) == Loading(why=why)
+
+
 def test_as_many_as_there_are_cores_for_and_as_shared_memory_holds(
     fed: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
+from advisor.cache import settings
 from advisor.tuners.act.pilot import hooks, host
 
 if TYPE_CHECKING:
@@ -271,6 +272,8 @@ def _why_alone(loader: DataLoader[Any]) -> str:
     """Why a loader stays as it is; '' where it may have workers, or has some."""
     if loader.num_workers:
         return ""
+    if settings.keeps_loader():
+        return "the loader: ADVISOR_KEEP_LOADER is set"
     if isinstance(loader.dataset, IterableDataset | MapDataPipe):
         return "the loader: of an IterableDataset every worker would read all"
     # None: the script has not chosen; asking for the default would choose it.

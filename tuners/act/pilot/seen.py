@@ -187,10 +187,11 @@ def _beyond(outer: nn.Module) -> str:
     """Why a model is left as it is: its weights are not where they are computed with."""
     if replicates(outer):
         return (
-            "nn.DataParallel copies the model at every step, so only flags are tuned; the same "
+            "nn.DataParallel copies the model at every step, so only flags and the loader are "
+            "tuned; the same "
             "job under torchrun and DistributedDataParallel is faster, and tuned whole"
         )
     kinds = {type(module).__name__ for module in outer.modules()}
     if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):
-        return "its weights are sharded: only flags are tuned"
+        return "its weights are sharded: only flags and the loader are tuned"
     return ""
