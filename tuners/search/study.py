@@ -198,8 +198,9 @@ class Search:
         What is tried later is tried with that: what waits for its data hides what else would gain.
         """
         best = self._known[fed]
-        for name in knobs.FEEDS:
-            for value in self._space.choices.get(name, ())[1:]:
+        for name in self._loading:
+            values = self._space.choices[name]
+            for value in values[values.index(fed[name]) + 1 :]:
                 config = best.config.replace(**{name: value})
                 if best.measurement.waited < WAITS or not self._space.holds(config):
                     continue
