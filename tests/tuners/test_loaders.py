@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,12 @@ def test_cores_of_a_control_group(tmp_path: Path) -> None:
     assert host.cores(groups, process) == there
     (groups / "a" / "cpu.max").write_text("150000 100000\n")
     assert host.cores(groups, process) == 1
+
+
+def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:
+    loader: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
+    looked_at(fed, loader)
+    kept = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert kept() is None

@@ -47,10 +47,17 @@ Place = tuple[tuple[CodeType, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Where an iterator comes from."""
+    """Where an iterator comes from. `loader`: None of one with workers, which may hold on to it."""
 
-    loader: DataLoader[Any]
+    loader: DataLoader[Any] | None
     place: Place
+    workers: int
+    pinned: bool
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> _Begun:
+        workers = loader.num_workers
+        return cls(None if workers else loader, _place(), workers, loader.pin_memory)
 
 
 class Loaders:
@@ -71,7 +78,7 @@ class Loaders:
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._places: set[Place] = set()
-        self._ways: list[tuple[int, bool, str]] = []
+        self._ways: set[tuple[int, bool, str]] = set()
         self._batch_bytes = 0
         self._most = 0
         self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
@@ -120,7 +127,7 @@ class Loaders:
         self._remove()
 
     def _begin(self, loader: DataLoader[Any], iterator: Any) -> None:
-        self._begun[iterator] = _Begun(loader, _place())
+        self._begun[iterator] = _Begun.of(loader)
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -148,20 +155,24 @@ class Loaders:
         return batch
 
     def _saw(self, begun: _Begun, batch: Any) -> None:
-        loader = begun.loader
+        loader, why = begun.loader, ""
         self._batch_bytes = max(self._batch_bytes, _bytes(batch))
-        if loader not in self._feeding:
+        if loader is not None:
+            if loader in self._feeding:
+                return
             self._feeding.add(loader)
             self._places.add(begun.place)
-            self._ways.append((loader.num_workers, loader.pin_memory, _why_alone(loader)))
+            why = _why_alone(loader)
+        self._ways.add((begun.workers, begun.pinned, why))
 
     def _of(self, iterator: Any, begun: _Begun) -> Ahead | None:
         """The workers of an iterator; None where it feeds no steps, or stays as it is."""
         if iterator not in self._ahead:
-            loader = begun.loader
+            loader, found = begun.loader, None
             feeds = loader in self._feeding or begun.place in self._places
-            alone = not feeds or loader.num_workers or _why_alone(loader)
-            self._ahead[iterator] = None if alone else Ahead(iterator, loader, self._given)
+            if loader is not None and feeds and not _why_alone(loader):
+                found = Ahead(iterator, loader, self._given)
+            self._ahead[iterator] = found
         return self._ahead[iterator]
 
 
@@ -269,9 +280,7 @@ def _place() -> Place:
 
 
 def _why_alone(loader: DataLoader[Any]) -> str:
-    """Why a loader stays as it is; '' where it may have workers, or has some."""
-    if loader.num_workers:
-        return ""
+    """Why a loader without workers stays as it is; '' where it may have some."""
     if settings.keeps_loader():
         return "the loader: ADVISOR_KEEP_LOADER is set"
     if isinstance(loader.dataset, IterableDataset | MapDataPipe):
