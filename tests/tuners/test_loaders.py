@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from advisor.tuners.act.pilot import host, loaders
 from advisor.tuners.act.pilot.loaders import Loaders
@@ -49,6 +49,7 @@ WORKERS: Given = {"num_workers": 2}
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     monkeypatch.setattr(host, "cores", lambda: 3)
+    monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
     monkeypatch.setattr(host, "files_read", list)  # pytest's own
     return []
 
@@ -83,11 +84,7 @@ def epoch(
 
 
 HOW: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
-    "shuffled": lambda data: DataLoader(data, batch_size=3, shuffle=True),
-    "batches": lambda data: DataLoader(
-        data, batch_sampler=BatchSampler(torch.utils.data.RandomSampler(data), 3, drop_last=False)
-    ),
-    "last dropped": lambda data: DataLoader(data, batch_size=5, drop_last=True),
+    "batches": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
     "one by one": lambda data: DataLoader(
         data, batch_size=None, collate_fn=lambda one: (one[0][None], torch.tensor([one[1]]))
     ),
@@ -254,7 +251,7 @@ def test_it_may_be_asked_to_leave_loaders_alone(
     assert looked_at(fed, DataLoader(Numbered())) == Loading(why=why)
 
 
-def test_as_many_as_there_are_cores_for_and_as_shared_memory_holds(
+def test_as_many_as_there_are_cores_for_and_as_memory_holds(
     fed: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "cores", lambda: 9)
@@ -263,6 +260,10 @@ def test_as_many_as_there_are_cores_for_and_as_shared_memory_holds(
     assert loaders._most(0) == 3
     monkeypatch.setattr(host, "shared_bytes", lambda: 12 * 2**20)
     assert [loaders._most(size) for size in (2**18, 2**19, 2**20, 2**24)] == [3, 2, 1, 0]
+    monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
+    for free, expected in ((2**40, 3), (15 * 2**30, 3), (11 * 2**30, 2), (2**30, 0)):
+        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
+        assert loaders._most(0) == expected
 
 
 def test_files_that_are_read_by_position(tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_files_that_are_read_by_position(tmp_path: Path) -> None:
         assert host.files_read() == before
 
 
-def test_cores_of_a_control_group(tmp_path: Path) -> None:
+def test_what_a_control_group_leaves(tmp_path: Path) -> None:
     groups, process = tmp_path / "groups", tmp_path / "self"
     (groups / "a" / "b").mkdir(parents=True)
     process.mkdir()
@@ -287,6 +288,14 @@ def test_cores_of_a_control_group(tmp_path: Path) -> None:
     assert host.cores(groups, process) == there
     (groups / "a" / "cpu.max").write_text("150000 100000\n")
     assert host.cores(groups, process) == 1
+    whole = host.free_bytes(groups, process)
+    assert whole > 2**20
+    (groups / "a" / "memory.max").write_text("max\n")
+    (groups / "a" / "memory.current").write_text("5000\n")
+    (groups / "a" / "b" / "memory.max").write_text("9000\n")
+    (groups / "a" / "b" / "memory.current").write_text("8000\n")
+    assert host.free_bytes(groups, process) == 1000
+    assert 2**20 < host.own_bytes() < 2**40
 
 
 def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:

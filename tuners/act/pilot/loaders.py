@@ -35,8 +35,8 @@ MOST = 32
 """Workers of one process: each is a copy of it."""
 PREFETCHED = 3
 """Batches of each worker in shared memory: two that are ready, one on its way."""
-SHARED = 0.5
-"""Of the shared memory that they may take."""
+SHARE = 0.5
+"""Of the memory that is free, and of all that is shared, what they may take."""
 PATIENCE_S = 60.0
 """For a batch: workers may hang in what a library of the script had locked when they were forked.
 """
@@ -299,10 +299,11 @@ def _most(batch_bytes: int) -> int:
     """Workers that make sense in one process of a job here."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     most = min(max(1, host.cores() // ranks - 1), MOST)
+    fits = SHARE * host.free_bytes() / (ranks * max(1, host.own_bytes()))
     if batch_bytes:
-        fits = SHARED * host.shared_bytes() / (ranks * PREFETCHED * batch_bytes)
-        most = min(most, int(fits))
-    return max(0, most)
+        fits = min(fits, SHARE * host.shared_bytes() / (ranks * PREFETCHED * batch_bytes))
+    # What is free is never the same twice: a power of two is more often.
+    return most if fits >= most else 1 << int(fits).bit_length() >> 1
 
 
 def _bytes(batch: Any) -> int:
