@@ -7,6 +7,7 @@ The first line of its input says what to do; once the input ends, the script has
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Value
-from advisor.cache.record import PILOT
+from advisor.cache.record import PILOT, WITHIN, Provenance
 from advisor.errors import AdvisorError
 from advisor.finding.conducted import INSIDE
 from advisor.opening import open_records
@@ -28,6 +29,7 @@ from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
 
 if TYPE_CHECKING:
+    from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
 
 
@@ -50,6 +52,10 @@ class _OfRunInside(OfRun):
         found = super().space(situation)
         found.leave_out(_replays)
         return found
+
+    def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
+        made = super()._provenance(facts, study, trials, seconds)
+        return dataclasses.replace(made, effort=WITHIN)
 
     def search(self) -> None:
         """Find what is best, keep it, and have the script go on with it."""

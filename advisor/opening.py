@@ -27,10 +27,11 @@ def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) 
     stores = open_stores(cache, fallback=fallback)
     if patient:
         be_patient(stores, PATIENCE_S)
-    return Records(stores, seal=Seal.from_environment(), check=_refusal)
+    return Records(stores, seal=Seal.from_environment(), check=refusal)
 
 
-def _refusal(record: Record) -> str:
-    from advisor.tuners.knobs import refusal
+def refusal(record: Record) -> str:
+    """What is wrong with a record that the cache cannot know, as a knob's domain; or ''."""
+    from advisor.tuners import knobs
 
-    return refusal(record)
+    return knobs.refusal(record)

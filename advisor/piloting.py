@@ -23,9 +23,9 @@ def attach() -> None:
 
     guide = line.from_environment()
     if guide is not None:
-        from advisor.tuners.measure.run import traced
+        from advisor.tuners.measure.run.repeated import Repeats
 
-        IN_CHARGE.bring(guide, traced.from_environment())
+        IN_CHARGE.bring(guide, Repeats())
     elif os.environ.get(line.RUN) and not settings.disabled():
         IN_CHARGE.bring(_Later())
 
@@ -62,19 +62,23 @@ class _Later:
         return self._guide.next(lap)
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`: nobody asked yet, nobody is told."""
-        if self._made is not None:
-            self._made.failed(exc)
+        """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
+        from advisor.tuners.act.pilot.crew import Unclear
+
+        if self._made is not None or isinstance(exc, Unclear):
+            self._guide.failed(exc)
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
         self._guide.gave_up(exc)
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`."""
+        self._guide.lost(exc, order)
+
 
 def environment(command: list[str], tune_s: float) -> dict[str, str]:
     """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
-    from advisor.tuners.act.pilot.line import RUN
+    from advisor.tuners.act.pilot.line import RUN, bringing
 
-    path = [str(INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    told = json.dumps({"command": command, "tune_s": tune_s})
-    return {RUN: told, "PYTHONPATH": os.pathsep.join(path)}
+    return {RUN: json.dumps({"command": command, "tune_s": tune_s}), **bringing(INJECTED)}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import Record
+from advisor.cache.record import WITHIN, Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
@@ -63,14 +63,18 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     from advisor.tuners.search.plan import Plan
 
     made = record.provenance
-    plan = Plan(effort=made.effort, steps=made.steps or None, duration_s=made.duration_s or None)
+    plan = Plan(steps=made.steps or None, duration_s=made.duration_s or None)
+    if made.effort != WITHIN:
+        plan = dataclasses.replace(plan, effort=made.effort)
     more = [*shell(plan), *(["--force"] if record.stale else []), *_elsewhere(cache)]
     return _tune(here(record), more)
 
 
 def about(command: str, record: Record, cache: Cache = None) -> str:
-    """The line of a command that takes a KEY: 'advisor explain ae1bff61eea5@64'."""
-    return shlex.join(["advisor", command, record.id, *_elsewhere(cache)])
+    """The line of a command that measures a KEY again: 'advisor explain ae1bff61eea5@64'."""
+    run = record.key.task.command
+    words = ["advisor", command, record.id, *_elsewhere(cache)]
+    return shlex.join([*words, *(["--", *run] if run else [])])
 
 
 def tune_first(request: Request, near: Record | None) -> str:

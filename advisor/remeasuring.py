@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,20 +13,21 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
 from advisor.cache.kinds import Seconds
-from advisor.cache.match import compare
-from advisor.cache.record import LOOP, RACED, Choice, Part, Record, Trial, Winner
+from advisor.cache.match import Difference, compare
+from advisor.cache.record import FLAGS, PILOT, RACED, Choice, Part, Record, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.shown import speedup, tells
+from advisor.cache.task import permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
-from advisor.printed import reach, tune_again
-from advisor.tuners.search.plan import EXPLAIN, VERIFY
-from advisor.tuning import locked
+from advisor.printed import about, reach, tune_again
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
+from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, locked, memory_of
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.search.race import Ratio
+    from advisor.tuners.search.verdict import Tester
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
 """What `verify` may find."""
@@ -47,11 +47,13 @@ DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
 FIRST, SECOND, THIRD = 0.45, 0.15, 0.5
 """Of what is left of explain's budget: knob by knob, through a DataLoader, and what is simpler."""
+RACE, LEAST_RACE = 0.7, 0.3
+"""Of verify's budget: the race's share, down to the least where a comparison needs the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """`dropped`: knobs that contributed nothing and are back at torch's default in the advice."""
+    """`dropped`: knobs that contributed nothing and are as in the baseline again in the advice."""
 
     record: Record
     dropped: tuple[str, ...]
@@ -66,11 +68,11 @@ class Verified:
         verdict: 'holds', 'does not hold', or 'could not tell', where the machine is too busy or
             the budget too small to say; a mark that the record has stays as it is then.
         reason: why it does not hold, or cannot be told and what to do; '' where it holds.
-        now: each use's winner over torch's default, with its 95% interval; empty where all are
-            torch's default.
-        samples_per_s: of torch's default and of the loop's winner, now.
-        numerics: whether the loop's winner was compared with strict fp32 this time, and how that
-            ended, or why it was not.
+        now: each use's winner over the baseline, with its 95% interval; empty where all are the
+            baseline.
+        samples_per_s: of the baseline and of the winner for `Record.use`, now.
+        numerics: whether that winner was compared with strict fp32 this time, and how that ended,
+            or why it was not.
         differs: what has changed on this machine since, as text.
     """
 
@@ -89,27 +91,38 @@ class Verified:
 
 
 def explain(
-    key: str, *, target: str | None = None, budget: float | str = EXPLAIN, cache: Cache = None
+    key: str,
+    *,
+    target: str | None = None,
+    command: Sequence[str] = (),
+    budget: float | str = EXPLAIN,
+    cache: Cache = None,
+    progress: Progress | None = None,
 ) -> Explained:
     """Measure what each knob of a record's advice contributes, and keep it in the record.
 
-    Each knob of the loop's winner that differs from torch's default is set back alone and measured
-    in turn with the advice. Those that contribute nothing are then set back together, or else one
-    by one, where that is no slower.
+    Each knob of the winner for `Record.use` that differs from the baseline is set back alone and
+    measured in turn with the advice. Those that contribute nothing are then set back together, or
+    else one by one, where that is no slower.
 
     Args:
         key: of the record, 'ae1bff61eea5@64', or the start of it.
         target: where the record's target is now; default: its file, if it is under this folder.
-        budget: wall seconds, or '40s', of all measuring; the worker's start is not counted.
+        command: of the record of a run, as `advisor tune -- COMMAND` took it: nothing that a
+            record names is started.
+        budget: wall seconds, or '40s', of all measuring; the first start is not counted.
 
     Raises:
-        UsageError: no record has this key, it is not of this device, or its target must be named.
+        UsageError: no record has this key, it is not of this device, or its target or its command
+            must be given.
         WorkerError: it cannot be measured. Busy: it is being measured. StoreError.
     """
     budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
     record = records.get(key)
-    with _measuring(records, record, target, budget_s) as again:
+    _refuse(record, about("explain", record, cache), target, command)
+    subject = _Subject(records, record, target, command, progress or Progress())
+    with subject.measured(budget_s) as again:
         parts = again.parts()
         idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
         explained = dataclasses.replace(record, parts=tuple(parts))
@@ -120,11 +133,17 @@ def explain(
 
 
 def verify(
-    key: str, *, target: str | None = None, budget: float | str = VERIFY, cache: Cache = None
+    key: str,
+    *,
+    target: str | None = None,
+    command: Sequence[str] = (),
+    budget: float | str = VERIFY,
+    cache: Cache = None,
+    progress: Progress | None = None,
 ) -> Verified:
-    """Measure torch's default and the advice again; a record that no longer holds is marked stale.
+    """Measure the baseline and the advice again; a record that no longer holds is marked stale.
 
-    It holds where each use's winner is still surely faster than the default, its speed-up and its
+    It holds where each use's winner is still surely faster than the baseline, its speed-up and its
     samples/s are about what the record says, and it still trains like strict fp32. A mark that is
     there is taken away then. Where the intervals are too wide to say, nothing is changed.
 
@@ -135,17 +154,19 @@ def verify(
     budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
     record = records.get(key)
-    with _measuring(records, record, target, budget_s) as again:
-        winners = {use: record.winner(use) for use in RACED}
-        rates = again.race([record.baseline.config, *(c.config for c in winners.values())], 0.7)
-        default, loop = rates[record.baseline.config], rates[winners[LOOP].config]
+    _refuse(record, about("verify", record, cache), target, command)
+    subject = _Subject(records, record, target, command, progress or Progress())
+    with subject.measured(budget_s) as again:
+        base, advised = record.baseline.config, record.winner(record.use).config
+        winners = {use: record.winner(use).config for use in _uses(record)}
+        rates = again.race([base, *winners.values()], again.beside_comparison)
         now = {
-            use: paired(rates[choice.config], default)
-            for use, choice in winners.items()
-            if choice.config != record.baseline.config
+            use: paired(rates[config], rates[base])
+            for use, config in winners.items()
+            if config != base
         }
-        numerics, wrong = again.compared(winners[LOOP].config)
-        verdict, reason = judged(winners, now, loop, wrong)
+        numerics, wrong = again.compared(advised)
+        verdict, reason = judged(record, now, rates[advised], wrong)
         if verdict == UNTOLD:
             reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
         if verdict != UNTOLD and reason != record.stale:
@@ -157,25 +178,33 @@ def verify(
             verdict=verdict,
             reason=reason,
             now=now,
-            samples_per_s=(statistics.median_high(default), statistics.median_high(loop)),
+            samples_per_s=(
+                statistics.median_high(rates[base]),
+                statistics.median_high(rates[advised]),
+            ),
             numerics=numerics,
             differs=_differs(record),
         )
 
 
+def _uses(record: Record) -> Sequence[str]:
+    """Those whose winners are measured again."""
+    return (FLAGS, PILOT) if record.key.task.command else RACED
+
+
 def judged(
-    then: Mapping[str, Choice], now: Mapping[str, Ratio], loop: Sequence[float], wrong: str = ""
+    record: Record, now: Mapping[str, Ratio], rates: Sequence[float], wrong: str = ""
 ) -> tuple[str, str]:
     """(Verdict, reason) of a record's winners, by the speed-ups that they have now.
 
-    `loop`: samples/s of each turn of the loop's winner; `wrong`: what the comparison with strict
-    fp32 found.
+    `rates`: samples/s of each turn of the winner for `Record.use`; `wrong`: what the comparison
+    with strict fp32 found.
     """
-    middle = statistics.median_high(loop)
-    faults = [_fault(use, then[use], ratio) for use, ratio in now.items()]
-    faults += [_slower(then[LOOP], max(loop), middle), wrong]
-    doubts = [_doubt(use, then[use], ratio) for use, ratio in now.items()]
-    doubts += [_slower(then[LOOP], middle, middle)]
+    then, middle = record.winner(record.use), statistics.median_high(rates)
+    faults = [_fault(record, use, ratio) for use, ratio in now.items()]
+    faults += [_slower(then, max(rates), middle), wrong]
+    doubts = [_doubt(record, use, ratio) for use, ratio in now.items()]
+    doubts += [_slower(then, middle, middle)]
     if fault := next(filter(None, faults), ""):
         return FAILS, fault
     if doubt := next(filter(None, doubts), ""):
@@ -183,32 +212,34 @@ def judged(
     return HOLDS, ""
 
 
-def _fault(use: str, then: Choice, now: Ratio) -> str:
+def _fault(record: Record, use: str, now: Ratio) -> str:
     """Why a winner surely does not hold, or ''."""
+    then = record.winner(use).speedup
     if now.high < LEAST:
-        return f"{_compared(use, then, now)}: it is not faster any more"
-    if now.mean < KEPT * then.speedup and now.high < then.speedup:
-        return _compared(use, then, now)
+        return f"{_compared(record, use, now)}: it is not faster any more"
+    if now.mean < KEPT * then and now.high < then:
+        return _compared(record, use, now)
     return ""
 
 
-def _doubt(use: str, then: Choice, now: Ratio) -> str:
+def _doubt(record: Record, use: str, now: Ratio) -> str:
     """Why it cannot be told whether a winner holds, or ''."""
-    least = KEPT * then.speedup
+    least = KEPT * record.winner(use).speedup
     if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
         return ""
     apart = now.high / now.low if now.low else math.inf
     wide = f"{apart:.3g}x" if apart < MOST_APART else f"more than {MOST_APART}x"
     return (
-        f"{_compared(use, then, now)}: the 95% interval, {wide} from end to end, is too wide to say"
+        f"{_compared(record, use, now)}: the 95% interval, {wide} from end to end, is too wide to "
+        "say"
     )
 
 
-def _compared(use: str, then: Choice, now: Ratio) -> str:
-    what = "" if use == LOOP else f"{use}: "
+def _compared(record: Record, use: str, now: Ratio) -> str:
+    what = "" if use == record.use else f"{use}: "
     return (
-        f"{what}{speedup(now.mean, now.low, now.high)} torch's default now, "
-        f"{then.speedup:.2f}x when it was tuned"
+        f"{what}{speedup(now.mean, now.low, now.high)} {record.key.task.baseline} now, "
+        f"{record.winner(use).speedup:.2f}x when it was tuned"
     )
 
 
@@ -225,13 +256,18 @@ def _idle(part: Part) -> bool:
 
 
 class _Again:
-    """A record measured again in its worker, within a budget."""
+    """A record measured again, within a budget. `comparison_s`: as `Terms.compare_s`."""
 
-    def __init__(self, record: Record, worker: Worker, budget_s: float) -> None:
+    def __init__(
+        self, record: Record, worker: Tester, budget_s: float, comparison_s: float = 0.0
+    ) -> None:
         from advisor.tuners.search.plan import Clock
 
         self._record, self._worker = record, worker
         self._clock = Clock(budget_s)
+        compares = not self._exempt(record.winner(record.use).config)
+        left = 1 - compares * comparison_s / budget_s
+        self.beside_comparison = max(LEAST_RACE, min(RACE, left))
 
     def race(
         self, configs: list[Config], share: float, stage: str = "compute"
@@ -256,12 +292,13 @@ class _Again:
         return rates
 
     def parts(self) -> list[Part]:
-        """What each knob of the loop's winner contributes, the most first."""
+        """What each knob of the advice contributes, the most first."""
         from advisor.tuners.knobs import INPUT
 
-        chosen, default = self._record.winner(LOOP).config, self._record.baseline.config
+        record = self._record
+        chosen, default = record.winner(record.use).config, record.baseline.config
         found = self._parts(chosen, default, "compute", FIRST)
-        inputs = self._record.input
+        inputs = record.input
         usual = Config({name: _usual(name) for name in inputs})
         found += self._parts(inputs, usual, INPUT, SECOND, beside=chosen)
         return sorted(found, key=lambda part: -part.ratio)
@@ -301,7 +338,7 @@ class _Again:
     def simplified(self, record: Record, idle: list[str]) -> tuple[Record, tuple[str, ...]]:
         """The record with these knobs at their default, all or else the one that matters least,
         and which; the record as it was where that is slower, or not sound."""
-        default, chosen = record.baseline.config, record.winner(LOOP).config
+        default, chosen = record.baseline.config, record.winner(record.use).config
         tried: list[tuple[str, ...]] = [tuple(idle)] if idle else []
         tried += [(idle[-1],)] if len(idle) > 1 else []
         for names in tried:
@@ -326,7 +363,7 @@ class _Again:
         from advisor.tuners.search.race import beside
         from advisor.tuners.search.winners import CLEARLY, choice_of, ties
 
-        default, then = record.baseline.config, record.winner(LOOP)
+        default, then = record.baseline.config, record.winner(record.use)
         try:
             rates = self.race([default, then.config, simple], THIRD)
         except WorkerError:
@@ -431,11 +468,6 @@ def _target(record: Record, named: str | None) -> str:
     from advisor.tuners.target import parse
 
     task = record.key.task
-    if task.command:
-        raise UsageError(
-            f"record {record.id} is of a run, which is not measured again on its own; to tune it "
-            f"anew: {shlex.join(['advisor', 'tune', '--force', '--', *task.command])}"
-        )
     if named is not None:
         parse(named)
         return named
@@ -458,34 +490,83 @@ def _target(record: Record, named: str | None) -> str:
     )
 
 
-@contextlib.contextmanager
-def _measuring(
-    records: Records, record: Record, target: str | None, budget_s: float
-) -> Iterator[_Again]:
-    """A worker that runs the record's own workload, while nobody else measures this key."""
-    from advisor.tuners.environment import detect
-    from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import CHANGED, Job
+def _refuse(record: Record, line: str, target: str | None, command: Sequence[str]) -> None:
+    """Of a run its command must be given, of a target none can be. `line`: as it would be typed.
 
-    device = _device(record)
-    now = detect(device).device
+    Raises:
+        UsageError: it is not so, or this is another device.
+    """
+    from advisor.tuners.environment import detect
+
+    now = detect(_device(record)).device
     if now != record.key.environment.device:
         raise UsageError(
             f"record {record.id} is of {record.key.environment.device.name}; this is {now.name}: "
             "measure it there"
         )
-    name = _target(record, target)
-    task = dataclasses.replace(record.key.task, target=name, device=device)
-    known = record.key.model, record.key.hooks
-    job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
-    with (
-        locked(records.studies, f"{record.key.id}-{record.batch}"),
-        Worker(job, deadline_s=DEADLINE_S) as worker,
-    ):
-        try:
-            worker.describe()
-        except TargetError as exc:
-            if CHANGED not in str(exc):
-                raise
-            raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-        yield _Again(record, worker, budget_s)
+    if record.key.task.command and (target is not None or not command):
+        raise UsageError(f"record {record.id} is of a run: give its command, as in: {line}")
+    if command and not record.key.task.command:
+        raise UsageError(
+            f"record {record.id} is of {record.target.name}: no command is run for it; run: {line}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A record, and what is run for it: a target, or a command. `progress` is told of the latter's
+    side effects."""
+
+    records: Records
+    record: Record
+    target: str | None
+    command: Sequence[str]
+    progress: Progress
+
+    @contextlib.contextmanager
+    def measured(self, budget_s: float) -> Iterator[_Again]:
+        """It runs, while nobody else measures this key."""
+        record = self.record
+        running = self._run() if self.command else self._worker()
+        with (
+            locked(self.records.studies, f"{record.key.id}-{record.batch}"),
+            running as (tester, comparison_s),
+        ):
+            yield _Again(record, tester, budget_s, comparison_s)
+
+    @contextlib.contextmanager
+    def _run(self) -> Iterator[tuple[Tester, float]]:
+        """The command at its first steps, and the least seconds of a comparison with fp32."""
+        record = self.record
+        with begun(self.command, self.records, self.progress, deadline_s=DEADLINE_S) as run:
+            seen = run.describe()
+            key = key_of(seen, self.command, permitted(record.key.task))
+            kind, differs = compare(key, record.key)
+            if key.task.batch != record.batch:
+                differs += (Difference(field="batch", wanted=key.task.batch, found=record.batch),)
+            if kind == "miss" or key.task.batch != record.batch:
+                listed = ", ".join(map(str, differs))
+                raise UsageError(f"record {record.id} is of another run than this: {listed}")
+            run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
+            steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
+            yield run, COMPARE_S + steps_s
+
+    @contextlib.contextmanager
+    def _worker(self) -> Iterator[tuple[Tester, float]]:
+        """The record's own workload in a worker, which says itself how long a comparison takes."""
+        from advisor.tuners.measure.worker.parent import Worker
+        from advisor.tuners.measure.worker.wire import CHANGED, Job
+
+        record, device = self.record, _device(self.record)
+        name = _target(record, self.target)
+        task = dataclasses.replace(record.key.task, target=name, device=device)
+        known = record.key.model, record.key.hooks
+        job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
+        with Worker(job, deadline_s=DEADLINE_S) as worker:
+            try:
+                worker.describe()
+            except TargetError as exc:
+                if CHANGED not in str(exc):
+                    raise
+                raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
+            yield worker, 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import shlex
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import advisor
 from advisor.cache.config import Config, Value
-from advisor.cache.key import Environment, Key, fingerprint
+from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
 from advisor.cache.reader import Sought
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
-COMPARED = 5
-"""Starts of a command that one comparison takes; of a single process all at once."""
+COMPARE_S, COMPARE_STEPS = 4.0, 40
+"""What a comparison within a run takes, compiling aside: kernels that are called for the first
+time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -174,7 +174,7 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s` what a comparison with fp32 takes at least."""
+    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -183,6 +183,8 @@ class _Subject:
     space: Space
     process_s: float
     compare_s: float = 0.0
+    compare_steps: int = 0
+    draws: bool = False
 
     @property
     def task(self) -> Task:
@@ -248,9 +250,7 @@ class _Tuning(ABC):
             self._progress.notice("nothing was raced beside torch's default yet; goes on")
             return _Before(unfinished=True)
         if not suffices(known.provenance.effort, plan.effort):
-            self._progress.notice(
-                f"tuned with --effort {known.provenance.effort}; goes on with {plan.effort}"
-            )
+            self._progress.notice(f"tuned {known.provenance.how}; goes on with {plan.effort}")
         elif length_of(known) == plan.length(key.task.batch):
             return _Before(known=known)
         else:
@@ -320,6 +320,8 @@ class _Tuning(ABC):
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
+            compare_steps=subject.compare_steps,
+            draws=subject.draws,
             baseline=subject.task.baseline,
         )
 
@@ -414,28 +416,20 @@ class OfRun(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
-        from advisor.tuners.environment import detect
-
         with self.begun() as run:
             began = time.monotonic()
             seen = run.describe()
             process_s = time.monotonic() - began
             for line in seen.lines():
                 self._progress.notice(line)
-            environment = detect(seen.device)
-            task = seen.task(self._command, self._permitted)
-            key = Key(
-                environment=environment,
-                model=seen.model,
-                task=task,
-                libraries=seen.libraries,
-                threads=seen.threads if seen.device == "cpu" else 0,
-            )
-            facts = _facts(seen, task, environment)
+            key = key_of(seen, self._command, self._permitted)
+            task = key.task
+            facts = _facts(seen, task, key.environment)
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, (task.batch,)),
                 use=PILOT,
                 workers=seen.workers,
+                varies=seen.varies,
                 own=seen.own,
                 kept=seen.kept,
             )
@@ -448,26 +442,17 @@ class OfRun(_Tuning):
                 target=Target(name=task.target, origin=""),
                 space=space,
                 process_s=process_s,
-                compare_s=_compare_s(seen, process_s),
+                compare_s=COMPARE_S,
+                compare_steps=COMPARE_STEPS,
+                draws=seen.draws,
             )
 
     def begun(self) -> Run:
         """What is measured, once it is entered."""
-        from advisor.piloting import INJECTED
-        from advisor.tuners.measure.run.run import Run
-        from advisor.tuners.measure.run.words import measurable
-
-        measurable(self._command)
-        log = _log_of(self._records, self._command)
-        self._progress.notice(
-            "starts the command several times and ends it; checkpoints and logs that it saves "
-            "itself are saved, reports to wandb, comet, mlflow and their like are off"
-        )
-        self._progress.notice(f"its output: {log}")
-        return Run(
+        return begun(
             self._command,
-            injected=INJECTED,
-            log=log,
+            self._records,
+            self._progress,
             deadline_s=self._deadline_s,
             show=self._show,
         )
@@ -479,18 +464,46 @@ class OfRun(_Tuning):
         return Space.of(situation)
 
 
-def _compare_s(seen: Seen, process_s: float) -> float:
-    """What a comparison takes at least: its starts share the cores, and have steps to make."""
-    if seen.processes > 1:
-        return COMPARED * process_s
-    return process_s * (1.5 + COMPARED / len(os.sched_getaffinity(0)))
+def begun(
+    command: Sequence[str],
+    records: Records,
+    progress: Progress,
+    *,
+    deadline_s: float,
+    show: Callable[[str], None] | None = None,
+) -> Run:
+    """A command that is measured once this is entered; what becomes of it is said before."""
+    from advisor.piloting import INJECTED
+    from advisor.tuners.measure.run.run import Run
+    from advisor.tuners.measure.run.words import measurable
+
+    measurable(command)
+    log = _log_of(records, tuple(command))
+    progress.notice(
+        "starts the command several times and ends it; checkpoints and logs that it saves "
+        "itself are saved, reports to wandb, comet, mlflow and their like are off"
+    )
+    progress.notice(f"its output: {log}")
+    return Run(command, injected=INJECTED, log=log, deadline_s=deadline_s, show=show)
+
+
+def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
+    """The key of a run, by what is seen of it and what its user permits."""
+    from advisor.tuners.environment import detect
+
+    return Key(
+        environment=detect(seen.device),
+        model=seen.model,
+        task=seen.task(command, dict(permitted)),
+        libraries=seen.libraries,
+        threads=seen.threads if seen.device == "cpu" else 0,
+    )
 
 
 def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
     from advisor.tuners.environment import device_uuid
     from advisor.tuners.measure.worker.wire import Facts
 
-    device = environment.device
     return Facts(
         name=task.target,
         model=seen.model,
@@ -503,10 +516,15 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         convolves=seen.convolves,
         threads=seen.threads,
         device_uuid=device_uuid(seen.device),
-        memory_bytes=device.memory_gib * 2**30 if device.kind != "cpu" else 0,
+        memory_bytes=memory_of(environment.device),
         peak_bytes=0,
         step_s=0.0,
     )
+
+
+def memory_of(device: Device) -> int:
+    """Bytes of a device's own memory; 0 of a CPU's, which is everybody's."""
+    return device.memory_gib * 2**30 if device.kind != "cpu" else 0
 
 
 def _log_of(records: Records, command: tuple[str, ...]) -> Path:

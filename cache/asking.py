@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from advisor.cache.reader import Held, Listing, Marks, united
 from advisor.cache.records import Records
@@ -31,37 +32,49 @@ Read = Callable[[Store, Marks], Listing]
 """How a store is read: `Records.look_into` with what is looked for. `Marks` are of the stores
 before it."""
 
-Choose = Callable[[Sequence[Held]], tuple[Held | None, bool]]
-"""Which of all that was found so far is served, and whether no other store could have better."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What comes of all that was found so far. `held`: what is served of it, None for nothing;
+    `final`: no other store could have better."""
+
+    held: Held | None = None
+    final: bool = False
+
+
+C = TypeVar("C", bound=Chosen)
+Choose = Callable[[Sequence[Held]], C]
 
 
 @dataclass(slots=True)
-class Said:
+class Said(Generic[C]):
     """What the stores said.
 
     Attributes:
         held: what was found, each record once and where it is.
-        chosen: which of them is served.
+        chosen: what comes of it; None where no store could be read.
         stores: each store asked, in order, with what it said and how long that took.
         damaged: one line for each record that may not be used.
         failed: the faults of stores that could not be read.
     """
 
     held: list[Held] = field(default_factory=list)
-    chosen: Held | None = None
+    chosen: C | None = None
     stores: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     failed: list[StoreError] = field(default_factory=list)
 
 
-def ask(records: Records, read: Read, choose: Choose, *, deadline_s: float = DEADLINE_S) -> Said:
+def ask(
+    records: Records, read: Read, choose: Choose[C], *, deadline_s: float = DEADLINE_S
+) -> Said[C]:
     """Look into one store after another until one has the very record, on every rank alike.
 
     Each store has half of the time that is left, the last one all; a remote store is waited for no
     longer than its patience either, and what it then says too late is kept locally for the next
     run. What is found behind the first store is copied into those before it, by rank 0 alone.
     """
-    said = Said()
+    said: Said[C] = Said()
     until = time.monotonic() + deadline_s
     marks: Marks = {}
     behind: list[Store] = []
@@ -85,12 +98,12 @@ def ask(records: Records, read: Read, choose: Choose, *, deadline_s: float = DEA
         count = f"{number} record{'s' * (number != 1)} of it" if number else "nothing of it"
         took = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
         said.stores.append((store.url, f"{count} ({took})"))
-        said.chosen, done = choose(said.held)
-        if done:
+        said.chosen = choose(said.held)
+        if said.chosen.final:
             break
         behind.append(store)
-    if said.chosen is not None and _writes():
-        _write_back(records, said.chosen, behind, until)
+    if said.chosen and said.chosen.held and _writes():
+        _write_back(records, said.chosen.held, behind, until)
     return said
 
 
@@ -120,14 +133,13 @@ def _writes() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _keep(records: Records, choose: Choose, listing: Listing) -> None:
+def _keep(records: Records, choose: Choose[C], listing: Listing) -> None:
     """Put what came too late into the first local store that takes it."""
     if not _writes():
         return
     try:
-        chosen, _done = choose(listing.held)
-        if chosen is not None:
-            records.keep(chosen)
+        if served := choose(listing.held).held:
+            records.keep(served)
     except AdvisorError as exc:
         _log.debug("not kept: %s", exc)
 

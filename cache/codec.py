@@ -79,7 +79,6 @@ def decode(data: bytes, seal: Seal = UNSEALED) -> Record:
     return opened(data, seal)[0]
 
 
-@functools.lru_cache(maxsize=64)
 def opened(data: bytes, seal: Seal = UNSEALED) -> tuple[Record, bool]:
     """As `decode`, and whether one of the seal's keys signed it."""
     payload, signed = content(data, seal)

@@ -6,8 +6,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
-import msgpack
-
 from advisor.errors import UsageError
 
 Value = str | int | float | bool | None
@@ -90,6 +88,8 @@ class Config(Mapping[str, Value]):
     @property
     def digest(self) -> str:
         """12 hex characters, the same in every process: the start of `key.fingerprint(self)`."""
+        import msgpack  # here: every process of a run that loads torch gets to this file
+
         return hashlib.sha256(msgpack.packb(self._values)).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> Value:

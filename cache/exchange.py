@@ -16,7 +16,7 @@ from typing import Literal
 from advisor.cache.codec import content
 from advisor.cache.match import place_of
 from advisor.cache.name import MARKS, Mark, Name, ranked
-from advisor.cache.reader import AT_ONCE, Marks, stale_of
+from advisor.cache.reader import AT_ONCE, Marks, Reader, stale_of
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
@@ -68,29 +68,20 @@ def carry(
     for text, data in source:
         try:
             if mark := Mark.parse(text):
-                marks.append((mark, _sound_mark(mark, data)))
+                marks.append((mark, sound_mark(mark, data)))
                 continue
-            record, name, data = _sound(records, text, data)
+            record, name, data = sound(records, text, data)
         except RecordDamaged as exc:
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         if not wanted(record):
             continue
         taken.add(name.place)
-        known = there.setdefault(name.place, [])
-        outcome: Outcome = "added"
-        if any(one.text == name.text for one in known):
-            # The same name is the same bytes, unless the copy there is damaged.
-            outcome = "known"
-            if store.get_many([name.text]).get(name.text) != data:
-                store.put(name.text, data)
-                outcome = "updated"
-        else:
-            store.put(name.text, data)
-            if known:
-                first = ranked([*known, name])[0]
-                outcome = "updated" if first.text == name.text else "older"
-            known.append(name)
+        try:
+            outcome = _put(store, name, data, there.setdefault(name.place, []))
+        except RecordDamaged as exc:  # as a server of another version says
+            yield Carried(name=text, outcome="refused", reason=str(exc))
+            continue
         yield Carried(name=name.text, outcome=outcome, target=record.target.name)
     for mark, data in marks:
         if mark.place in taken and store.get_many([mark.text]).get(mark.text) != data:
@@ -98,16 +89,43 @@ def carry(
             yield Carried(name=mark.text, outcome="marked")
 
 
-def _sound(records: Records, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
-    name = records.parse(text)
+def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
+    """Put a version beside those that are known, and among them."""
+    if any(one.text == name.text for one in known):
+        # The same name is the same bytes, unless the copy there is damaged.
+        if store.get_many([name.text]).get(name.text) == data:
+            return "known"
+        store.put(name.text, data)
+        return "updated"
+    store.put(name.text, data)
+    outcome: Outcome = "added"
+    if known:
+        first = ranked([*known, name])[0]
+        outcome = "updated" if first.text == name.text else "older"
+    known.append(name)
+    return outcome
+
+
+def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
+    """The record that a store has under this key, if it may be used and is what that says.
+
+    Raises:
+        RecordDamaged: why not.
+    """
+    name = reader.parse(text)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
-    return records.read(name, data), name, data
+    return reader.read(name, data), name, data
 
 
-def _sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
+def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
+    """The bytes of a mark, if they are what its name says.
+
+    Raises:
+        RecordDamaged: why not.
+    """
     if isinstance(data, RecordDamaged):
         raise data
     content(data)

@@ -117,7 +117,7 @@ class Words(_Plain["tuple[str, ...]"]):
     def checked(self, what: str, value: object) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UsageError(f"{what} {value!r}: expected the words of a command")
-        return tuple(Text().checked(what, one) for one in value)
+        return tuple(Line().checked(what, one) for one in value)
 
     def texts(self, value: Any) -> list[str]:
         return list(value)

@@ -42,6 +42,17 @@ class Query:
         return shapes[0][0] if shapes else None
 
     @property
+    def stated(self) -> dict[str, Any]:
+        """What it wants of a key's fields, by name; but of libraries, which only a record names."""
+        known = rows(Task)
+        found: dict[str, Any] = {"model": self.model, "hooks": self.hooks, "threads": self.threads}
+        found |= {name: value for name, value in self.given.items() if known[name].decides}
+        if shapes := self.given.get("shapes"):
+            found["shapes"] = shapes if len(shapes) > 1 else shapes[0][1:]
+        found |= environment_fields(self.environment)
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def sample(self) -> tuple[int, ...] | None:
         """The shape of one input, where the script names it."""
         shapes = self.given.get("shapes")
@@ -83,12 +94,25 @@ class Match:
     nearest: Record | None = None
 
 
+MISS = Match(kind="miss", record=None, differs=())
+"""Where nothing is near either."""
+
+
 def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ...]]:
     """How well a recorded key answers, and the fields that decide it.
 
     Of another device only its name is reported, or its kind: the rest follows from it.
     """
-    have, want = fields(found), _constraints(wanted, found)
+    if isinstance(wanted, Key):
+        return compared(fields(wanted), fields(found))
+    libraries = {"libraries": tuple(map(_installed, found.libraries))}
+    return compared(wanted.stated | libraries, fields(found))
+
+
+def compared(
+    want: Mapping[str, Field], have: Mapping[str, Field]
+) -> tuple[Kind, tuple[Difference, ...]]:
+    """As `compare`, of fields by name: what is wanted of them, and those of a key."""
 
     def differing(names: Iterable[str]) -> list[Difference]:
         return [
@@ -131,7 +155,7 @@ def best(query: Key | Query, records: Iterable[Record]) -> Match:
         if fitting:
             return max(fitting, key=functools.partial(_preferred, query))
     if not matches:
-        return Match(kind="miss", record=None, differs=())
+        return MISS
     nearest = min(matches, key=lambda match: (len(match.differs), -_created(match)))
     return Match(kind="miss", record=None, differs=nearest.differs, nearest=nearest.record)
 
@@ -194,23 +218,6 @@ def kin(key: Key, family: str, records: Iterable[Record]) -> list[Kin]:
         nearness = tier, apart, -record.provenance.created
         found.append((nearness, Kin(record=record, what=what)))
     return [one for _nearness, one in sorted(found, key=lambda pair: pair[0])]
-
-
-def _constraints(wanted: Key | Query, found: Key) -> dict[str, Any]:
-    if isinstance(wanted, Key):
-        return fields(wanted)
-    stated: dict[str, Any] = {
-        "model": wanted.model,
-        "hooks": wanted.hooks,
-        "libraries": tuple(map(_installed, found.libraries)),
-        "threads": wanted.threads,
-    }
-    known = rows(Task)
-    stated |= {name: value for name, value in wanted.given.items() if known[name].decides}
-    if shapes := wanted.given.get("shapes"):
-        stated["shapes"] = shapes if len(shapes) > 1 else shapes[0][1:]
-    stated |= environment_fields(wanted.environment)
-    return {name: value for name, value in stated.items() if value is not None}
 
 
 @functools.cache

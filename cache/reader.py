@@ -7,14 +7,17 @@ no sound record.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from advisor.cache.codec import opened, reason_in
+from advisor.cache.codec import opened, reason_in, to_plain
+from advisor.cache.match import Query
 from advisor.cache.name import MARKS, ORIGIN, PREFIX, TARGET, Mark, Name, ranked, target_part
 from advisor.cache.record import Record, Target
 from advisor.cache.seal import UNSEALED, Seal
-from advisor.cache.stores import Store
+from advisor.cache.stores import Narrowing, Store
 from advisor.cache.stores.patience import go_on
 from advisor.errors import RecordDamaged, StoreError
 
@@ -67,14 +70,39 @@ class Sought:
 
     Attributes:
         model: the whole fingerprint; `id` the start of a key's.
-        target: a target's name; `origins` some places where it may lie.
+        target: a target's name; `file` that of its file or module alone; `origins` some places
+            where it may lie.
+        query: what comes first where a store that knows its records says only the nearest.
     """
 
     model: str | None = None
     target: str | None = None
+    file: str | None = None
     origins: frozenset[str] | None = None
     id: str = ""
     batch: int | None = None
+    query: Query | None = None
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it leaves any record out."""
+        return bool(self.id) or any(
+            one is not None for one in (self.model, self.target, self.file, self.origins)
+        )
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The same as plain data, for a store that narrows."""
+        stated = self.query.stated if self.query else None
+        asked = {
+            "model": self.model,
+            "parts": None if self.parts is None else sorted(self.parts),
+            "file": self.file,
+            "id": self.id or None,
+            "batch": self.batch,
+            "wanted": to_plain(stated),
+        }
+        return {name: value for name, value in asked.items() if value is not None}
 
     @property
     def parts(self) -> frozenset[str] | None:
@@ -93,6 +121,7 @@ class Sought:
         return (
             self.model in (None, record.key.model)
             and self.target in (None, target.name)
+            and self.file in (None, target.name.partition(":")[0])
             and (self.origins is None or target.origin in self.origins)
         )
 
@@ -120,7 +149,10 @@ class Reader:
         Raises:
             StoreError: the store cannot be read.
         """
-        texts = store.keys()
+        if sought.narrows and isinstance(store, Narrowing):
+            texts = store.narrowed(sought.question)
+        else:
+            texts = store.keys()
         marks = {} if marks is None else marks
         self.mark(marks, store, texts)
         look = _Look(self, store, sought, marks)
@@ -205,14 +237,21 @@ class Reader:
         """The same, and whether one of the reader's keys signed it."""
         if isinstance(data, RecordDamaged):
             raise data
-        record, signed = opened(data, self._seal)
-        if wrong := self._check(record):
-            raise RecordDamaged(f"record: {wrong}; refused")
-        if Name.of(record, data).untagged != name.untagged:
+        record, signed, untagged = _sound(data, self._seal, self._check)
+        if untagged != name.untagged:
             raise RecordDamaged(f"record: it is not what its name {name.text} says; refused")
         if name.trusted and not signed:
             raise RecordDamaged("record: its name is signed and it is not; refused")
         return record, signed and name.trusted
+
+
+@functools.lru_cache(maxsize=64)
+def _sound(data: bytes, seal: Seal, check: Check) -> tuple[Record, bool, str]:
+    """The record in these bytes, whether one of the keys signed it, and the name that it bears."""
+    record, signed = opened(data, seal)
+    if wrong := check(record):
+        raise RecordDamaged(f"record: {wrong}; refused")
+    return record, signed, Name.of(record, data).untagged
 
 
 class _Look:

@@ -29,6 +29,8 @@ STAGES = ("compute", "input", "numerics")
 
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""
+WITHIN = "within"
+"""The effort of what was tuned within a run that went on: less than any."""
 
 USES = ("flags", "pilot", "loop", "capture")
 """What a script lets advice do, the least first; what one can follow the next can too."""
@@ -168,6 +170,11 @@ class Provenance:
     steps: Count = 0
     duration_s: Span = 0.0
 
+    @property
+    def how(self) -> str:
+        """The effort, for people."""
+        return "within its own run" if self.effort == WITHIN else f"with --effort {self.effort}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -212,6 +219,11 @@ class Record:
     def batch(self) -> int:
         """The user's."""
         return self.key.task.batch
+
+    @property
+    def use(self) -> str:
+        """What is followed of it where nothing more is asked for: a run's pilot, else a loop."""
+        return PILOT if self.key.task.command else LOOP
 
     @property
     def id(self) -> str:

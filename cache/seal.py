@@ -113,7 +113,8 @@ class Seal:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        own_file, own = _own_file(), b""
+        folder, own = own_folder(), b""
+        own_file = None if folder is None else folder / "key"
         if own_file is not None:
             with contextlib.suppress(OSError, ValueError):
                 own = _read(own_file)
@@ -130,11 +131,12 @@ def _tag(key: bytes, name: str) -> str:
     return hmac.digest(key, _NAME + name.encode(), hashlib.sha256).hex()[:12] if key else ""
 
 
-def _own_file() -> Path | None:
-    """As the XDG base directories have it; None for a user without a home."""
+def own_folder() -> Path | None:
+    """For what is the user's own and no cache, as the XDG base directories have it; None for a user
+    without a home."""
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     path = Path(os.path.expanduser(data))  # noqa: PTH111 # Path's raises for a user without an entry
-    return path / "advisor" / "key" if path.is_absolute() else None
+    return path / "advisor" if path.is_absolute() else None
 
 
 def _read(path: Path) -> bytes:

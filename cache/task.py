@@ -284,6 +284,12 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
+def permitted(task: Task) -> dict[str, Any]:
+    """What was said of a run, by field, as `permissions` takes it by keyword."""
+    said = (name for name, one in rows(Task).items() if not one.shown and name != "target")
+    return {name: getattr(task, name) for name in said}
+
+
 def permissions(given: Mapping[str, object]) -> dict[str, Any]:
     """What a user may say of a run, by field; the rest it shows itself.
 

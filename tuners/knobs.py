@@ -57,6 +57,8 @@ class Situation:
     """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
     workers: int = 0
     """That the loader of a running script may be given at most."""
+    varies: bool = False
+    """Whether the inputs of a running script vary in shape."""
     own: Config = Config()  # noqa: RUF009 # immutable
     """What a running script sets itself: the baseline is that."""
     kept: tuple[str, ...] = ()
@@ -180,8 +182,9 @@ class Knob:
     """It changes what is kept for the backward pass; others hardly matter to the peak."""
     first_step: bool = False
     """Values pay before the first step: algorithm search, compilation, capture."""
-    dear: bool = False
-    """Each value costs many seconds before its first step: tried on leaders only."""
+    dear: Callable[[Value], float] | None = None
+    """Seconds that a trial of a value must have: each costs many before its first step, and is
+    tried on leaders only. None: they cost few."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -356,6 +359,13 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
     return model
 
 
+def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
+    # In the place of what the knob before it has compiled, which is in the same mode.
+    if value:
+        model.compile(dynamic=True)
+    return model
+
+
 def _own_fused(script: Script) -> Own | None:
     if any(group.get("fused") for group in script.groups):
         return Own(True)
@@ -499,13 +509,27 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=True,
+        dear=lambda value: 15.0 if value == "cudagraphs" else 40.0,
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
         script=lambda script: Own("default") if script.compiled else None,
         model=_compile,
         graphs=lambda value: value in GRAPHED_MODES,
+    ),
+    Knob(
+        name="dynamic_shapes",
+        summary="compiled for inputs of any length at once, where a run's vary",
+        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
+        needs=lambda _value: PILOT,
+        numerics=_always,
+        first_step=True,
+        guess="",
+        # Graphs are of one shape each, and what is not compiled has none.
+        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
+        permitted=lambda given, value: not value or given.get("compile", True),
+        script=lambda script: Own(None) if script.compiled else None,
+        model=_compile_dynamic,
     ),
     Knob(
         name="step_graph",
@@ -600,6 +624,7 @@ HALF: tuple[dict[str, Value], ...] = (
 kernels for it; others in bf16, the last, which needs no scaling."""
 
 LEADERS: tuple[dict[str, Value], ...] = (
+    {"compile": "default", "dynamic_shapes": True},
     {"compile": "cudagraphs"},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},

@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import emitting, measuring, reading, running, sharing
+from advisor.cli import emitting, measuring, reading, running, serving, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -41,6 +41,8 @@ for _command in (
     sharing.import_,
     sharing.sync,
     sharing.gc,
+    serving.serve,
+    serving.token,
     reading.forget,
     reading.env,
     reading.completion,

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from advisor.cache.record import LOOP
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, permissions
 from advisor.cli.options import (
@@ -27,7 +26,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 
 
 @click.command(cls=OrCommand)
@@ -111,6 +110,13 @@ target_option = click.option(
 )
 
 
+def _said(budget_s: float) -> Progress:
+    """What must be said of a command before it is started."""
+    from advisor.report.progress import Shown
+
+    return Shown(console(stderr=True), budget_s=budget_s)
+
+
 def _budget(default: str) -> Callable[[Command], Command]:
     return click.option(
         "--budget",
@@ -118,11 +124,11 @@ def _budget(default: str) -> Callable[[Command], Command]:
         default=default,
         show_default=True,
         metavar="TIME",
-        help="Wall time of all measuring; starting the worker is not counted.",
+        help="Wall time of all measuring; the first start is not counted.",
     )
 
 
-@click.command()
+@click.command(cls=OrCommand)
 @click.argument("key")
 @click.option(
     "--plot",
@@ -134,7 +140,9 @@ def _budget(default: str) -> Callable[[Command], Command]:
 @target_option
 @cache_option
 @json_option
+@click.pass_context
 def explain(
+    ctx: click.Context,
     key: str,
     plot: Path | None,
     budget: float,
@@ -144,7 +152,8 @@ def explain(
 ) -> None:
     """Measure what each knob of the record KEY's advice contributes.
 
-    What contributes nothing is set back to torch's default in the advice.
+    What contributes nothing is set back in the advice. Of a run give its command too, as you would
+    type it: advisor explain KEY -- python train.py.
     """
     from advisor import remeasuring
     from advisor.report import data, tables
@@ -152,7 +161,14 @@ def explain(
 
     if plot is not None:
         charts.check(plot)
-    found = remeasuring.explain(key, target=target, budget=budget, cache=cache)
+    found = remeasuring.explain(
+        key,
+        target=target,
+        command=ctx.meta[COMMAND],
+        budget=budget,
+        cache=cache,
+        progress=_said(budget),
+    )
     if plot is not None and found.record.parts:
         charts.parts(found.record, plot)
     if as_json:
@@ -161,11 +177,12 @@ def explain(
         return
     out = console()
     if not found.record.parts:
-        out.print("Nothing to explain: the advice is torch's default.")
+        out.print(f"Nothing to explain: the advice is {found.record.key.task.baseline}.")
         return
     out.print(tables.parts(found.record))
     if found.dropped:
-        out.print("\nSet back to torch's default, as no slower: " + ", ".join(found.dropped))
+        baseline = found.record.key.task.baseline
+        out.print(f"\nSet back to {baseline}, as no slower: " + ", ".join(found.dropped))
     if plot is not None:
         out.print(f"\nchart: {plot}", highlight=False, markup=False)
 
@@ -177,7 +194,7 @@ _LAST = {
 }
 
 
-@click.command()
+@click.command(cls=OrCommand)
 @click.argument("key")
 @_budget(VERIFY)
 @target_option
@@ -194,13 +211,22 @@ def verify(
 ) -> None:
     """Measure the record KEY again: does it still hold?
 
+    Of a run give its command too, as you would type it: advisor verify KEY -- python train.py.
+
     Exit code 0: it holds. 1: it does not, and is marked stale; or that could not be told, as the
     last line says, and nothing is changed: use a quieter machine or a larger --budget.
     """
     from advisor import remeasuring
     from advisor.report.text import spread
 
-    found = remeasuring.verify(key, target=target, budget=budget, cache=cache)
+    found = remeasuring.verify(
+        key,
+        target=target,
+        command=ctx.meta[COMMAND],
+        budget=budget,
+        cache=cache,
+        progress=_said(budget),
+    )
     record = found.record
     if as_json:
         click.echo(
@@ -212,7 +238,7 @@ def verify(
                     "numerics": found.numerics,
                     "samples_per_s": {
                         "default": found.samples_per_s[0],
-                        LOOP: found.samples_per_s[1],
+                        record.use: found.samples_per_s[1],
                     },
                     "now": {
                         use: {"ratio": now.mean, "low": now.low, "high": now.high}
@@ -231,7 +257,7 @@ def verify(
         for use, now in found.now.items():
             seen = speedup(now.mean, now.low, now.high)
             click.echo(f"{use:<9}tuned {spread(record.winner(use))}  now {seen}")
-        then, speed = record.winner(LOOP), found.samples_per_s[1]
+        then, speed = record.winner(record.use), found.samples_per_s[1]
         click.echo(f"samples/s tuned {then.samples_per_s:,.4g}  now {speed:,.4g}")
         for difference in found.differs:
             click.echo(f"changed since: {difference}")

@@ -59,6 +59,7 @@ def _tell(group: Group, key: str, decide: Callable[[], Advice]) -> Advice:
             "batch_size": advice.batch_size,
             "status": advice.status,
             "reason": advice.served.reason,
+            "doubt": advice.served.doubt,
             "signed": advice.served.signed,
             "record": encode(advice.record) if advice.record else b"",
         }
@@ -92,6 +93,7 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
         served=Served(
             status=said["status"],
             reason=f"{said['reason']}; decided by rank 0",
+            doubt=said["doubt"],
             signed=said["signed"],
             record=record,
             use=said["use"],

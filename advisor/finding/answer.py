@@ -27,12 +27,15 @@ class Answer:
     """A config, and what it is.
 
     Attributes:
+        reason: what it is, with the doubt.
+        doubt: '; not verified: ...' where it was not held against fp32 and should have been.
         gains: its speed-up over torch's default by use; empty where it was not raced.
         flags: the config for a script that follows flags alone.
     """
 
     config: Config
     reason: str
+    doubt: str = ""
     gains: Mapping[str, float] = field(default_factory=dict)
     flags: Config = dataclasses.field(default_factory=Config)
 
@@ -107,9 +110,11 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     if default:
         why = "nothing measured is clearly faster" if record.compares else "nothing else was raced"
         what = f"{baseline}: {why}"
+    doubt = unverified(record, choice.config)
     return Answer(
         config=Config(choice.config | record.input),
-        reason=what + _chosen_for(record) + unverified(record, choice.config),
+        reason=what + _chosen_for(record) + doubt,
+        doubt=doubt,
         gains={use: one.speedup for use, one in allowed.items()},
         flags=flags.config,
     )
@@ -174,10 +179,11 @@ def _from_trials(record: Record, limits: Limits) -> Answer:
     speedup = best.rate / base.rate
     how = "each measured once" if best.faster is None else "raced"
     flags = _flags(record, limits)
+    doubt = unverified(record, best.config)
     return Answer(
         config=Config(best.config | record.input),
-        reason=f"{speedup:.2f}x torch's default at batch {limits.batch}, {how}"
-        + unverified(record, best.config),
+        reason=f"{speedup:.2f}x torch's default at batch {limits.batch}, {how}{doubt}",
+        doubt=doubt,
         gains={**({FLAGS: flags.speedup} if flags else {}), limits.use: speedup},
         flags=flags.config if flags else record.baseline.config.at(limits.batch),
     )
@@ -232,6 +238,8 @@ def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answ
     }
     base = next(iter(known.get(length.batch, [])), None)
     found = [candidate for some in known.values() for candidate in some]
+    if not record.compares and all(one == base for one in found):
+        return _steady(record, limits, free=free)  # however long the job is
     if base is None or not found:
         steady = _steady(record, limits, free=free)
         return dataclasses.replace(
@@ -253,11 +261,12 @@ def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answ
     gain = length.rate(best.pace) / ran if ran else float("inf")
     rates = "raced" if best.raced and base.raced else "each measured once"
     started = "in a fresh process" if best.fresh and base.fresh else "as the slowest one seen"
+    doubt = unverified(record, best.config)
     return Answer(
         config=config,
         reason=f"{gain:.2f}x torch's default over {job} at batch {best.pace.batch}, "
-        f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates})"
-        + unverified(record, best.config),
+        f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates}){doubt}",
+        doubt=doubt,
         gains={limits.use: gain},
         # Over a job nothing was raced for a script that only calls apply().
         flags=record.baseline.config.at(best.config.batch),

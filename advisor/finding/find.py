@@ -3,75 +3,87 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from advisor.cache.asking import Said, ask
-from advisor.cache.match import Query
+from advisor.cache.asking import Chosen, Said, ask
+from advisor.cache.match import MISS, Match, Query
 from advisor.cache.reader import Held, Listing, Marks, Sought
-from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord
-from advisor.finding.answer import answer
-from advisor.finding.meant import Meant, matched, spec_of
+from advisor.finding.answer import Answer, answer
+from advisor.finding.meant import Meant
 from advisor.finding.request import Request
+from advisor.printed import tune_first
 
 
-def find(records: Records, request: Request, meant: Meant, query: Query) -> Said:
-    """Look into one store after another until a record of the reader's own side fits exactly.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Chosen):
+    """What comes of a lookup among some records.
 
-    Of a reader without any key every record is. See `ask` for how long that takes and what is
-    copied where.
+    Attributes:
+        match: the record that is meant, or a miss.
+        answered: what it answers; None where it does not, or there is none.
+        refused: why there is no answer although records fit; '' where none do.
+    """
+
+    match: Match
+    answered: Answer | None = None
+    refused: str = ""
+
+
+def find(records: Records, request: Request, meant: Meant, query: Query) -> Said[Outcome]:
+    """Look into one store after another until a record of the reader's own side answers exactly.
+
+    Of a reader without any key every record is. What others wrote, of whatever task and date, is
+    not looked at where that is so. See `ask` for how long it takes and what is copied where.
 
     Raises:
         UsageError: the target is wrong.
     """
-    look, fits = _how(records, request, meant, query)
+    sought = _sought(request, meant, query)
 
     def read(store: Store, marks: Marks) -> Listing:
-        listing = look(store, marks=marks)
-        return dataclasses.replace(
-            listing, held=tuple(one for one in listing.held if fits(one.record))
-        )
+        return records.look_into(store, sought, marks)
 
-    def choose(held: Sequence[Held]) -> tuple[Held | None, bool]:
-        match = matched(meant.wanted_of(counting(held, request, meant, query)), query)
-        chosen = next((one for one in held if one.record is match.record), None)
-        if chosen is None or chosen.record.stale or match.kind != "exact":
-            return chosen, False
-        return chosen, records.is_ours(chosen.name)
+    def choose(held: Sequence[Held]) -> Outcome:
+        ours = [one for one in held if records.is_ours(one.name)]
+        outcome = _among(ours, request, meant, query)
+        if outcome.final or len(ours) == len(held):
+            return outcome
+        return dataclasses.replace(_among(held, request, meant, query), final=False)
 
     return ask(records, read, choose)
 
 
-def counting(held: Sequence[Held], request: Request, meant: Meant, query: Query) -> list[Record]:
-    """The records among which the answer is: where one that the reader or their team signed
-    answers exactly, whatever others wrote, of whatever task and date, is not looked at."""
-    ours = [one.record for one in held if one.trusted]
-    match = matched(meant.wanted_of(ours), query)
-    if match.record is None or match.record.stale or match.kind != "exact":
-        return [one.record for one in held]
+def _among(held: Sequence[Held], request: Request, meant: Meant, query: Query) -> Outcome:
     try:
-        answer(match.record, request)
-    except NoRecord:  # as of a batch that it did not measure
-        return [one.record for one in held]
-    return ours
+        match = meant.the_one([one.record for one in held], query)
+    except NoRecord as exc:
+        return Outcome(match=MISS, refused=str(exc))
+    record = match.record
+    if record is None:
+        return Outcome(match=match)
+    try:
+        answered = answer(record, request)
+    except NoRecord as exc:  # as of a batch that it did not measure
+        return Outcome(match=match, refused=f"{exc}; {tune_first(request, record)}")
+    return Outcome(
+        held=next(one for one in held if one.record is record),
+        final=match.kind == "exact" and not record.stale,
+        match=match,
+        answered=answered,
+    )
 
 
-def _how(
-    records: Records, request: Request, meant: Meant, query: Query
-) -> tuple[Callable[..., Listing], Callable[[Record], bool]]:
-    """How a store is read for a target, and which of what comes back is of it."""
-    target = request.target
+def _sought(request: Request, meant: Meant, query: Query) -> Sought:
+    """What a store is asked for."""
+    named = meant.named
     if request.in_hand:
-        sought = Sought(model=query.model)
-        return functools.partial(records.look_into, sought=sought), sought.fits
-    if not isinstance(target, str):
-        sought = Sought(origins=meant.origins)
-        return functools.partial(records.look_into, sought=sought), sought.fits
-    spec = spec_of(target)
-    if spec.attribute:
-        sought = Sought(target=spec.name)
-        return functools.partial(records.look_into, sought=sought), sought.fits
-    return records.look_into, lambda record: record.target.name.split(":")[0] == spec.name
+        return Sought(model=query.model, query=query)
+    if named is None:
+        return Sought(origins=meant.origins, query=query)
+    if named.attribute:
+        return Sought(target=named.name, query=query)
+    return Sought(file=named.name, query=query)

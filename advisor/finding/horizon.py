@@ -51,16 +51,18 @@ class _Starts:
     """What the first step of each config costs a process that starts with it."""
 
     def __init__(self, record: Record) -> None:
+        from advisor.tuners.knobs import PAYING
+
         self._trials = record.trials
+        # In a script that runs already every change pays for itself, and the baseline for nothing.
+        self._paying = tuple(record.baseline.config) if record.key.task.command else PAYING
         self._fresh = {c.config: c.first_step_s for c in _choices(record) if c.first_step_s > 0}
         default = record.baseline.config
         # What every fresh process pays, and what the trials of one process paid only once.
         self._loading = max(0.0, self._fresh.get(default, 0.0) - self._slowest(default))
 
     def _slowest(self, config: Config) -> float:
-        from advisor.tuners.knobs import PAYING
-
-        return first_step_seen(self._trials, config, PAYING)
+        return first_step_seen(self._trials, config, self._paying)
 
     def candidate(self, seen: _Seen, batch: int) -> Candidate | None:
         """None where its first step, or its rate, is not known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 import os
@@ -20,8 +21,8 @@ from advisor.cache.match import Match, Query
 from advisor.cache.seal import UNSIGNED
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
-from advisor.finding.answer import Answer, akin, answer, carried
-from advisor.finding.find import counting, find
+from advisor.finding.answer import Answer, akin, carried
+from advisor.finding.find import Outcome, find
 from advisor.finding.meant import CODE, Meant, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
@@ -233,7 +234,7 @@ class Lookup:
         self._request: Request | None = None
         self._meant: Meant | None = None
         self._query: Query | None = None
-        self._found: Said | None = None
+        self._found: Said[Outcome] | None = None
 
     def advice(self) -> Advice:
         """Raises AdvisorError where there is none."""
@@ -241,19 +242,17 @@ class Lookup:
         query = self._query = self._queried(request)
         records = open_records(request.cache, patient=False, fallback=True)
         meant = self._meant = Meant(request)
-        found = self._found = find(records, request, meant, query)
-        match = meant.the_one(counting(found.held, request, meant, query), query)
-        if match.record is None:
-            if request.on_miss == "nearest" and akin(query, match.nearest):
-                return self._near(request, query, match)
-            if len(found.failed) == len(found.stores):
-                raise found.failed[0]
-            raise NoRecord(self._missed(request, query, match))
-        try:
-            answered = answer(match.record, request)
-        except NoRecord as exc:
-            raise NoRecord(f"{exc}; {tune_first(request, match.record)}") from None
-        return self._served(request, query, match, answered)
+        said = self._found = find(records, request, meant, query)
+        outcome = said.chosen
+        if outcome is None:
+            raise said.failed[0]
+        if outcome.answered is not None:
+            return self._served(request, outcome.match, outcome.answered)
+        if outcome.refused:
+            raise NoRecord(outcome.refused)
+        if request.nearest and akin(query, outcome.match.nearest):
+            return self._near(request, query, outcome.match)
+        raise NoRecord(self._missed(request, query, outcome.match))
 
     def _requested(self) -> Request:
         return Request.of(self._target, self._asked)
@@ -261,7 +260,7 @@ class Lookup:
     def _queried(self, request: Request) -> Query:
         return request.query()
 
-    def _served(self, request: Request, query: Query, match: Match, answered: Answer) -> Advice:
+    def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
         record = match.record
         assert record is not None
         reason, said = answered.reason, []
@@ -285,9 +284,7 @@ class Lookup:
                 f"the advice for {name} no longer holds ({record.stale}); it is used all the "
                 f"same. To measure again: {tune_again(record, request.cache)}"
             )
-        answered = Answer(
-            config=answered.config, reason=reason, gains=answered.gains, flags=answered.flags
-        )
+        answered = dataclasses.replace(answered, reason=reason)
         status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 
@@ -327,6 +324,7 @@ class Lookup:
             served=Served(
                 status=status,
                 reason=reason,
+                doubt=answered.doubt,
                 signed=held.trusted,
                 record=record,
                 explanation=self._explained(status, reason, record.id),

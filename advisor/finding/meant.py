@@ -28,8 +28,8 @@ class Meant:
     def __init__(self, request: Request) -> None:
         self._request = request
         target = request.target
-        named = [spec_of(target)] if isinstance(target, str) else []
-        specs = named or ([] if request.in_hand else beside())
+        self.named = spec_of(target) if isinstance(target, str) else None
+        specs = [self.named] if self.named else [] if request.in_hand else beside()
         self._specs = {spec.origin: spec for spec in specs}
 
     @property
@@ -70,7 +70,7 @@ class Meant:
         match = matched(mine, query)
         if match.record is None:
             return match if mine else self._elsewhere(match, found, query)
-        if self._request.in_hand:
+        if self._request.in_hand or len(mine) == 1:
             return match
         loose = query.without(*_NARROWING)
         fitting = [record for record in mine if best(loose, [record]).record is not None]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
-from advisor.cache.match import Query
-from advisor.cache.record import PILOT
+from advisor.cache.match import Match, Query
+from advisor.cache.record import PILOT, Record
 from advisor.errors import NoRecord
+from advisor.finding.answer import Answer
+from advisor.finding.failures import Failures
 from advisor.finding.lookups import Lookup, served, set_up_logging, warn
 from advisor.finding.request import Request
 from advisor.opening import Cache
+from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.crew import Unclear
+from advisor.tuners.act.pilot.orders import Lap, Order, told
 from advisor.tuners.act.pilot.seen import Seen
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
 
 _log = logging.getLogger("advisor")
 
@@ -45,6 +53,7 @@ class Found:
         self._given = dict(given or {})
         self._on_miss, self._strict = on_miss, strict
         self._put = Config()
+        self._seen: Seen | None = None
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`."""
@@ -79,18 +88,14 @@ class Found:
             AdvisorError: where it is to be strict, why there is nothing.
         """
         set_up_logging()
+        self._seen = seen
         lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
         lookup.leaves = (NoRecord,) if searches else ()
         advice = served(lookup, device=seen.device, strict=self._strict)
         record = advice.record
         if record is None or (searches and not record.compares):
             return None
-        base = record.baseline.config
-        own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
-        changed = advice.config.changed(base)
-        config = own.replace(
-            **{n: v for n, v in changed.items() if n in own and n not in seen.kept}
-        )
+        config, own = _followed(record, advice.config, seen)
         return in_force(config, own, advice.served.reason)
 
     def next(self, lap: Lap) -> Order:
@@ -98,12 +103,35 @@ class Found:
         raise NotImplementedError
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`."""
+        """As `Guide.failed`.
+
+        Raises:
+            NoRecord: where it is to be strict, why there is nothing.
+        """
         _log.info("the pilot ends: %s", exc)
+        if isinstance(exc, Unclear):
+            if self._strict:
+                raise NoRecord(str(exc)) from exc
+            warn(f"{exc}. Training goes on as it is")
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
         warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on without it")
+
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`."""
+        assert self._seen is not None
+        then = "it is not tried again"
+        if not order.steps:
+            task = self._seen.task(self._command, self._given)
+            failures = Failures(self._cache, self._seen.model, task)
+            kept = failures.keep(order.config, told(exc)[1])
+            then = "the next start does without it" if kept else "that could not be kept"
+        exc.add_note(
+            "advisor: backward raised this under advice, which may be why: "
+            f"{knobs.described(order.config, order.own)}; {then}. ADVISOR_DISABLE=1 runs the "
+            "script as it is"
+        )
 
 
 def in_force(config: Config, own: Config, reason: str) -> Order:
@@ -113,6 +141,14 @@ def in_force(config: Config, own: Config, reason: str) -> Order:
     _log.info("%s", line)
     give_way(line)
     return Order(config=config, own=own, careful=True)
+
+
+def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Config]:
+    """(What a run comes to with a config of a record, what it has itself)."""
+    base = record.baseline.config
+    own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
+    changed = advised.changed(base)
+    return own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept}), own
 
 
 class _OfRun(Lookup):
@@ -129,9 +165,10 @@ class _OfRun(Lookup):
         super().__init__(None, {})
         self._seen, self._command, self._given = seen, command, given
         self._cache, self._on_miss = cache, on_miss
+        self._task = seen.task(command, given)
 
     def _requested(self) -> Request:
-        task = self._seen.task(self._command, self._given)
+        task = self._task
         shown = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
         return Request(
             target=None,
@@ -153,3 +190,16 @@ class _OfRun(Lookup):
             model=self._seen.model,
             threads=self._seen.threads if request.device == "cpu" else 0,
         )
+
+    def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
+        record = match.record
+        assert record is not None
+        config, own = _followed(record, answered.config, self._seen)
+        if why := Failures(request.cache, self._seen.model, self._task).of(config, record):
+            line = tune_again(dataclasses.replace(record, stale=why), request.cache)
+            warn(
+                f"the advice is left out: this run failed with it ({why}). Training goes on as the "
+                f"script is. To measure again: {line}"
+            )
+            answered = Answer(config=own, reason=f"{knobs.described(config, own)} failed: {why}")
+        return super()._served(request, match, answered)

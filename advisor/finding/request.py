@@ -40,7 +40,7 @@ class Request:
         fits: which configs of that it can, a framework those that it has words for.
         steps, seconds: the length of the job; both 0 for the steady state.
         device: 'cuda:0' or 'cpu'.
-        on_miss: one of settings.ON_MISS.
+        on_miss: one of settings.ON_MISS; None for what is set where it runs.
         cache: as `open_records` takes it.
     """
 
@@ -52,7 +52,7 @@ class Request:
     device: str
     steps: int = 0
     seconds: float = 0.0
-    on_miss: str = "default"
+    on_miss: str | None = None
     cache: Cache = None
     fits: Fits = anything
 
@@ -71,11 +71,11 @@ class Request:
         batch, capture, cache = own.pop("batch"), own.pop("capture"), own.pop("cache")
         steps, duration = own.pop("steps"), own.pop("duration")
         fits = own.pop("fits", anything)
-        on_miss = own.pop("on_miss") or settings.on_miss() or "default"
+        on_miss = own.pop("on_miss")
         if not isinstance(target, str | nn.Module | None):
             raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
-        if on_miss not in settings.ON_MISS:
-            raise UsageError(f"on_miss {on_miss!r}: expected one of {', '.join(settings.ON_MISS)}")
+        if on_miss is not None:
+            _is_on_miss(on_miss)
         given = checked(Task, own)
         named = known_batch(given, batch)
         if batch not in (None, "free") and named is None:
@@ -112,6 +112,17 @@ class Request:
             return self.target or ""
         return type(self.target).__name__
 
+    @property
+    def nearest(self) -> bool:
+        """Whether a miss is to take what is safe from the nearest record.
+
+        Raises:
+            UsageError: what is set is none of settings.ON_MISS.
+        """
+        on_miss = self.on_miss or settings.on_miss() or "default"
+        _is_on_miss(on_miss)
+        return on_miss == "nearest"
+
     def length(self, batch: int) -> Length | None:
         """How long the job is, at the batch that it names, else at this one."""
         if not self.steps and not self.seconds:
@@ -136,6 +147,11 @@ class Request:
             model=None if model is None else fingerprint.of_model(model),
             threads=own_threads() if self.device == "cpu" else 0,
         )
+
+
+def _is_on_miss(value: object) -> None:
+    if value not in settings.ON_MISS:
+        raise UsageError(f"on_miss {value!r}: expected one of {', '.join(settings.ON_MISS)}")
 
 
 def processes() -> int:

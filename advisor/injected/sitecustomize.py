@@ -4,32 +4,34 @@ Nothing happens in a process that loads no torch, beyond this file. The user's o
 is run as if this one was not there.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
+from importlib.machinery import PathFinder
 
-# Not pathlib: every Python that the command starts would import it.
+# Neither pathlib nor importlib.abc: every Python that the command starts would import them.
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 def _own() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
     others = [path for path in sys.path if os.path.abspath(path) != _HERE]  # noqa: PTH100
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
+        import importlib.util
+
         module = importlib.util.module_from_spec(spec)
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Waits for torch, and attaches the pilot once it is loaded."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
+        import importlib.util
+
         # It stays until torch is loaded: many only look whether there is a torch to load.
         sys.meta_path.remove(self)
         try:

@@ -78,11 +78,20 @@ def over_time(chart: Timeline) -> tuple[Scale, Scale]:
     return _scale(0.0, seconds), _scale(0.0, fastest, start=96.0, end=8.0)
 
 
+def template(name: str, *packages: str) -> str | None:
+    """The text of a template, from the first package that has it, else from this one's."""
+    for package in (*packages, "advisor.report"):
+        file = resources.files(package) / "templates" / name
+        if file.is_file():
+            return file.read_text("utf-8")
+    return None
+
+
 @functools.cache
-def _pages() -> jinja2.Environment:
-    folder = resources.files("advisor.report") / "templates"
+def pages(*packages: str) -> jinja2.Environment:
+    """What renders pages from the templates of some packages, and this one's charts."""
     pages = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text("utf-8")),
+        loader=jinja2.FunctionLoader(lambda name: template(name, *packages)),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -95,7 +104,7 @@ def _pages() -> jinja2.Environment:
 
 def page(record: Record, cache: str | None = None) -> str:
     """A record as HTML, whole; `cache`: where it is, for the lines that are copied."""
-    return _pages().get_template("report.html").render(report=report(record, cache))
+    return pages().get_template("report.html").render(report=report(record, cache))
 
 
 def save(text: str, path: Path) -> None:

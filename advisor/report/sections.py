@@ -40,7 +40,7 @@ def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     made = record.provenance
     yield "record", record.id
     yield "measured", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.created))
-    yield "cost", f"{tables.cost(record)}, effort {made.effort}"
+    yield "cost", f"{tables.cost(record)}, {made.how}"
     yield "advisor", made.advisor
 
 
@@ -82,8 +82,6 @@ def _knobs(record: Record, cache: str | None) -> Section:
     line = "Not measured yet; run:"
     if nothing:
         line = f"No knob is set: {record.key.task.baseline} is advised."
-    elif record.key.task.command:
-        nothing, line = True, "Of a run not measured; what was tried (above) shows most of it."
     return Section(
         name="knobs",
         title="What each knob gives",

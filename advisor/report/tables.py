@@ -164,8 +164,9 @@ def part_name(part: Part) -> str:
 
 def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
+    baseline = record.key.task.baseline
     table = Table(
-        "Samples/s of the advice over those with one knob alone at torch's default",
+        f"Samples/s of the advice over those with one knob alone set back to {baseline}",
         ("knob", "contributes", "95%", "note"),
         right=("contributes",),
         whole=("95%",),
@@ -175,7 +176,7 @@ def parts(record: Record) -> Table:
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
-            note = "not needed, set back to torch's default"
+            note = f"not needed, set back to {baseline}"
         elif not tells(part.low, part.high):
             note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
@@ -228,9 +229,8 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
     for held, differs in found:
         record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
-        state = (
-            "stale: " + ", ".join(why) if why else "fresh" if record.compares else "nothing raced"
-        )
+        fresh = "fresh" if record.compares else "nothing else raced"
+        state = "stale: " + ", ".join(why) if why else fresh
         table.row(
             record.id,
             record.key.environment.device.name,

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from advisor.cache.settings import Cache, cache_urls
 from advisor.cache.stores.filesystem import network
@@ -75,6 +75,15 @@ class Remote(Store, Protocol):
         """Import what asking needs: this machine's own cost, and not the remote's."""
 
 
+@runtime_checkable
+class Narrowing(Remote, Protocol):
+    """A remote store that knows its records: what one look needs comes in one exchange."""
+
+    def narrowed(self, question: Mapping[str, Any]) -> list[str]:
+        """The keys of what is asked for, of many those of the nearest, and of the marks on it;
+        `get_many` of these asks nobody again. The question is `reader.Sought.question`."""
+
+
 _FSSPEC = "advisor.cache.stores.files:FileSystemStore"
 
 SCHEMES: dict[str, tuple[str, str]] = {
@@ -83,6 +92,8 @@ SCHEMES: dict[str, tuple[str, str]] = {
     "pack": ("advisor.cache.stores.pack:PackStore", ""),
     "redis": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
     "rediss": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
+    "http": ("advisor.cache.stores.http:HttpStore", ""),
+    "https": ("advisor.cache.stores.http:HttpStore", ""),
     "s3": (_FSSPEC, "pip install 'advisor[s3]'"),
     "gs": (_FSSPEC, "pip install 'advisor[gcs]'"),
     "az": (_FSSPEC, "pip install 'advisor[azure]'"),

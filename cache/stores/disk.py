@@ -59,7 +59,7 @@ class DiskStore:
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)
         self._records = self.path / "records"
-        self._reader: _Reader | None = None
+        self._database = self._records / _DATABASE
 
     @property
     def url(self) -> str:
@@ -109,7 +109,7 @@ class DiskStore:
         if problem:
             raise self._damaged(problem)
         try:
-            if (self._records / _DATABASE).exists():
+            if self._database.exists():
                 with self._writing():
                     return
             # Nothing is made yet: a command that is refused later leaves nothing behind.
@@ -135,12 +135,12 @@ class DiskStore:
             return f"damaged: {exc.__cause__ or exc}"
         except StoreError as exc:
             return f"unusable: {exc}"
-        writable = all(os.access(p, os.W_OK) for p in (self._records, self._records / _DATABASE))
+        writable = all(os.access(p, os.W_OK) for p in (self._records, self._database))
         return "ok" if writable else "ok, read-only"
 
     def set_aside(self) -> Path:
         with _GATE:
-            self._reader = None
+            _KEPT.pop(self._database, None)
         stem = f"records.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         aside = self.path / stem
         number = 1
@@ -162,8 +162,12 @@ class DiskStore:
     def _select(self, sql: str, *values: str | int) -> list[tuple[Any, ...]]:
         try:
             with _GATE:
-                reader = self._opened()
-                return reader.rows(sql, values) if reader else []
+                reader = self._taken()
+                if reader is None:
+                    return []
+                found = reader.rows(sql, values)
+                _keep(reader)
+                return found
         except sqlite3.OperationalError as exc:
             if str(exc).startswith("no such table"):
                 return []  # another process is just creating it
@@ -171,29 +175,37 @@ class DiskStore:
         except (sqlite3.Error, OSError) as exc:
             raise self._mapped(exc) from exc
 
-    def _opened(self) -> _Reader | None:
-        """The connection to the database that is there now; None where none is."""
-        database = self._records / _DATABASE
+    def _taken(self) -> _Reader | None:
+        """A connection to the database that is there now, which is kept no more; None where there
+        is no database."""
+        kept = _KEPT.pop(self._database, None)
         try:
-            status = database.stat()
+            status = self._database.stat()
         except FileNotFoundError:
-            self._reader = None
             return None
         if not stat.S_ISREG(status.st_mode):
             raise self._damaged("not a regular file")
         identity = (os.getpid(), status.st_dev, status.st_ino)
-        if self._reader is None or self._reader.identity != identity or self._reader.frozen:
-            self._reader = None
-            reader = _Reader(database, identity)
-            if wrong := reader.planted():
-                raise self._damaged(wrong)
-            self._reader = reader
-        return self._reader
+        if kept is not None and kept.sees(identity):
+            return kept
+        reader = _Reader(self._database, identity)
+        if reader.planted:
+            raise self._damaged(reader.planted)
+        return reader
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[Any]:
-        with _GATE, self._cache() as cache:
-            yield cache
+        with _GATE:
+            with self._cache() as cache:
+                yield cache
+            self._fold()
+
+    def _fold(self) -> None:
+        """Fold the log into the database: closing it does not where another process reads."""
+        with contextlib.suppress(sqlite3.Error):
+            connection = sqlite3.connect(f"{self._database.as_uri()}?mode=rw", uri=True, timeout=0)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.close()
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[Any]:
@@ -202,9 +214,7 @@ class DiskStore:
         cache = None
         try:
             make_folder(self._records)
-            had = self._reader
-            self._opened()  # refuses what would run when something is written
-            self._reader = had  # a reader more would keep the log from being folded in
+            self._taken()  # refuses what would run when something is written
             cache = diskcache.Cache(
                 str(self._records),
                 timeout=left(_WRITING_S),
@@ -287,21 +297,28 @@ _GATE = _Gate()
 
 
 class _Reader:
-    """A read-only connection. `frozen`: it sees the file as it was when opened."""
+    """A read-only connection.
+
+    Attributes:
+        identity: the process that opened it, and which file it opened.
+        frozen: it sees the file as it was when opened.
+        planted: what is in the database, would run and was not put there by diskcache, or ''.
+    """
 
     def __init__(self, database: Path, identity: tuple[int, int, int]) -> None:
+        self.database = database
         self.identity = identity
         self.frozen = False
         self._until = [0.0]  # in a list that the handler holds: it must not hold the reader
         self.connection = self._connect(database, "mode=ro")
         try:
-            self.rows("SELECT 1 FROM sqlite_master LIMIT 1", ())
+            self.planted = self._planted()
         except sqlite3.OperationalError as exc:
             if os.access(database.parent, os.W_OK) and _code(exc) == sqlite3.SQLITE_READONLY:
                 # Its first writer was killed: what that left is undone by opening it to write.
                 self.connection.close()
                 self.connection = self._connect(database, "mode=rw")
-                self.rows("SELECT 1 FROM sqlite_master LIMIT 1", ())
+                self.planted = self._planted()
                 self.connection.execute("PRAGMA query_only = 1")
                 return
             # SQLite keeps its lock files beside the database, which a read-only folder forbids.
@@ -315,7 +332,17 @@ class _Reader:
                 ) from None
             self.connection.close()
             self.connection = self._connect(database, "mode=ro&immutable=1")
+            self.planted = self._planted()
             self.frozen = True
+
+    def sees(self, identity: tuple[int, int, int]) -> bool:
+        """Whether it is this process's, of this very file, and of tables that were looked at."""
+        return self.identity == identity and not self.frozen and self._schema() == self._looked_at
+
+    def _schema(self) -> int:
+        """A number that changes with what is made in the database."""
+        ((number,),) = self.rows("PRAGMA schema_version", ())
+        return int(number)
 
     def rows(self, sql: str, values: Sequence[str | int]) -> list[tuple[Any, ...]]:
         """What a statement gives, within the time that is left to whoever asks."""
@@ -324,8 +351,8 @@ class _Reader:
         self.connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1e3)}")
         return self.connection.execute(sql, values).fetchall()
 
-    def planted(self) -> str:
-        """What is in the database that diskcache does not put there and that would run, or ''."""
+    def _planted(self) -> str:
+        self._looked_at = self._schema()
         listed = self.rows(
             "SELECT type, substr(name, 1, 40), substr(sql, 1, 1000) FROM sqlite_master", ()
         )
@@ -356,6 +383,18 @@ class _Reader:
             connection.close()
         else:
             _INHERITED.append(connection)
+
+
+_KEPT: dict[Path, _Reader] = {}
+"""Connections that worked, for the next statement: to open one takes as long as all the rest of a
+lookup that was made before."""
+_MOST_KEPT = 4
+
+
+def _keep(reader: _Reader) -> None:
+    _KEPT[reader.database] = reader
+    if len(_KEPT) > _MOST_KEPT:
+        del _KEPT[next(iter(_KEPT))]
 
 
 _INHERITED: list[sqlite3.Connection] = []

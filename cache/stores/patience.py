@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from advisor.errors import StoreError
 
@@ -27,19 +29,18 @@ def go_on() -> None:
 
 
 class _Attempt(Generic[T]):
-    """An act in a thread of its own. `given_up`: nobody waits for it any more."""
+    """An act in another thread. `given_up`: nobody waits for it any more."""
 
-    def __init__(self, act: Callable[[], T], late: Callable[[T], None] | None) -> None:
-        self._act, self._late = act, late
+    def __init__(self, act: Callable[[], T], until: float, late: Callable[[T], None] | None):
+        self._act, self._until, self._late = act, until, late
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._given_up = False
         self._done = threading.Event()
 
-    def run(self, until: float) -> None:
-        if self._late is None:
-            _asked.until = until
+    def run(self) -> None:
+        _asked.until = self._until if self._late is None else None
         try:
             result = self._act()
         except BaseException as exc:
@@ -62,6 +63,58 @@ class _Attempt(Generic[T]):
             self._given_up = not self._result
             return self._result
 
+    @property
+    def over(self) -> bool:
+        """Whether it ended while somebody waited for it."""
+        return self._done.is_set() and not self._given_up
+
+
+class _Worker:
+    """A daemon thread that makes one attempt after another."""
+
+    def __init__(self) -> None:
+        self._attempts: SimpleQueue[_Attempt[Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="advisor: a store", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Make the next attempt, which nothing holds on to afterwards; False where it is to end."""
+        attempt = self._attempts.get()
+        if attempt is not None:
+            attempt.run()
+        return attempt is not None
+
+    def make(self, attempt: _Attempt[Any]) -> None:
+        self._attempts.put(attempt)
+
+    def leave(self) -> None:
+        """Have it end once its attempt is over."""
+        self._attempts.put(None)
+
+    def end(self) -> None:
+        """Have it end now, where it is idle."""
+        self.leave()
+        self._thread.join(_ENDING_S)
+
+
+_ENDING_S = 1.0
+_idle: list[_Worker] = []
+"""At most one is kept, for the next act."""
+
+
+def _end_idle() -> None:
+    """Before a fork: a child has none of its parent's threads, and Python warns of them."""
+    while _idle:
+        _idle.pop().end()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_end_idle, after_in_child=_idle.clear)
+
 
 def within(
     seconds: float, act: Callable[[], T], what: str, late: Callable[[T], None] | None = None
@@ -70,18 +123,25 @@ def within(
 
     Timeouts of sockets do not bound it: looking up a host's name has none, and each byte of a slow
     answer starts them anew; nor does anything bound a network file system that is away. An act that
-    is late goes on in a daemon thread, and `late` gets its result; without `late` it is told so by
-    `left` and `go_on`, and ends where it looks there.
+    is late goes on in its daemon thread, and `late` gets its result; without `late` it is told so
+    by `left` and `go_on`, and ends where it looks there. The next act has another thread then.
 
     Raises:
         StoreError: it is late; or what act() raised.
     """
-    attempt = _Attempt(act, late)
-    until = time.monotonic() + seconds
-    threading.Thread(
-        target=attempt.run, args=(until,), name=f"advisor: {what}", daemon=True
-    ).start()
-    found = attempt.wait(seconds)
+    attempt = _Attempt(act, time.monotonic() + seconds, late)
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.make(attempt)
+    try:
+        found = attempt.wait(seconds)
+    finally:
+        if attempt.over and not _idle:
+            _idle.append(worker)
+        else:
+            worker.leave()
     if not found:
         raise StoreError(f"cache {what}: no answer within {seconds * 1e3:.0f} ms")
     return found[0]

@@ -11,7 +11,7 @@ from advisor.errors import UsageError
 PATIENCE_S = 0.05
 """What a remote store may cost `apply`, unless its URL says ?timeout=."""
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db")
+_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")
 """Options whose values are shown; of any other the value may be a secret, whatever it is called."""
 _OPTION = re.compile(r"([?&;])([^=&;?#]*)=([^&;#]*)")
 _FORM = (

@@ -38,16 +38,17 @@ def answers(port: int) -> bool:
 class Server:
     """A process that listens on a port; it can be stopped and started again."""
 
-    def __init__(self, command: list[str], port: int, **env: str) -> None:
+    def __init__(self, command: list[str], port: int, user: str = "", group: str = "") -> None:
         self.port = port
         self._command = command
-        self._env = env
+        self._who = {"user": user, "group": group} if user else {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self._process = subprocess.Popen(
             self._command,
-            env=os.environ | self._env,
+            cwd="/",
+            **self._who,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -78,6 +79,26 @@ def s3_server() -> Server:
     """moto's, which keeps everything in memory: what was put does not survive a kill."""
     port = free_port()
     return Server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
+
+
+def postgresql_server(folder: Path) -> Server | None:
+    """None where PostgreSQL is not installed. As root, who may not run it, it is its own user's,
+    and so is the folder, which others must be able to reach."""
+    binaries = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
+    binaries += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    binary = next((one for one in binaries if (one / "initdb").exists()), None)
+    if binary is None:
+        return None
+    who = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
+    if who:
+        shutil.chown(folder, **who)
+    made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust", "--no-sync"]
+    subprocess.run([*made, "--locale=C.UTF-8"], check=True, capture_output=True, cwd="/", **who)
+    port = free_port()
+    # Killed are servers here, not machines: what the system has is not lost.
+    command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
+    command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
+    return Server([*command, "-c", "fsync=off"], port, **who)
 
 
 def make_bucket(port: int) -> None:

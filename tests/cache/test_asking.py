@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.asking import MOST_TOLD, Said, ask
+from advisor.cache.asking import MOST_TOLD, Chosen, Said, ask
 from advisor.cache.name import Name
 from advisor.cache.reader import Held, Listing, Marks, Sought
 from advisor.cache.records import Records
@@ -28,21 +28,25 @@ ROOT = Path(__file__).parents[2]
 STALE = replace(record(), stale="slower now")
 
 
-def first(held: Sequence[Held]) -> tuple[Held | None, bool]:
+def first(held: Sequence[Held]) -> Chosen:
     """The newest of all, with which one goes on where it is stale."""
     best = max(held, key=lambda one: one.record.provenance.created, default=None)
-    return best, best is not None and not best.record.stale
+    return Chosen(held=best, final=best is not None and not best.record.stale)
 
 
 def asked(
     records: Records,
-    choose: Callable[[Sequence[Held]], tuple[Held | None, bool]] = first,
+    choose: Callable[[Sequence[Held]], Chosen] = first,
     **more: float,
-) -> Said:
+) -> Said[Chosen]:
     def read(store: Store, marks: Marks) -> Listing:
         return records.look_into(store, Sought(target="model.py:Net"), marks)
 
     return ask(records, read, choose, **more)
+
+
+def served(said: Said[Chosen]) -> Held | None:
+    return said.chosen.held if said.chosen else None
 
 
 @pytest.fixture
@@ -80,7 +84,8 @@ def test_the_first_that_has_it_is_the_last_asked(stores: list[Store]) -> None:
     Records(stores[1]).put(record())
     Records(stores[2]).put(record(created=1.72e9))
     said = asked(Records(stores))
-    assert said.chosen is not None and said.chosen.record == record()
+    one = served(said)
+    assert one is not None and one.record == record()
     assert [url for url, _said in said.stores] == [store.url for store in stores[:2]]
     assert said.stores[0][1].startswith("nothing of it (")
     assert said.stores[1][1].startswith("1 record of it (")
@@ -90,7 +95,8 @@ def test_what_is_stale_does_not_end_the_search(stores: list[Store]) -> None:
     Records(stores[0]).put(STALE)
     Records(stores[1]).put(record(created=1.72e9))
     said = asked(Records(stores))
-    assert said.chosen is not None and said.chosen.store is stores[1]
+    one = served(said)
+    assert one is not None and one.store is stores[1]
 
 
 @pytest.mark.parametrize(("rank", "copied"), [(None, True), ("0", True), ("1", False)])
@@ -101,7 +107,8 @@ def test_one_rank_writes_back(
         monkeypatch.setenv("RANK", rank)
     Records(stores[2]).put(record())
     said = asked(Records(stores))
-    assert said.chosen is not None and said.chosen.record == record()
+    one = served(said)
+    assert one is not None and one.record == record()
     for store in stores[:2]:
         assert bool(store.keys()) == copied
 
@@ -115,8 +122,9 @@ def test_every_rank_sees_the_same(stores: list[Store], monkeypatch: pytest.Monke
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "8")
         said = asked(Records(stores))
-        assert said.chosen is not None
-        seen.append((said.chosen.record, len(said.stores)))
+        one = served(said)
+        assert one is not None
+        seen.append((one.record, len(said.stores)))
     assert seen[0] == seen[1]
 
 
@@ -131,7 +139,7 @@ def test_one_deadline_for_all(tmp_path: Path) -> None:
     assert "not asked, the stores before it" in said.stores[-1][1]
     assert len(said.failed) == 21 and said.chosen is None
     said = asked(Records([hanging[0], after]), deadline_s=1.0)
-    assert said.chosen is not None
+    assert served(said) is not None
     for store in hanging:
         store.release.set()
 
@@ -157,6 +165,37 @@ def test_time_is_told_to_those_who_ask() -> None:
         within(0.01, lambda: time.sleep(0.2), "x")
 
 
+def test_one_thread_acts_until_it_hangs() -> None:
+    assert within(60.0, threading.get_ident, "x") == within(60.0, threading.get_ident, "x")
+    with pytest.raises(ZeroDivisionError):
+        within(60.0, lambda: 1 // 0, "x")
+    held, release = [], threading.Event()
+
+    def hang() -> None:
+        held.append(threading.current_thread())
+        release.wait(60)
+
+    with pytest.raises(StoreError, match="no answer"):
+        within(0.01, hang, "x")
+    (stuck,) = held
+    for _ in range(2):
+        assert within(60.0, threading.get_ident, "x") != stuck.ident
+    assert left(5.0) == 5.0 and within(60.0, lambda: left(99.0), "x") <= 60.0
+    release.set()
+    stuck.join(60)
+    assert not stuck.is_alive()  # nothing more is expected of it
+
+
+def test_a_process_that_forks_has_no_idle_thread() -> None:
+    kept = within(60.0, threading.current_thread, "x")
+    assert kept.is_alive()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if within(60.0, lambda: threading.active_count(), "x") == 2 else 3)
+    assert not kept.is_alive()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_an_exclusive_lock_is_a_miss(tmp_path: Path) -> None:
     store = open_store(f"disk:{tmp_path}/s")
     Records(store).put(record())
@@ -169,7 +208,8 @@ def test_an_exclusive_lock_is_a_miss(tmp_path: Path) -> None:
     said = asked(Records([open_store(f"disk:{tmp_path}/s"), behind]), deadline_s=0.3)
     connection.close()
     assert len(said.failed) == 1
-    assert said.chosen is not None and said.chosen.store is behind
+    one = served(said)
+    assert one is not None and one.store is behind
 
 
 def test_what_is_late_from_far_is_kept_near(
@@ -185,7 +225,7 @@ def test_what_is_late_from_far_is_kept_near(
     far = Far(Path(stores[2].url.partition(":")[2]))
     Records(stores[2]).put(record())
     said = asked(Records([far, stores[0]]))
-    assert said.chosen is None
+    assert served(said) is None
     far.release.set()
     limit = time.monotonic() + 20
     while not stores[0].keys() and time.monotonic() < limit:
@@ -195,13 +235,13 @@ def test_what_is_late_from_far_is_kept_near(
 
 FORK = """
 import os, sys, threading, time, signal
-from advisor.cache.asking import ask
+from advisor.cache.asking import Chosen, ask
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 records = Records([open_store(url) for url in sys.argv[1:]])
 def look(records=records):
     return ask(records, lambda store, marks: records.look_into(store, marks=marks),
-               lambda held: (held[0] if held else None, False))
+               lambda held: Chosen(held=held[0] if held else None))
 stop = False
 def always():
     while not stop:
@@ -215,12 +255,12 @@ for _ in range(40):
     if child == 0:
         signal.alarm(60)
         said = look()
-        os._exit(0 if said.chosen is not None else 3)
+        os._exit(0 if said.chosen.held is not None else 3)
     children.append(child)
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 stop = True
 for thread in threads: thread.join()
-assert look().chosen is not None
+assert look().chosen.held is not None
 print(codes.count(0))
 """
 
@@ -242,7 +282,7 @@ def test_forked_children_find_it_too(tmp_path: Path) -> None:
 def test_many_threads_of_one_process(tmp_path: Path) -> None:
     store = open_store(f"disk:{tmp_path}/s")
     Records(store).put(record())
-    found: list[Said] = []
+    found: list[Said[Chosen]] = []
     threads = [
         threading.Thread(target=lambda: found.append(asked(Records(store), deadline_s=60)))
         for _ in range(16)
@@ -251,7 +291,7 @@ def test_many_threads_of_one_process(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(said.chosen is not None for said in found) and len(found) == 16
+    assert all(served(said) is not None for said in found) and len(found) == 16
 
 
 def test_sync_carries_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +388,7 @@ def test_few_of_many_that_are_refused_are_told(stores: list[Store]) -> None:
         bad = record(key=changed(KEY, "threads", threads + 1))
         stores[0].put(Name.of(bad, b"rubbish").text, b"rubbish")
     said = asked(Records(stores[0]))
-    assert said.chosen is not None
+    assert served(said) is not None
     assert len(said.damaged) == MOST_TOLD + 1
     assert said.damaged[-1] == f"{stores[0].url}: {20 - MOST_TOLD} more that cannot be used"
     (name,) = (n for n in Records(stores[0]).names(stores[0]) if n.id == record().key.id)

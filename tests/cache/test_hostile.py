@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from advisor.cache import exchange
-from advisor.cache.asking import ask
-from advisor.cache.reader import Held, Sought
+from advisor.cache.asking import Chosen, ask
+from advisor.cache.reader import Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store, open_stores
 from advisor.errors import StoreError
@@ -34,8 +34,8 @@ def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) 
     before = set(tmp_path.iterdir())
     records = Records(open_stores(url), seal=hostile.MINE)
 
-    def choose(held: object) -> tuple[Held | None, bool]:
-        return None, False
+    def choose(held: object) -> Chosen:
+        return Chosen()
 
     began = time.monotonic()
     said = ask(

@@ -23,6 +23,7 @@ from advisor.cache.reader import Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores import dir as dir_module
+from advisor.cache.stores import disk as disk_module
 from advisor.cache.stores.disk import DiskStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
@@ -381,6 +382,56 @@ def test_a_child_after_fork_reads(disk: DiskStore) -> None:
         os._exit(0 if disk.get("a") == b"1" else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert disk.get("a") == b"1"
+
+
+def test_what_another_process_did_is_seen(disk: DiskStore) -> None:
+    """However long this one's connection has been open."""
+    disk.put("a", b"1")
+    for act, seen in (
+        ("put('a', b'2')", {"a": b"2"}),
+        ("put('b', b'3')", {"a": b"2", "b": b"3"}),
+        ("delete('a')", {"b": b"3"}),
+    ):
+        DiskStore(disk.path).keys()
+        code = f"from advisor.cache.stores.disk import *; DiskStore({str(disk.path)!r}).{act}"
+        done = start(code)
+        assert (done.communicate(timeout=60), done.returncode) == (("", None), 0)
+        assert DiskStore(disk.path).get_many(["a", "b"]) == seen
+    other = DiskStore(disk.path.with_name("other"))
+    other.put("c", b"4")
+    database(other).rename(database(disk))
+    assert DiskStore(disk.path).keys() == ["c"]
+    database(disk).unlink()
+    assert DiskStore(disk.path).keys() == []
+
+
+def test_what_is_planted_while_it_is_open_does_not_run(disk: DiskStore) -> None:
+    disk.put("a", b"1")
+    assert disk.keys() == ["a"]
+    execute(disk, "DROP TABLE Cache")
+    execute(disk, "CREATE VIEW Cache AS SELECT 'a' AS key, 1 AS raw, 1 AS mode, x'31' AS value")
+    with pytest.raises(StoreDamaged, match="a view 'Cache'"):
+        disk.keys()
+
+
+def test_nothing_is_left_in_the_log(disk: DiskStore) -> None:
+    """Each process that opens it first would read all of that again."""
+    disk.put("a", b"1")
+    reading = sqlite3.connect(database(disk))
+    assert reading.execute("SELECT count(*) FROM Cache").fetchall() == [(1,)]
+    disk.put("b", b"2" * 5000)
+    log = database(disk).with_name("cache.db-wal")
+    assert not log.exists() or not log.stat().st_size
+    reading.close()
+
+
+def test_few_connections_are_kept(disk: DiskStore) -> None:
+    stores = [DiskStore(disk.path.with_name(str(n))) for n in range(3 * disk_module._MOST_KEPT)]
+    for store in stores:
+        store.put("a", b"1")
+        assert store.keys() == ["a"]
+    assert len(disk_module._KEPT) <= disk_module._MOST_KEPT
+    assert stores[0].get("a") == b"1"
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:

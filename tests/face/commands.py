@@ -31,14 +31,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(self.conv(x).mean((2, 3)))
 """
-LAYERED = (
-    MODEL.replace(
-        "    def forward(self, x):\n",
-        "    def forward(self, x):\n"
-        "        laid_out = x.is_contiguous(memory_format=torch.channels_last)\n"
-        "        keep_pace(self, 0.015 if laid_out else 0.03)\n",
-    )
-    + """
+PACE = """
 import time
 
 DUE = {}
@@ -49,9 +42,15 @@ def keep_pace(model, step_s):
     DUE[id(model)] = due = due if due > now - AFTER_A_BREAK_S else now
     time.sleep(max(0.0, due - now))
 """
+"""Steps begin at a steady pace on any host: what one comes late, however long it computes, the next
+ones catch up."""
+LAYERED = PACE + MODEL.replace(
+    "    def forward(self, x):\n",
+    "    def forward(self, x):\n"
+    "        laid_out = x.is_contiguous(memory_format=torch.channels_last)\n"
+    "        keep_pace(self, 0.015 if laid_out else 0.03)\n",
 )
-"""For which channels_last is twice as fast, and nothing else matters, on any host: steps begin at
-a steady pace, and what one comes late, however long it computes, the next ones catch up."""
+"""For which channels_last is twice as fast, and nothing else matters."""
 SHAPE = "4x3x8x8"
 QUICK = ("--budget", "6s", "--batches", "8", "--trials", "5")
 COMMAND = Path(sys.executable).with_name("advisor")

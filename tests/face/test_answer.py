@@ -131,7 +131,9 @@ class TestRaced:
         assert found.flags == BASE
 
     def test_nobody_is_told_that_it_won_where_nothing_was_raced(self) -> None:
-        assert answer(record(), request()).reason == "torch's default: nothing else was raced"
+        alone = "torch's default: nothing else was raced"
+        for asked in ({}, {"steps": 100}, {"seconds": 60.0}, {"steps": 100, "free": True}):
+            assert answer(record(), request(**asked)).reason == alone
 
     def test_a_use_gets_its_own_winner(self) -> None:
         made = record(
@@ -401,7 +403,8 @@ class TestOverAJob:
         )
         found = answer(made, request(steps=100_000))
         assert found.config == Config(COMPILED | PINNED)
-        assert found.reason.endswith("; not verified against fp32: there was no time")
+        assert found.reason.endswith(found.doubt)
+        assert found.doubt == "; not verified against fp32: there was no time"
 
     def test_what_nobody_may_be_served_is_not_counted(self) -> None:
         made = record(
@@ -461,7 +464,8 @@ class TestUnverified:
         made = of_task(record(loop=choice(BF16, 1500.0)), **changes)
         said = f"; not verified against fp32: {why}"
         assert unverified(made, BF16) == said
-        assert answer(made, request()).reason == f"1.50x torch's default at batch 64{said}"
+        found = answer(made, request())
+        assert (found.reason, found.doubt) == (f"1.50x torch's default at batch 64{said}", said)
 
     def test_why_it_failed(self) -> None:
         assert unverified(record(failed(verified(BF16))), BF16) == (

@@ -25,6 +25,7 @@ from advisor.cache.record import Measurement, Record, Target, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
+from advisor.finding.answer import answer
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import KNOBS, TORCH
@@ -197,6 +198,18 @@ def test_every_knob_can_be_read_by_its_name(
         advice.config.thread  # noqa: B018
     copied = pickle.loads(pickle.dumps(advice.config))
     assert copied == advice.config and copied.step_graph is False
+
+
+def test_a_lookup_answers_once(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(*asked: Any) -> Any:
+        made.append(asked)
+        return answer(*asked)
+
+    monkeypatch.setattr("advisor.finding.find.answer", counted)
+    assert advisor.lookup("model.py:Net", device="cpu").config == FAST
+    assert len(made) == 1
 
 
 def test_found_by_the_model_itself(record: Record) -> None:
@@ -566,5 +579,8 @@ def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
     assert served(compared(FAST, "wrong", "the loss is nan")).config == DEFAULT.at(8)
     # A winner that was never compared is served as what it is.
     unsure = advisor.lookup("model.py:Net", device="cpu")
-    assert unsure.config in (FAST, DEFAULT)
-    assert unsure.config == DEFAULT or "not verified against fp32" in unsure.served.reason
+    assert unsure.config == FAST
+    doubt = "; not verified against fp32: the loss is nan"
+    assert doubt in unsure.served.reason
+    # At once, and not only when it is in force.
+    assert unsure.reason.startswith("not in force yet; 1.50x once") and doubt in unsure.reason

@@ -29,7 +29,7 @@ SOURCES = "".join(
     for file in sorted((ROOT / folder).rglob("*.py"))
 )
 MOST_LINES = 160
-INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN", "ADVISOR_TRACE")
+INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
 """How the names begin of variables that advisor sets for what it starts itself."""
 
 

@@ -117,6 +117,34 @@ def test_a_single_step_is_no_job_to_tune(record: Record) -> None:
     assert "over 1 steps at batch 4 nothing pays" in advice.served.reason
 
 
+def test_a_run_as_it_is_pays_for_nothing_that_was_tried_in_it(record: Record) -> None:
+    """A record of trials alone, one of which is slow to begin."""
+
+    def raced(config: Config, rate: float) -> Choice:
+        return choice(config, rate, 0.0)
+
+    base, compiled = raced(BASE, 100.0), raced(COMPILED, 400.0)
+    trials = (
+        trial(BASE, 100.0, 0.04),
+        trial(ONCE, 90.0, 15.0),
+        trial(COMPILED, 400.0, 30.04),
+    )
+    task = replace(record.key.task, command=("python", "train.py"))
+    run = replace(
+        record,
+        key=replace(record.key, task=task),
+        baseline=base,
+        winners=winners(compiled, base),
+        raced=(base, compiled),
+        trials=trials,
+    )
+    # 30 s at 30 ms saved a step; with what the other trial took it would be half of that.
+    assert [(row.steps, row.candidate.config) for row in break_even(run)] == [
+        (1, BASE),
+        (1002, COMPILED),
+    ]
+
+
 def test_limits_hold_for_a_job_too(record: Record) -> None:
     assert served(steps=10**6, max_memory="2GiB").config == COMPILED
     assert served(steps=10**6, precisions=["default"]).config == COMPILED

@@ -115,8 +115,11 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests.settings, "on_miss", lambda: "nearest")
-    assert of().on_miss == "nearest"
-    assert of(on_miss="default").on_miss == "default"
+    assert of().nearest and not of(on_miss="default").nearest
+    monkeypatch.setattr(requests.settings, "on_miss", lambda: "panic")
+    assert of(on_miss="nearest").nearest
+    with pytest.raises(UsageError, match=r"^on_miss 'panic': expected one of default, nearest$"):
+        _ = of().nearest
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config, Value
+from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import Situation
+from advisor.tuners.measure.run.repeated import STEPS, Repeats, comparison
 from advisor.tuners.search.space import Space
 
 Weights = dict[str, Tensor]
+
+TOLERANCE = 0.02
 
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
@@ -50,10 +54,12 @@ def space_of(seen: Seen) -> Space:
 
 @dataclass
 class There:
-    """A guide that has two steps made with some values, then two as the script is; and so on."""
+    """A guide that has two steps made with some values, then two as the script is; and so on.
+
+    Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
+    """
 
     values: Mapping[str, Value]
-    turns: int = 4
 
     def takes_over(self) -> bool:
         return True
@@ -61,17 +67,22 @@ class There:
     def begin(self, seen: Seen) -> Order:
         self.seen = seen
         space = space_of(seen)
-        self.own = space.default
+        own = space.default
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
-        self.there = self.own.replace(**offered)
-        return Order(config=self.there, steps=2, own=self.own)
+        there = Order(config=own.replace(**offered), steps=2, own=own)
+        between = [Order(config=own, steps=2), there, Order(config=own, steps=2)]
+        if self.values.keys() <= set(knobs.FEEDS):
+            half = there.config.replace(precision="bf16")
+            asked = comparison(half, knobs.strict(own), TOLERANCE, tf32=False)
+            between = [Order(config=own, steps=STEPS, compare=asked)]
+        self.orders = iter([*between, Order(config=there.config)])
+        return there
 
     def next(self, lap: Lap) -> Order:
-        assert lap.steps == 2
+        assert lap.outcome == "ok", lap.reason
+        assert lap.steps == (STEPS if lap.reason else 2)
         assert lap.samples > 0
-        self.turns -= 1
-        back = self.turns % 2
-        return Order(config=self.own if back else self.there, steps=2 if self.turns else 0)
+        return next(self.orders)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc
@@ -85,7 +96,7 @@ def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) 
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # as in a process that no server of forks has started
     guide = There(Config(values or {}))
-    pilot = None if values is None else Pilot(guide)
+    pilot = None if values is None else Pilot(guide, Repeats())
     sys.argv = [script, out, *words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:
@@ -106,12 +117,16 @@ def left_behind() -> list[str]:
     tables = {
         "forward pre-hooks": module._global_forward_pre_hooks,
         "forward hooks": module._global_forward_hooks,
+        "their keywords": module._global_forward_hooks_with_kwargs,
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
     found = [name for name, table in tables.items() if table]
     there = torch.utils.data.dataloader
     patched = (there._BaseDataLoaderIter.__next__, there.DataLoader.__iter__)
-    return found + [one.__name__ for one in patched if one.__module__ != there.__name__]
+    found += [one.__name__ for one in patched if one.__module__ != there.__name__]
+    found += ["backward"] * (Tensor.backward.__module__ != "torch._tensor")
+    # A wrapper bears the name of what it wraps.
+    return found + ["backward"] * hasattr(torch.autograd.backward, "__wrapped__")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,7 +56,9 @@ print(loss.item())
 
 
 class Net(nn.Module):
-    """Keeps the number formats that it was called in."""
+    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
+
+    backward = staticmethod(lambda gradient: gradient)
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +68,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv(x)
         self.dtypes.append(out.dtype)
+        if out.dtype == torch.bfloat16 and out.requires_grad:
+            out.register_hook(self.backward)
         return out.mean((2, 3))
 
 
@@ -175,6 +180,42 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
 
 
 @pytest.mark.usefixtures("known")
+def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    def begun() -> Net:
+        advisor.release()
+        following._last.clear()
+        advisor.apply()
+        return Net()
+
+    monkeypatch.setattr(Net, "backward", staticmethod(fails))
+    net = begun()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(net)
+    assert caught.value.__notes__ == [
+        "advisor: backward raised this under advice, which may be why: channels_last, bf16; the "
+        "next start does without it. ADVISOR_DISABLE=1 runs the script as it is"
+    ]
+    trained(net, 1)  # as a script that catches it
+    assert net.dtypes[-1] == torch.float32
+    why = "failed with it .OutOfMemoryError: no memory left.*: advisor tune --force -- python train"
+    with pytest.warns(advisor.AdvisorWarning, match=why):
+        trained(again := begun())
+    assert set(again.dtypes) == {torch.float32}
+    monkeypatch.setattr(Net, "backward", staticmethod(lambda gradient: gradient))
+    records = open_records(None)
+    (record,) = records.all()
+    anew = replace(record.provenance, created=time.time() + 1)
+    records.put(replace(record, provenance=anew))
+    trained(now := begun())
+    assert now.dtypes[-1] == torch.bfloat16
+
+
+@pytest.mark.usefixtures("known")
 def test_what_is_not_permitted_is_not_served() -> None:
     advice = advisor.apply(precisions=["default"])
     net = Net()
@@ -246,11 +287,12 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> None:
-    done = run(tmp_path, "it's")
+    done = run(tmp_path, "it's", "", "two\nlines")
     assert done.returncode == 0
     assert float(done.stdout) >= 0
     assert done.stderr.count("AdvisorWarning") == 1
-    assert """; run: advisor tune -- python train.py 'it'"'"'s'.""" in done.stderr
+    line = """advisor tune -- python train.py 'it'"'"'s' '' 'two?lines'"""
+    assert f"; run: {line}." in done.stderr
 
 
 def test_strict_ends_the_script(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +21,12 @@ from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
 from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.knobs import strict
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Session
 from advisor.tuners.measure.worker.guard import LOGGED
-from tests.face.commands import COMMAND, Done, advisor, own, take_over
+from tests.face.commands import COMMAND, PACE, Done, advisor, own, take_over
 from tests.runs.forked import space_of
 
 TRAINING = """
@@ -41,6 +44,7 @@ def train(steps=10**7, width=16, after=lambda step: None, model=None):
         after(step)
 """
 FOREVER = "from training import train\ntrain()\n"
+SLOW = "train(after=lambda _step: time.sleep(0.05))"
 QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
 
 
@@ -99,9 +103,12 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 # Commands as they are typed
 
 
-def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed(folder: Path) -> None:
+def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed_or_hang(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "hangs_s", 5.0)
     source = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 import torch.distributed as dist
 from training import nn, train
 
@@ -120,6 +127,10 @@ def after(step):
     if rank == 1 and step == 30 and not killed.exists():
         killed.touch()
         os.kill(os.getpid(), 9)
+    hung = pathlib.Path("hung")
+    if rank == 1 and step == 31 and killed.exists() and not hung.exists():
+        hung.touch()
+        time.sleep(3600)
 
 import torch
 train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
@@ -127,9 +138,12 @@ train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
     command = ("torchrun", "--nproc-per-node", "2", *script(source)[1:], str(folder))
     with started(command) as (run, seen, own):
         assert (seen.processes, seen.rank, seen.shape) == (2, 0, (64, 8))
-        assert measured(run, own).ok
-        assert Path("killed").exists()
-        assert measured(run, own.replace(precision="bf16")).ok
+        assert run.measure(own, seconds=0.2, deadline_s=600).ok
+        assert Path("killed").exists() and Path("hung").exists()
+        half = own.replace(precision="bf16")
+        assert measured(run, half).ok
+        compared = run.verify(half, against=strict(own), steps=8, tolerance=0.02)
+        assert compared.ok, compared.reason
         run.stop()
         assert processes(folder) == []
     both = [Path(f"orders{rank}").read_text().splitlines() for rank in (0, 1)]
@@ -173,6 +187,18 @@ train(after=after)
         assert measured(run, own).ok
         assert Path("raised").exists()
     assert "mine" in Path("log").read_text()
+
+
+def test_a_process_without_torch_loads_nothing_more() -> None:
+    def loaded(path: str) -> set[str]:
+        code = "import sys; print(*sys.modules)"
+        env = {**os.environ, "PYTHONPATH": path, "ADVISOR_RUN": "{}"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        return set(done.stdout.split())
+
+    bare = {"importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
+    more = loaded(str(INJECTED)) - loaded("") - bare - {"importlib.machinery"}
+    assert more == {"sitecustomize"}
 
 
 def test_what_is_printed_without_end_is_cut_off() -> None:
@@ -240,6 +266,7 @@ def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPat
         (("python", "-uI", "x.py"), "python -uI keeps advisor out of the command"),
         (("python3", "-W", "error", "-E", "x.py"), "python -E keeps advisor out of the command"),
         (("no-such-program",), "command 'no-such-program': no such program"),
+        (("python", "-c", "5\n6"), "command: '5\\n6' is no text on one line"),
     ],
 )
 def test_what_cannot_be_started(folder: Path, command: tuple[str, ...], said: str) -> None:
@@ -300,6 +327,13 @@ while True:
         assert (failed.outcome, failed.reason) == ("failed", "RuntimeError: no half")
 
 
+def test_a_start_as_it_is_takes_a_step() -> None:
+    """What an advice pays before its first step is counted from there."""
+    command = script(f"import time\nfrom training import train\n{SLOW}")
+    with started(command) as (run, _seen, own):
+        assert run.start(own, deadline_s=60).first_step_s >= 0.05
+
+
 def test_another_process_that_trains_goes_on_as_it_is() -> None:
     command = script("""
 import os, time
@@ -349,20 +383,29 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> No
 # Tuned, and run
 
 FIRST = ("sh", "train.sh")
+PACED = f"""
+import os
+import torch
+from training import nn, train
+{PACE}
+class Net(nn.Linear):
+    def forward(self, x):
+        keep_pace(self, 0.01 if torch.is_autocast_enabled("cpu") else 0.02)
+        return super().forward(x)
+
+print("mode", os.environ.get("WANDB_MODE"), flush=True)
+train(int(os.environ.get("STEPS", 10**7)), model=Net(8, 4))
+"""
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    """A folder, and what tuning a shell script there said."""
+    """A folder, and what tuning a shell script there said: bf16 is twice as fast."""
     folder = filled(tmp_path_factory.mktemp("tuned"))
-    (folder / "package" / "train.py").write_text(
-        "import os\nfrom training import train\n"
-        "print('mode', os.environ.get('WANDB_MODE'), flush=True)\n"
-        "train(int(os.environ.get('STEPS', 10**7)))\n"
-    )
+    (folder / "package" / "train.py").write_text(PACED)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     more = ("--show-output", "--json")
-    words = [one for one in QUICK if one != "--quiet"]
+    words = [one if one != "3s" else "8s" for one in QUICK if one != "--quiet"]
     done = advisor(folder, "tune", *words, *more, "--", *FIRST, PATH=path, **own(folder))
     return folder, done
 
@@ -383,6 +426,44 @@ def test_a_shell_script_is_tuned_and_then_served(tuned: tuple[Path, Done]) -> No
     assert ran.returncode == 0
     assert ran.stdout == "mode None\n"
     assert f"record {found['id']} (exact)" in ran.stderr
+
+
+def test_one_is_measured_again_by_the_line_that_asks_for_its_command(
+    tuned: tuple[Path, Done],
+) -> None:
+    folder, done = tuned
+    take_over(folder)
+    found = json.loads(done.stdout)["record"]
+
+    def again(command: str) -> dict[str, Any]:
+        refused = advisor(folder, command, found["id"])
+        asked, line = refused.stderr.strip().split(": give its command, as in: advisor ")
+        assert (refused.returncode, asked) == (2, f"advisor: record {found['id']} is of a run")
+        words = shlex.split(line)
+        at = words.index("--")
+        for budget in ("6s", "20s"):  # where it cannot tell, with more, as it says itself
+            done = advisor(folder, *words[:at], "--budget", budget, "--json", *words[at:])
+            if done.returncode == 0:
+                break
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr.startswith("advisor: starts the command several times and ends it")
+        return dict(json.loads(done.stdout))
+
+    verified = again("verify")
+    assert verified["verdict"] == "holds"
+    assert verified["now"]["pilot"]["low"] > 1.0
+    (part,) = again("explain")["record"]["parts"]
+    assert part["knob"] == {"precision": "bf16"}
+    assert part["low"] > 1.0
+
+
+def test_a_command_that_is_not_the_records_is_refused(tuned: tuple[Path, Done]) -> None:
+    take_over(tuned[0])
+    id, folder = json.loads(tuned[1].stdout)["record"]["id"], Path.cwd()
+    other = advisor(folder, "verify", id, "--", *script(FOREVER), str(folder))
+    assert other.returncode == 2
+    assert f"record {id} is of another run than this: model " in other.stderr
+    assert processes(folder) == []
 
 
 def run(folder: Path, *command: str, said: str = "", **env: str) -> Done:

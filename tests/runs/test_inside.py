@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from advisor.cache.config import Value
 from advisor.opening import open_records
+from advisor.printed import tune_again
 from advisor.tuners.act.pilot import host
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.search.plan import suffices
 from tests.runs.forked import left_behind, space_of
 
 SCRIPT = """
@@ -106,6 +108,9 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     (record,) = open_records(None).all()
     assert record.target.name == "python train.py 60 8s"
     assert len(record.trials) > 1
+    assert record.provenance.how == "within its own run"
+    assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 8s"
+    assert not suffices(record.provenance.effort, "quick")
     assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
     modes = {one.config.get("compile", "none") for one in record.trials}
     assert modes == {"none"}
@@ -201,18 +206,24 @@ def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 class Net(nn.Module):
     """Raises in bf16 where it is to; keeps the number formats that it was called in."""
 
-    def __init__(self, raises: type[Exception] | None = None) -> None:
+    def __init__(self, raises: type[Exception] | None = None, *, backward: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 4)
-        self.raises = raises
+        self.raises, self.backward = raises, backward
         self.dtypes: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
         if self.raises is not None and out.dtype == torch.bfloat16:
-            raise self.raises("not in bf16")
+            if not self.backward:
+                self.fail(x)
+            out.register_hook(self.fail)
         self.dtypes.append(out.dtype)
         return out
+
+    def fail(self, _at: Tensor) -> None:
+        assert self.raises is not None
+        raise self.raises("not in bf16")
 
 
 def train(net: Net, data: int | Iterable[Tensor]) -> None:
@@ -246,6 +257,9 @@ class Careful:
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError from exc
+
+    def lost(self, exc: Exception, order: Order) -> None:
+        exc.add_note(str(order.config["precision"]))
 
 
 @pytest.fixture
@@ -334,6 +348,20 @@ def test_a_loader_that_stays_as_it_is(
     assert "num_workers" in guide.seen.kept
     assert guide.seen.script == ""  # of the key it is no part
     assert guide.seen.lines()[:1] == ([said] if said else [])
+
+
+def test_a_config_that_raises_in_backward_is_told_before_the_script_has_it(
+    charge: InCharge,
+) -> None:
+    guide, net = Careful(), Net(MemoryError, backward=True)
+    charge.bring(guide)
+    with pytest.raises(MemoryError) as caught:
+        train(net, 12)
+    assert caught.value.__notes__ == ["bf16"]
+    (lap,) = guide.laps
+    assert (lap.outcome, lap.reason) == ("out_of_memory", "MemoryError: not in bf16")
+    train(net, 8)
+    assert [one.outcome for one in guide.laps] == ["out_of_memory", "ok"]
 
 
 def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
@@ -278,6 +279,18 @@ def test_fp16_without_a_scaler_is_named_once() -> None:
     assert any(
         "step" in line and line.startswith("not in effect") for line in advice.report().splitlines()
     )
+
+
+def test_a_hook_of_the_script_s_own_outlives_what_looks_for_a_scaler() -> None:
+    advice = Advice(Config(precision="fp16"), device="cpu")
+    with advice.autocast():
+        pass
+    theirs: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: theirs.append(optimizer))
+    with pytest.warns(AdvisorWarning, match="without a scaler"):
+        one_step(advice, "plain")
+    hook.remove()
+    assert len(theirs) == 2
 
 
 @pytest.mark.parametrize("how", ["step", "scaler", "own"])

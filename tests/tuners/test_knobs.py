@@ -37,6 +37,7 @@ def on_cpu(**more: Any) -> Situation:
 
 SITUATIONS = [
     *(on_cuda(full=full, deterministic=fixed) for full in OFF_ON for fixed in OFF_ON),
+    on_cuda(varies=True),
     on_cpu(),
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
@@ -47,8 +48,8 @@ def test_the_rows() -> None:
     """The order is that of the guesses, and every name stands once."""
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
-        *("batch_size", "fused_optimizer", "compile", "step_graph", "threads"),
-        *("num_workers", "pin_memory"),
+        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
+        *("threads", "num_workers", "pin_memory"),
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -62,6 +63,7 @@ def test_what_torch_does_by_itself() -> None:
         "cudnn_enabled": True,
         "fused_optimizer": False,
         "compile": "none",
+        "dynamic_shapes": False,
         "step_graph": False,
         "pin_memory": False,
     }
@@ -136,6 +138,9 @@ OFF, FIXED_ON = (False,), (True,)
         ("compile", on_cuda(deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
         ("compile", on_cpu(compiles=False), ()),
+        ("dynamic_shapes", on_cuda(), ()),
+        ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
+        ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),
         ("step_graph", on_cuda(), OFF_ON),
         ("step_graph", on_cuda(training=False), ()),
         ("step_graph", on_cuda(step_graph=False), ()),
@@ -188,6 +193,7 @@ FOLLOWING = {
     (BATCH, 32): ("loop", False, 1),
     ("fused_optimizer", True): ("pilot", False, 1),
     **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *AUTOTUNED)},
+    ("dynamic_shapes", True): ("pilot", True, 1),
     ("step_graph", True): ("capture", True, 1),
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
@@ -210,7 +216,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.memory) == {
         *("precision", "channels_last", "compile", "step_graph")
     }
-    paying = {"cudnn_benchmark", "compile", "threads"}
+    paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
     assert names(lambda knob: knob.carries) == {
@@ -221,7 +227,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "num_workers")
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers")
     }
     assert names(lambda knob: knob.feeds) == set(knobs.FEEDS) == {"num_workers", "pin_memory"}
     assert names(lambda knob: knob.strict is not None) == {"precision"}
@@ -231,8 +237,10 @@ def test_what_holds_of_a_row() -> None:
 
 
 def test_what_does_not_go_together() -> None:
+    set_apart = tuple(mode for mode in (*MODES, *AUTOTUNED) if mode != "default")
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
+        "dynamic_shapes": {"compile": ("none", *set_apart)},
         "step_graph": {
             "precision": ("fp16",),
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
@@ -490,7 +498,7 @@ def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
-    assert gpu == Config({**held, BATCH: 16}).without("compile")
+    assert gpu == Config({**held, BATCH: 16}).without("compile", "dynamic_shapes")
     cpu = knobs.plain(task, "cpu")
     assert dict(cpu) == {
         BATCH: 16,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -20,8 +22,10 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
+from tests.runs.forked import left_behind
 
 OWN = Config(
     precision="default", channels_last=False, fused_optimizer=False, compile="none", batch_size=4
@@ -44,9 +48,9 @@ def unexpected(exc: BaseException) -> None:
     raise AssertionError("a config failed") from exc
 
 
-def switch_of(trained: Trained, optimizer: torch.optim.Optimizer) -> Switch:
+def switch_of(trained: Trained, *optimizers: torch.optim.Optimizer) -> Switch:
     cpu = torch.device("cpu")
-    return Switch([trained], [optimizer], OWN, cpu, lambda _given: None, unexpected)
+    return Switch([trained], optimizers, OWN, cpu, lambda _given: None, unexpected)
 
 
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -119,6 +123,29 @@ def test_a_config_acts_and_leaves_nothing(
     assert not IN_FORCE.config
 
 
+def test_a_compilation_that_is_given_up_is_noticed(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    _net, _optimizer, switch = flown
+
+    @torch.compile(backend="eager", dynamic=False)
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def varied() -> None:
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for size in (2, 3):
+                doubled(torch.ones(size))
+
+    switch.set(OWN.replace(compile="default"))
+    assert not switch.fell_back
+    varied()
+    assert switch.fell_back
+    switch.set(OWN)
+    assert not switch.fell_back
+    switch.release()
+
+
 def test_evaluation_is_left_to_the_script(
     flown: tuple[Net, torch.optim.Optimizer, Switch],
 ) -> None:
@@ -163,6 +190,40 @@ def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
     assert seat_of(wrapped) is None
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """A job of one process: its gradients go through buckets all the same."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
+    net = Net()
+    other = copy.deepcopy(net)
+    parallel = nn.parallel.DistributedDataParallel(net)
+    if hooked:
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+    switch = switch_of(Trained(parallel, net, ()))
+    batch = torch.randn(4, 3, 8, 8)
+    for channels_last in (False, True, False):
+        switch.set(OWN.replace(channels_last=channels_last))
+        for _ in range(3):  # the buckets are made anew after the first
+            net.zero_grad()
+            other.zero_grad()
+            for model in (parallel, other):
+                model(batch).square().mean().backward()
+            for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        assert laid_out == (channels_last and not hooked)
+    switch.release()
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
@@ -230,6 +291,25 @@ def test_half_precision_is_no_choice_under_lbfgs() -> None:
     assert any("LBFGS" in line for line in one.lines())
 
 
+def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
+    net = nn.Embedding(9, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def of(*lengths: int) -> Seen:
+        crew = Crew()
+        for length in lengths:
+            x = torch.zeros(4, length, dtype=torch.int64)
+            crew.saw_call(net, (x,), {"mask": x > 0})
+            crew.saw_step(optimizer)
+        return Seen.of(crew, len(lengths), Loading())
+
+    one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
+    assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
+    assert (fixed.shape, fixed.varies) == ((4, 5), False)
+    assert "compile" in space_of(fixed).choices
+    assert "dynamic_shapes" not in space_of(fixed).choices
+
+
 def test_a_script_with_half_weights_keeps_them() -> None:
     own = BY_NAME["precision"].script
     assert own is not None
@@ -242,21 +322,41 @@ def test_a_script_with_half_weights_keeps_them() -> None:
     assert found.value == "fp16"
 
 
-def test_a_hook_that_goes_within_a_step_disturbs_no_other() -> None:
+def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     told: list[str] = []
+    steps = Steps()
 
     def once(_optimizer: torch.optim.Optimizer) -> None:
         told.append("ours")
         remove()
+        later.append(steps.tell(lambda _optimizer: told.append("the next of ours")))
 
-    remove = hooks.on_step(once)
+    later: list[Callable[[], None]] = []
+    remove = steps.tell(once)
     other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
-    for _ in range(3):
+    for _ in range(2):
         stepped(net, optimizer)
+    later[0]()
+    stepped(net, optimizer)
     other.remove()
-    assert told == ["ours", "theirs", "theirs", "theirs"]
+    assert told == ["ours", "theirs", "the next of ours", "theirs", "theirs"]
+
+
+def test_the_last_that_goes_within_a_step_takes_the_hook_with_it() -> None:
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = register_optimizer_step_post_hook(lambda *_: None)
+    there = len(_global_optimizer_post_hooks)
+    steps = Steps()
+    remove = steps.tell(lambda _optimizer: remove())
+    stepped(net, optimizer)
+    net(torch.ones(2, 3, 8, 8))
+    assert len(_global_optimizer_post_hooks) == there
+    other.remove()
 
 
 class Refusing:
@@ -279,6 +379,40 @@ class Refusing:
         raise AssertionError("nothing fails") from exc
 
     gave_up = failed
+
+
+class Told(Refusing):
+    """The same, that keeps why it was never asked."""
+
+    said = ""
+
+    def failed(self, exc: BaseException) -> None:
+        self.said = str(exc)
+
+
+@pytest.mark.parametrize("what", ["function", "model"])
+def test_what_a_script_compiles_is_not_compiled_again(what: str) -> None:
+    """The pilot's own hooks are part of what is traced while they are there."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    net = nn.Sequential(inner, nn.Linear(4, 2)) if what == "model" else inner
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    call = net
+    if what == "model":
+        inner.compile(backend="eager")
+    else:
+        call = torch.compile(lambda x: net(x), backend="eager")
+    torch.compiler.reset()
+    before, guide = hooks.compiled(), Told()
+    pilot = Pilot(guide)
+    for _ in range(8):
+        optimizer.zero_grad()
+        call(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert hooks.compiled() - before == 1
+    assert guide.asked == (what == "model")
+    assert ("compile the model instead" in guide.said) == (what == "function")
+    pilot.release()
+    assert left_behind() == []
 
 
 def test_a_pilot_that_leaves_is_gone_at_once() -> None:

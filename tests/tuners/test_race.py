@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from advisor.cache.config import Config
+from advisor.cache.record import Measurement
 from advisor.tuners.search.race import (
     MIN_ROUNDS,
     MOST_ROUNDS,
@@ -94,6 +96,20 @@ def test_the_time_ends_it() -> None:
     found = race(runner, [DEFAULT, FAST], runner.part(1.4), drop=False)
     assert runner.order == [DEFAULT, FAST, FAST, DEFAULT, DEFAULT]
     assert (len(found[DEFAULT]), len(found[FAST])) == (3, 2)
+
+
+def test_no_turn_is_begun_that_the_end_would_cut_off() -> None:
+    class Slow(Steady):
+        """Turns take three seconds more than what is timed of them."""
+
+        def measure(self, config: Config, **how: Any) -> Measurement:
+            return super().measure(config, **how | {"seconds": 3.3})
+
+    for seconds in range(20, 40):
+        runner = Slow({DEFAULT: 100.0, FAST: 200.0, BF16: 150.0}, noise=0.05)
+        found = race(runner, [DEFAULT, FAST, BF16], runner.part(float(seconds)), drop=False)
+        assert set(found) == {DEFAULT, FAST, BF16}
+        assert runner.time > seconds - 7
 
 
 def test_without_the_first_there_is_no_race() -> None:

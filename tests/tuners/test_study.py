@@ -234,6 +234,9 @@ def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
     # Once more at the batch that leads, the last of all.
     assert [t.config.batch for t in dear].index(512) == len(dear) - 1
     assert {t.origin for t in dear} == {"leader"}
+    # Guesses leave the cheapest its time, where there is little.
+    tight = search(Simulated(), tmp_path, "tight", space=space, search_s=SEARCH * 60).run()
+    assert {t.config["compile"] for t in tight} == {"none", "cudagraphs"}
     short = search(Simulated(), tmp_path, "short", space=space, search_s=20)
     assert all(t.config["compile"] == "none" for t in short.run())
 

@@ -13,7 +13,13 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.tuners.measure import numerics
-from advisor.tuners.measure.numerics import MOST_STEPS, compare_draws, judge, steps_within
+from advisor.tuners.measure.numerics import (
+    MOST_STEPS,
+    Distances,
+    compare_draws,
+    judge,
+    steps_within,
+)
 from advisor.tuners.measure.observe import Observer, Point, Trace
 from advisor.tuners.measure.randomness import SameDraws
 from advisor.tuners.measure.worker.child import Bench
@@ -384,6 +390,14 @@ def test_a_rate_shows_in_what_it_scatters() -> None:
     assert "missing" in compare_draws(draws(0.1), draws(0.0))
     assert "mean" in compare_draws(draws(0.1), draws(0.1) * 0.85)
     assert compare_draws(draws(0.0), draws(0.0)) == ""
+
+
+@pytest.mark.parametrize(("wrong", "good"), [(1, True), (3, False)])
+def test_of_four_batches_most_decide(wrong: int, good: bool) -> None:
+    """By chance rounding is in one batch what it is in no draw; a fault is in most."""
+    off, fine = run(*[1.0] * 4, gradient=2.0), run(*[1.0] * 4)
+    seen = [Distances.of(FLAT, [FLAT], one, one) for one in [off] * wrong + [fine] * (4 - wrong)]
+    assert judge(fine, [fine], fine, fine, distances=Distances.lasting(seen))[0] is good
 
 
 def test_steps_fit_the_time() -> None:

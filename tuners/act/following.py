@@ -126,7 +126,7 @@ class Following:
         now = f"{flags:.2f}x in force ({USES[0]})" if flags else "not in force yet"
         stale = f" ({served.status})" if served.status == STALE else ""
         unsigned = "" if served.signed else f"; {UNSIGNED}"
-        return f"{now}; {whole:.2f}x{stale} {once} {', '.join(waiting)}{unsigned}"
+        return f"{now}; {whole:.2f}x{stale} {once} {', '.join(waiting)}{served.doubt}{unsigned}"
 
     def further(self) -> str:
         """What the next use would give, of those that give more."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
+
+from advisor.tuners.act.steps import EVERY_STEP
 
 KEPT = 2**20
 """Bytes up to which an output is copied in training too, as a loss that a script collects."""
@@ -41,12 +42,11 @@ class Replays:
             self._hooked = True
             itself = weakref.ref(self)
 
-            def close(*_args: Any) -> None:
+            def close(_optimizer: torch.optim.Optimizer) -> None:
                 if (one := itself()) is not None:
                     one._open = False
 
-            handle = register_optimizer_step_post_hook(close)
-            weakref.finalize(self, handle.remove)
+            weakref.finalize(self, EVERY_STEP.tell(close))
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         model._compiled_call_impl = self._around(inner, weights)
 
@@ -76,16 +76,22 @@ class Replays:
         for optimizer in self._spent:
             optimizer.zero_grad(set_to_none=True)
         self._spent.clear()
-        for weight in weights:
-            held = weight.grad
-            if held is None:
-                continue
-            own = self._own.get(id(weight))
-            if own is None or own() is not held:
-                # The backward pass gave its output away; what is added to must not be its buffer.
-                moved = held.detach().clone()
-                weight.grad = moved
-                self._own[id(weight)] = weakref.ref(moved)
+        found = {
+            w: g.detach() for w in weights if (g := w.grad) is not None and not self._is_own(w)
+        }
+        if not found:
+            return
+        # The backward pass gave its outputs away; what is added to must not be its buffers. All at
+        # once takes a kernel or two, where clones would take hundreds.
+        moved = [torch.empty_like(gradient) for gradient in found.values()]
+        torch._foreach_copy_(moved, list(found.values()))
+        for weight, gradient in zip(found, moved, strict=True):
+            weight.grad = gradient
+            self._own[id(weight)] = weakref.ref(gradient)
+
+    def _is_own(self, weight: Tensor) -> bool:
+        own = self._own.get(id(weight))
+        return own is not None and own() is weight.grad
 
 
 def _moved(value: Any) -> Any:

@@ -20,6 +20,7 @@ class Served:
         status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
             from something near), 'miss' or 'disabled'.
         reason: one line: what was served, or why nothing was.
+        doubt: '; not verified ...', part of the reason, where it was not held against strict fp32.
         signed: whether the reader, or their team, signed the record behind it.
         record: the record behind it, or None.
         explanation: what was looked for and found, for people with str(); None where it was not
@@ -33,6 +34,7 @@ class Served:
 
     status: str = "exact"
     reason: str = ""
+    doubt: str = ""
     signed: bool = True
     record: Record | None = None
     explanation: Explanation | None = None

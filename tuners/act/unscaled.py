@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.errors import AdvisorWarning
+from advisor.tuners.act.steps import EVERY_STEP
 
 _DEPTH = 16
 """Callers looked at: the scaler's step, a schedule's wrapper and the hook's own lie between."""
@@ -31,22 +30,23 @@ class Unscaled:
     def __init__(self, models: Collection[nn.Module]) -> None:
         self.scaled = False
         self._models = models
-        self._handle: Any = None
+        self._unhook: Callable[[], None] | None = None
 
     def watch(self) -> None:
         """Costs a comparison at all calls but the first."""
-        if self._handle is None:
+        if self._unhook is None:
             see = weakref.WeakMethod(self._see)
-            self._handle = register_optimizer_step_post_hook(
-                lambda optimizer, _args, _kwargs: found(optimizer) if (found := see()) else None
+            self._unhook = EVERY_STEP.tell(
+                lambda optimizer: found(optimizer) if (found := see()) else None
             )
-            weakref.finalize(self, self._handle.remove)
+            weakref.finalize(self, self._unhook)
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(weight) for model in self._models for weight in model.parameters()}
         if ours and not any(id(w) in ours for g in optimizer.param_groups for w in g["params"]):
             return
-        self._handle.remove()
+        assert self._unhook is not None
+        self._unhook()
         frame = sys._getframe(1)
         for _ in range(_DEPTH):
             # The script's own scaler is as good as the advice's.

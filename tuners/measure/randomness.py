@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 _MODULUS = 2**31
+_VALUES = _MODULUS >> 8
 _FACTORS = (1103515245, 40503, 1597334677, 1103515245)
 
 
@@ -33,15 +34,20 @@ def salted(number: int, device: torch.device) -> Tensor:
     return torch.tensor((number, *_FACTORS), dtype=torch.int64, device=device)
 
 
-def uniform(shape: Any, salt: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32, a function of the place and of `salted(...)` alone."""
+def hashed(shape: Any, salt: Tensor) -> Tensor:
+    """Whole numbers from 0 to _VALUES, a function of the place and of `salted(...)` alone."""
     mixed = torch.arange(math.prod(shape), device=salt.device, dtype=torch.int64)
     # Multiplications below 2**62: no overflow, which compiled code could treat another way.
     mixed = (mixed * salt[1] + salt[0] * salt[2] + 12345) % _MODULUS
     for factor in (salt[3], salt[4]):
         mixed = (mixed ^ (mixed >> 15)) * factor % _MODULUS
     mixed = mixed ^ (mixed >> 16)
-    return ((mixed >> 8).float() + 0.5).div(_MODULUS >> 8).view(*shape)
+    return (mixed >> 8).view(*shape)
+
+
+def uniform(shape: Any, salt: Tensor) -> Tensor:
+    """Numbers in (0, 1), float32, as `hashed`."""
+    return (hashed(shape, salt).float() + 0.5).div(_VALUES)
 
 
 class SameDraws(TorchFunctionMode):
@@ -90,7 +96,8 @@ def _dropped(
 ) -> Tensor:
     if not training or p == 0:
         return input
-    kept = uniform(shape, salt) >= p
+    # In whole numbers, which `Rounding` leaves alone: an element more or less is no rounding.
+    kept = hashed(shape, salt) >= round(p * _VALUES)
     factor = kept.to(input.dtype) / max(1 - p, 1e-9)
     return input.mul_(factor) if inplace else input * factor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -168,6 +169,11 @@ class Plan:
         if self.steps is None and self.duration_s is None:
             return None
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
+
+
+def holding(compare_s: float) -> float:
+    """The budget whose race leaves so many seconds for a comparison, in whole ten seconds."""
+    return 10.0 * math.ceil(compare_s / ((1 - SEARCH) * (1 - RACE / 2)) / 10)
 
 
 class Clock:

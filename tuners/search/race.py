@@ -28,6 +28,9 @@ BUILDING = 0.6
 """Share of a race after which no further config is built for it: turns tell, not entrants."""
 BUILD, BUILD_LEAST_S = 3.0, 15.0
 """Building a config again may take so many times what it took before, and this."""
+MARGIN = 2.0
+"""A turn is begun where there is time for one that takes so many times as long as its last: what is
+cut off costs its config the race, and a command its start."""
 
 # Student's t, two-sided 95%, by degrees of freedom (any statistics table).
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -95,35 +98,38 @@ def race(
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
     running = list(rates)
+    took: dict[Config, float] = {}
 
-    def left_s() -> float:
+    def left_s(needs_s: float = 0.0) -> float:
         left = part.left_s
-        return left if left > 0 or _known(running, rates, CLEAR) else left + part.reserve_s
+        return left if left > needs_s or _known(running, rates, CLEAR) else left + part.reserve_s
 
     whole_s = part.left_s
+    over = False
     for turn in range(MOST_ROUNDS):
         for config in list(running if turn % 2 == 0 else reversed(running)):
-            left = left_s()
+            needs_s = MARGIN * took.get(config, 0.0)
+            deadline_s = left_s(needs_s) + part.clock.slack_s / 4
             built = sum(map(bool, rates.values()))
             if turn == 0 and built >= 2 and part.left_s < (1 - BUILDING) * whole_s:
                 running.remove(config)
                 continue
-            if left <= 0 or not running or running[0] != reference:
+            if left_s() <= 0 or not running or running[0] != reference:
+                break
+            if over := needs_s > deadline_s:
                 break
             most = BUILD * build_s(config) + BUILD_LEAST_S if turn == 0 else math.inf
+            began = part.clock.now()
             measured = runner.measure(
-                config,
-                seconds=TURN_S,
-                stage=stage,
-                keep=True,
-                deadline_s=min(most, left + part.clock.slack_s / 4),
+                config, seconds=TURN_S, stage=stage, keep=True, deadline_s=min(most, deadline_s)
             )
+            took[config] = part.clock.now() - began - measured.first_step_s
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
             else:
                 del rates[config]
                 running.remove(config)
-        if left_s() <= 0 or reference not in rates:
+        if over or left_s() <= 0 or reference not in rates:
             break
         if turn + 1 < MIN_ROUNDS:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -37,8 +37,6 @@ HOPELESS = 0.6
 """Below this fraction of the fastest at its batch and use a config is measured no longer."""
 EAGER = 0.5
 """Share of the search for guesses and larger batches where a dear knob is to be tried after."""
-DEAR_S = 30.0
-"""Seconds that must be left for a config that compiles."""
 DEAR_SHARE = 2 / 3
 """Of the search time left, what one value of a dear knob may take before it is given up."""
 DEAR_LEAST_S = 45.0
@@ -160,8 +158,10 @@ class Search:
         if default is None or not default.measurement.ok:
             reason = default.measurement.reason if default else "it was not tried"
             raise WorkerError(f"torch's default could not be measured: {reason}")
-        if self._space.dear and self._part.left_s >= DEAR_S / EAGER:
-            self._kept_s = (1 - EAGER) * self._part.left_s
+        kept_s = (1 - EAGER) * self._part.left_s
+        most = self._reach_s(kept_s)
+        if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):
+            self._kept_s = kept_s
         for near in dict.fromkeys(self._space.near(config) for config in self._scope.first):
             if self._space.holds(near):
                 self._try(near, "near record")
@@ -177,9 +177,7 @@ class Search:
         self._try_dear()
         self._feed(self.best(self._space.batch).config)
         self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s
-        for use in self._space.uses:
-            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
-                self._try(config, "guess")
+        self._try_on_leaders()
         self._sample()
         return self.trials
 
@@ -266,7 +264,7 @@ class Search:
         follow goes first: more scripts can.
         """
         user, space = self._space.batch, self._space
-        values = [(name, value) for name in space.dear for value in space.choices[name][1:]]
+        values = self._dear_values()
         uses = [
             use
             for use in reversed(space.uses)
@@ -276,19 +274,35 @@ class Search:
         ]
         if not uses:
             return
-        dear = []
+        dear: list[Config] = []
         for leader in dict.fromkeys(self._leaders(uses)):
-            recipes = [recipe for recipe in knobs.LEADERS if space.on(leader, recipe)]
-            recipes += [{name: value} for name, value in values if {name: value} not in recipes]
-            for recipe in recipes:
-                if (config := space.on(leader, recipe)) is not None:
-                    dear.append(config)
-                    self._try_one_dear(config)
+            recipes = [on for recipe in knobs.LEADERS if (on := space.on(leader, recipe))]
+            for config in recipes:
+                self._try_one_dear(config)
+            self._try_on_leaders()  # a compiler has done most of its work for these
+            others = [on for name, value in values if (on := space.on(leader, {name: value}))]
+            for config in others:
+                self._try_one_dear(config)
+            dear += recipes + others
         tried = [t for config in dear if (t := self._known.get(config)) and t.measurement.ok]
         free = self.best().config.batch
         if tried and free != user:
             best = max(tried, key=lambda trial: trial.measurement.samples_per_s)
             self._try_one_dear(best.config.at(free))
+
+    def _try_on_leaders(self) -> None:
+        for use in self._space.uses:
+            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
+                self._try(config, "guess")
+
+    def _dear_values(self) -> list[tuple[str, Value]]:
+        space = self._space
+        return [(name, value) for name in space.dear for value in space.choices[name][1:]]
+
+    def _needs_s(self, values: Mapping[str, Value]) -> float:
+        """Seconds that a trial of these values of knobs must have."""
+        rows = ((knobs.BY_NAME[name].dear, value) for name, value in self._dear(values))
+        return max((needs(value) for needs, value in rows if needs), default=0.0)
 
     def _leaders(self, uses: Sequence[str]) -> list[Config]:
         """What dear knobs are tried on, at the user's batch.
@@ -316,8 +330,11 @@ class Search:
         return [trial.config.at(user) for trial in (*found, best)]
 
     def _try_one_dear(self, config: Config) -> None:
-        if self._left_s >= DEAR_S and self._space.holds(config) and not self._hung(config):
+        if self._has_time(config) and self._space.holds(config) and not self._hung(config):
             self._try(config, "leader")
+
+    def _has_time(self, config: Config) -> bool:
+        return self._needs_s(config) <= self._limit_s(config) - self._kept_s
 
     def _hung(self, config: Config) -> bool:
         """Whether a value of a dear knob ran into its deadline in another config."""
@@ -329,9 +346,10 @@ class Search:
         }
         return any(pair in hung for pair in self._dear(config))
 
-    def _dear(self, config: Config) -> set[tuple[str, Value]]:
-        changed = config.changed(self._space.default)
-        return {(name, changed[name]) for name in self._space.dear if name in changed}
+    def _dear(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
+        default = self._space.default
+        names = (n for n in self._space.dear if n in values and values[n] != default[n])
+        return {(name, values[name]) for name in names}
 
     @property
     def _left_s(self) -> float:
@@ -346,9 +364,12 @@ class Search:
             own = max(DEAR_LEAST_S, DEAR_SHARE * self._part.left_s)
         else:
             own = max(TRIAL_LEAST_S, TRIAL_SHARE * self.clock.budget_s)
-        # What a trial takes beyond the search's end the race is short of.
-        beyond = (self.clock.left_s - max(0.0, self._part.left_s)) / 4
-        return min(own, max(0.0, self._part.left_s) + beyond + self.clock.slack_s / 4)
+        return min(own, self._reach_s(max(0.0, self._part.left_s)))
+
+    def _reach_s(self, left_s: float) -> float:
+        """What a trial may take that is begun with so much of the search left."""
+        # What it takes beyond the search's end the race is short of.
+        return left_s + (self.clock.left_s - left_s) / 4 + self.clock.slack_s / 4
 
     def _sample(self) -> None:
         """Until patience ends for each use at the user's batch, and for the widest with it free."""
@@ -376,8 +397,7 @@ class Search:
 
     def _open(self) -> list[Config]:
         """The configs that may be proposed for the aim."""
-        # Where there is time for a dear one, and a sampler that counts what it costs.
-        dear = self._scope.sampler is None and self._left_s >= DEAR_S
+        dear = self._scope.sampler is None  # which counts what they cost
         batches = self._space.batches if self._aim.batch is None else (self._aim.batch,)
         return [
             config
@@ -389,6 +409,7 @@ class Search:
             and self._covers(self._aim, config)
             and not self._cannot_fit(config)
             and not self._hung(config)
+            and self._has_time(config)
         ]
 
     def _sampled(self) -> bool:

@@ -32,6 +32,8 @@ LEAST_S = 1.0
 """A comparison is not begun with less."""
 FITS = 0.7
 """Nor with less than this share of what it usually takes."""
+TRIES = 2
+"""Times what a comparison was given in vain, or the budget, that is to be given the next time."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 REFERENCE_S = 0.5
@@ -70,8 +72,10 @@ class Terms:
         process_s: what starting a worker takes.
         memory: bytes of the device that configs may take; 0 where that is not known.
         baseline: what everything is held against, for people.
-        compare_s: what one comparison takes at least, compiling aside: the race leaves it, up to
-            half of its time.
+        compare_s: what one comparison takes, its steps and compiling aside.
+        compare_steps: as many of the default's steps take as long as its own; 0 where it takes as
+            many as fit. Where it is known the race leaves that time, up to half of its own.
+        draws: what is compared draws random numbers, otherwise then, and is compiled anew for it.
     """
 
     length: Length | None = None
@@ -79,6 +83,8 @@ class Terms:
     process_s: float = 0.0
     memory: int = 0
     compare_s: float = 0.0
+    compare_steps: int = 0
+    draws: bool = False
     baseline: str = "torch's default"
 
 
@@ -175,7 +181,8 @@ class _Decision:
             (t for t in self.trials if t.measurement.ok),
             key=lambda trial: trial.measurement.samples_per_s,
         )
-        most = 1 - self._compare_s(leader.config) / max(self.clock.left_s, 1e-9)
+        leaves_s = self._least_s(leader.config) if self.terms.compare_steps else 0.0
+        most = 1 - leaves_s / max(self.clock.left_s, 1e-9)
         if most < plan.RACE / 2:
             most = 1.0  # no comparison fits in: its time is worth more in the race
         part = self.clock.part(
@@ -271,18 +278,12 @@ class _Decision:
 
     def _compare(self, config: Config, share_s: float) -> None:
         """Compare one; it is worth more than the parts that follow, which give up their time."""
-        from advisor.tuners.measure.numerics import LEAST_STEPS, steps_within
-
-        # What was compiled for the search is in the compiler's cache on disk.
-        build_s, step_s = self.starts.seen(config) / plan.WARM, self.tried.measurement.step_s
         # Of the same length as those before, whose runs of the reference are used again.
-        steps = self.compared or steps_within(share_s - build_s, step_s)
-        steps = steps or min(LEAST_STEPS, steps_within(self.clock.left_s - build_s, step_s))
-        self.compared = steps
-        if not steps or self.clock.part().deadline_s < max(LEAST_S, FITS * self._compare_s(config)):
-            self.progress.notice(
-                f"not compared with fp32: {self._named(config)}: no time is left for it"
-            )
+        self.compared = steps = self.compared or self._steps(config, share_s)
+        least_s = self._least_s(config) if self.terms.compare_steps else self._before_s(config)
+        if not steps or self.clock.part().deadline_s < max(LEAST_S, FITS * least_s):
+            none = Measurement(outcome="timed_out", reason="no time is left for it")
+            self._not_compared(config, none)
             return
         began = self.clock.now()
         measured = self.worker.verify(
@@ -297,14 +298,40 @@ class _Decision:
             self.progress.notice(f"struck out: {self._named(config)}: {measured.reason}")
             self._strike(config, measured.reason)
         elif not measured.ok:
-            self.progress.notice(
-                f"not compared with fp32: {self._named(config)}: {measured.reason}"
-            )
+            self._not_compared(config, measured, self.clock.now() - began)
 
-    def _compare_s(self, config: Config) -> float:
-        """What comparing a config takes at least; 0 where that is told in steps alone."""
-        # Its draws are made otherwise there, which is another thing to compile.
-        return self.terms.compare_s and self.terms.compare_s + self.starts.seen(config)
+    def _not_compared(self, config: Config, said: Measurement, took_s: float = 0.0) -> None:
+        """Tell it, with the budget that would have the time, if it was that."""
+        why = said.reason
+        if said.outcome == "timed_out":
+            budget_s = plan.holding(max(self._least_s(config), TRIES * took_s))
+            if budget_s <= self.clock.budget_s:
+                budget_s = TRIES * self.clock.budget_s
+            why += f"; a budget of {budget_s:.0f}s would do"
+        self.progress.notice(f"not compared with fp32: {self._named(config)}: {why}")
+
+    def _steps(self, config: Config, share_s: float) -> int:
+        """Steps of a comparison; 0 where there is no time for one."""
+        from advisor.tuners.measure.numerics import LEAST_STEPS, steps_within
+
+        if self.terms.compare_steps:
+            return LEAST_STEPS
+        before_s, step_s = self._before_s(config), self.tried.measurement.step_s
+        least = min(LEAST_STEPS, steps_within(self.clock.left_s - before_s, step_s))
+        return steps_within(share_s - before_s, step_s) or least
+
+    def _before_s(self, config: Config) -> float:
+        """Seconds that comparing a config takes, its steps aside."""
+        seen = self.starts.seen(config)
+        # What was compiled for the search is in the compiler's cache on disk.
+        return self.terms.compare_s + (seen if self.terms.draws else seen / plan.WARM)
+
+    def _least_s(self, config: Config) -> float:
+        """The same, with as few steps as can be."""
+        from advisor.tuners.measure.numerics import LEAST_STEPS, seconds_of
+
+        step_s, known = self.tried.measurement.step_s, self.terms.compare_steps
+        return self._before_s(config) + (known * step_s or seconds_of(LEAST_STEPS, step_s))
 
     def _drop_suspects(self) -> None:
         """Take out what was not compared where all that was found of a value of it is wrong."""

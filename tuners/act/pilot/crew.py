@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from advisor.tuners.act.pilot.drawn import Drawn
+
 LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
+VARIES = 0
 
 
 class Unclear(Exception):
@@ -25,7 +28,10 @@ class Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor that a model is called with: where it stands, its shape and dtype."""
+    """One tensor that a model is called with: where it stands, its shape and dtype.
+
+    A dimension beyond the first is VARIES where it is not the same in all calls that were seen.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +44,7 @@ class Trained:
 
     Attributes:
         outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
-        inputs: of its first call.
+        inputs: of its first calls.
         calls: with gradients, and `samples` of them, since they were last looked at.
     """
 
@@ -60,29 +66,36 @@ class Crew:
     Attributes:
         called: every outermost module that was called with gradients, in order.
         autocast: the number format of the script's own autocast, seen within such a call.
+        draws: random numbers were drawn within such a call.
         optimizers: in the order of their first steps; `order` is that of all steps.
     """
 
     called: dict[nn.Module, Trained] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    draws: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    _before: Drawn | None = None
 
     def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module was called by no other one."""
+        before, self._before = self._before, None
+        self.draws = self.draws or (before is not None and before.passed())
         if not torch.is_grad_enabled() or not module.training:
             return
         one = self.called.get(module)
+        found = inputs_of(args, kwargs)
         if one is None:
             from advisor.tuners.fingerprint import unwrapped
 
-            found = inputs_of(args, kwargs)
             one = self.called[module] = Trained(module, unwrapped(module), found)
+        one.inputs = varying(one.inputs, found)
         one.calls += 1
         one.samples += batch_of(args, kwargs)
 
     def saw_within(self, module: nn.Module) -> None:
         """A module is called, by another one or not."""
+        self._before = self._before or Drawn()
         kind = next((p.device.type for p in module.parameters(recurse=False)), "")
         if kind and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
@@ -157,6 +170,19 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...
         for path, value in flat
         if isinstance(value, Tensor)
     )
+
+
+def varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """Inputs of earlier calls, with what is otherwise in a later one."""
+    later = {one.name: one.shape for one in theirs}
+    return tuple(_varying(one, later.get(one.name, one.shape)) for one in ours)
+
+
+def _varying(one: Input, shape: tuple[int, ...]) -> Input:
+    if len(shape) != len(one.shape):
+        return one
+    rest = (a if a == b else VARIES for a, b in zip(one.shape[1:], shape[1:], strict=True))
+    return replace(one, shape=(*one.shape[:1], *rest))
 
 
 def _name(path: Any) -> str:

@@ -15,11 +15,19 @@ What is not a hook of PyTorch's own, and why:
 - `_worker_pids_set` of an iterator that has workers of advisor's: PyTorch raises in the middle of
   whatever runs where one of them dies. That they are missed when a batch is due is enough.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
+- `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
+  compiled lazily for it fails there, or runs out of memory, and no hook is told.
+- `DistributedDataParallel`'s reducer, made anew as `__setstate__` makes it: it writes gradients by
+  the strides that weights had when it was made, and reads them by those that they have (torch
+  2.11, reducer.cpp, `populate_bucket_views_out`). Of a weight laid out since they come back
+  permuted, unsaid.
 - `sys.excepthook`: why a script ends.
+- `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -28,11 +36,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -41,65 +48,59 @@ Remove = Callable[[], None]
 """Takes a hook away again."""
 
 
-def on_calls(
-    called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    within: Callable[[nn.Module], None],
-) -> Remove:
-    """Tell of every module that is called by no other one, once its call is over; and of every
+class Calls:
+    """Tells of every module that is called by no other one, once its call is over; and of every
     one that is called, before it.
 
     It slows the call of every module: for the first steps only.
     """
-    inside: list[nn.Module] = []
 
-    def enter(module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        within(module)
-        if not inside:
-            inside.append(module)
+    def __init__(
+        self,
+        called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        within: Callable[[nn.Module], None],
+    ) -> None:
+        inside: list[nn.Module] = []
+        self._resting = False
+        self._compiled = compiled()
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-        if inside and inside[0] is module:
-            inside.clear()
-            called(module, args, kwargs)
+        def enter(module: nn.Module, _args: Any) -> None:
+            # What torch.compile traces of a hook must touch nothing.
+            if torch.compiler.is_compiling() or self._resting:
+                return
+            within(module)
+            if not inside:
+                inside.append(module)
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-    ]
+        def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+            if torch.compiler.is_compiling() or self._resting:
+                return
+            if inside and inside[0] is module:
+                inside.clear()
+                called(module, args, kwargs)
 
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        self._before = register_module_forward_pre_hook(enter)
+        self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 
-    return remove
+    def rest(self) -> None:
+        """Tell no more. The hooks go, unless the script has compiled what they are part of: that
+        would be compiled again without them."""
+        self._resting = True
+        if compiled() == self._compiled:
+            self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self._before.remove()
+        self._after.remove()
+        # PyTorch forgets one of its lists, and has torch.compile warn of hooks from then on.
+        _global_forward_hooks_with_kwargs.pop(self._after.id, None)
 
 
-def on_step(stepped: Callable[[torch.optim.Optimizer], None]) -> Remove:
-    """Tell of every step of every optimizer, once it is over."""
-    inside = False
-    handles: list[RemovableHandle] = []
-
-    def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        nonlocal inside
-        inside = True
-        try:
-            stepped(optimizer)
-        finally:
-            inside = False
-
-    def remove() -> None:
-        if inside:
-            # PyTorch goes through its hooks just now, and raises where one is gone; through those
-            # of a module's call it goes by a copy.
-            handles.append(register_module_forward_pre_hook(lambda _module, _args: remove()))
-            return
-        for handle in handles:
-            handle.remove()
-
-    handles.append(register_optimizer_step_post_hook(hook))
-    return remove
+def compiled() -> int:
+    """Graphs that torch.compile has traced in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -108,6 +109,30 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(model).pop("_compiled_call_impl", None)
     else:
         model._compiled_call_impl = call
+
+
+def in_buckets(outer: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
+    """What exchanges the gradients of a module, or of parts of it."""
+    kind = nn.parallel.DistributedDataParallel
+    return [module for module in outer.modules() if isinstance(module, kind)]
+
+
+def can_rebuild(parallel: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether nothing else has a part in how its gradients are exchanged."""
+    return (
+        not parallel.static_graph
+        and not parallel._comm_hooks
+        and parallel.mixed_precision is None
+        and not getattr(parallel, "_use_python_reducer", False)
+        and not parallel._delay_all_reduce_params
+    )
+
+
+def rebuild(parallel: nn.parallel.DistributedDataParallel) -> None:
+    """Exchange gradients by the strides that weights have now; in all processes at one step."""
+    parameters, sparse = parallel._build_params_for_reducer()
+    names = parallel._build_debug_param_to_name_mapping(parameters)
+    parallel._ddp_init_helper(parameters, sparse, names, parallel.static_graph)
 
 
 def on_batches(
@@ -179,6 +204,27 @@ def on_backward(begins: Callable[[Tensor], None]) -> Remove:
 
     def remove() -> None:
         Tensor.backward = plain  # type: ignore[method-assign]
+
+    return remove
+
+
+def on_failing_backward(failed: Callable[[Exception], None]) -> Remove:
+    """Tell what a backward pass raises, before the script has it."""
+    plain = torch.autograd.backward
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        except Exception as exc:  # whatever it is: the script's, once it was told
+            failed(exc)
+            raise
+
+    torch.autograd.backward = backward
+
+    def remove() -> None:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = plain
 
     return remove
 

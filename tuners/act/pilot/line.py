@@ -81,6 +81,9 @@ class Line:
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`: the tuning process has no part in what comes after it."""
 
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`: the lap says so."""
+
     def _connect(self) -> None:
         """Leaves no pipe where nobody listens: all processes of the job are there already."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
@@ -123,6 +126,13 @@ def note(address: str) -> Path:
     """A file that is there once a process has loaded torch; in it, what one of them failed with
     before its first steps."""
     return Path(address).with_name("torch")
+
+
+def bringing(injected: Path) -> dict[str, str]:
+    """The variable by which every Python of a command looks into a folder first: the one with the
+    sitecustomize that brings the pilot."""
+    path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def from_environment() -> Line | None:

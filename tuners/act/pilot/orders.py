@@ -18,17 +18,36 @@ MOST_SAID = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is to be compared on a script's steps: a config with strict fp32.
+
+    Attributes:
+        plain: the candidate's number format, and nothing else of it.
+        rounding: what results are rounded to in that format, relatively.
+        tolerance: fraction of fp32's loss that is always allowed.
+    """
+
+    fp32: Config
+    plain: Config
+    candidate: Config
+    rounding: Span
+    tolerance: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """Train on with a config; after `steps` the pilot asks again, after 0 never.
 
     `own`: in the first order, the config that the script itself has; empty: it is left alone.
     `careful`: the run is not to end of it; see `Lap.outcome`.
+    `compare`: on these steps, which the script makes as it is.
     """
 
     config: Config
     steps: Count = 0
     own: Config = Config()  # noqa: RUF009 # immutable
     careful: bool = False
+    compare: Comparison | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +56,7 @@ class Lap:
     of them for data; `samples` of this process; `first_s` of the first step alone.
 
     `outcome`: of a careful order's config; where it is not 'ok' the script has gone on as it is,
-    and `reason` says why.
+    and `reason` says why. Of a comparison, whether the candidate passed it, and what was seen.
     """
 
     steps: Count
@@ -69,6 +88,10 @@ class Guide(Protocol):
 
     def gave_up(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on as it is."""
+
+    def lost(self, exc: Exception, order: Order) -> None:
+        """A careful order's config was in force when backward raised this. No step is made again:
+        it is the script's now, which is as it was, and most likely ends of it."""
 
 
 def told(exc: BaseException) -> tuple[str, str]:

@@ -15,7 +15,8 @@ from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
+from advisor.tuners.act.steps import EVERY_STEP
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -30,16 +31,37 @@ LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
+UNSEEN = "no module whose parameters the optimizer holds ran"
+UNSEEN_COMPILED = (
+    f"{UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
+    "the model instead, as model.compile()"
+)
+
+
+class RecompileLimit(Exception):
+    """A model's shapes vary more than can be compiled for."""
 
 
 class Watch(Protocol):
-    """Looks at a script's steps, from the first one on that has an order's config."""
+    """Compares configs on a script's steps."""
 
-    def began(self, trained: Sequence[Trained], device: torch.device) -> None:
-        """A config is set; the next step is the first one."""
+    def begin(
+        self,
+        switch: Switch,
+        trained: Sequence[Trained],
+        device: torch.device,
+        asked: Comparison,
+    ) -> None:
+        """The next step is the first to be looked at; the script trains as it is."""
 
     def stepped(self) -> None:
         """A step is over."""
+
+    def verdict(self) -> tuple[str, str]:
+        """Outcome and reason, once all steps are over; the script is as it was."""
+
+    def leave(self) -> None:
+        """Have the script go on as it was."""
 
 
 class Pilot:
@@ -48,6 +70,7 @@ class Pilot:
     def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
         self._guide = guide
         self._watch = watch
+        self._comparing: Watch | None = None
         self._crew = Crew()
         self._looked = 0
         self._switch: Switch | None = None
@@ -59,18 +82,26 @@ class Pilot:
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
         self._loaders = Loaders(self._unfed)
-        self._watching = hooks.on_calls(
+        self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
         self._removes: list[Callable[[], None]] = [
-            hooks.on_step(self._guarded(self._stepped)),
+            EVERY_STEP.tell(self._guarded(self._stepped)),
             hooks.on_failure(guide.failed),
         ]
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
+        self._leave()
+        self._calls.remove()
+
+    def _leave(self) -> None:
+        """The same, but for hooks that the script has compiled into a function of its own."""
         self._released = True
-        self._watching()
+        self._calls.rest()
+        if self._comparing is not None:
+            self._comparing.leave()
+            self._comparing = None
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -88,7 +119,7 @@ class Pilot:
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
                 self._guide.failed(exc)
-                self.release()
+                self._leave()
 
         return hook
 
@@ -98,7 +129,7 @@ class Pilot:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
-            return  # the hook goes at the next call of a module, see `hooks.on_step`
+            return
         if self._switch is None:
             self._look(optimizer)
             return
@@ -106,7 +137,7 @@ class Pilot:
             self._elsewhere += 1
             if self._elsewhere >= ELSEWHERE and self._order.steps:
                 self._guide.failed(Over("it trains another model now"))
-                self.release()
+                self._leave()
             return
         self._elsewhere = 0
         self._at += 1
@@ -123,28 +154,28 @@ class Pilot:
         if not self._period:
             if self._looked >= LOOKED:
                 self._guide.failed(Unclear("the optimizers' steps follow no order"))
-                self.release()
+                self._leave()
             return
         trained = self._crew.trained()
         if not trained:
-            self._guide.failed(Unclear("no module whose parameters the optimizer holds ran"))
-            self.release()
+            self._guide.failed(Unclear(UNSEEN_COMPILED if hooks.compiled() else UNSEEN))
+            self._leave()
             return
         from advisor.tuners.act.pilot.seen import Seen
         from advisor.tuners.act.pilot.switch import Switch
 
-        self._watching()
+        self._calls.rest()
         if not self._guide.takes_over():
-            self.release()
+            self._leave()
             return
         seen = Seen.of(self._crew, self._looked // self._period, self._loaders.seen())
         self._device = torch.device(seen.device)
-        self._main: Trained = trained[0]
+        self._trained, self._main = trained, trained[0]
         self._per_step = seen.shape[0] // seen.processes
         self._processes = seen.processes
         order = self._guide.begin(seen)
         if not order.own:
-            self.release()
+            self._leave()
             return
         self._switch = Switch(
             trained,
@@ -155,16 +186,14 @@ class Pilot:
             self._guide.failed,
         )
         self._obey(self._switch, order)
-        if self._watch is not None:
-            self._watch.began(trained, self._device)
 
     def _step(self, switch: Switch) -> None:
         switch.began()
         self._done += 1
-        if self._watch is not None:
-            self._watch.stepped()
         if not self._order.steps:
             return
+        if self._comparing is not None:
+            self._comparing.stepped()
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
@@ -172,8 +201,14 @@ class Pilot:
         cut_short = self._outcome != "ok" and self._processes == 1
         if self._done >= self._order.steps or cut_short:
             self._synchronize()
+            if switch.fell_back:
+                self._fell_back(switch)
+            if self._released:
+                return
+            if self._comparing is not None:
+                self._outcome, self._reason = self._comparing.verdict()
             lap = self._lap()
-            if self._order.config == switch.own:
+            if self._order.config == switch.own and self._comparing is None:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
             self._obey(switch, self._guide.next(lap))
 
@@ -195,9 +230,14 @@ class Pilot:
         self._outcome, self._reason = "ok", ""
         if self._fresh:
             self._set(switch, order)
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
+        if (self._fresh or self._comparing is not None) and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
+        self._comparing = None
+        if order.compare is not None:
+            assert self._watch is not None, "whoever asks for a comparison brings what makes it"
+            self._comparing = self._watch
+            self._comparing.begin(switch, self._trained, self._device, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
         self._waited_s = self._loaders.waited_s
@@ -214,14 +254,15 @@ class Pilot:
         if not order.careful or order.config == switch.own:
             switch.set(order.config)
         elif self._has_room():
-            switch.set(order.config, functools.partial(self._struck, switch))
+            struck, lost = (functools.partial(one, switch) for one in (self._struck, self._lost))
+            switch.set(order.config, struck, lost)
         else:
             switch.set(switch.own)
             self._outcome = "out_of_memory"
             self._reason = "not tried: little of the device's memory is free"
 
     def _struck(self, switch: Switch, exc: Exception) -> None:
-        """A careful config has raised: the lap ends with this step."""
+        """A careful config has raised in a model's call: the lap ends with this step."""
         switch.give_up()
         self._gave_up(exc)
         if self._device.type == "cuda":
@@ -236,6 +277,25 @@ class Pilot:
         self._outcome, self._reason = told(exc)
         if not self._order.steps:
             self._guide.gave_up(exc)
+
+    def _lost(self, switch: Switch, exc: Exception) -> None:
+        """Backward has raised under a careful config."""
+        switch.give_up()
+        self._outcome, self._reason = told(exc)
+        self._guide.lost(exc, self._order)
+        if self._order.steps and self._processes == 1:
+            # Told now, as the script may end of it; of several processes the others wait in theirs.
+            self._obey(switch, self._guide.next(self._lap()))
+
+    def _fell_back(self, switch: Switch) -> None:
+        """What is timed is not what the config says, and nor would another be that compiles."""
+        exc = RecompileLimit("torch.compile has given up: shapes vary too much")
+        if self._order.careful:
+            switch.give_up()
+            self._outcome, self._reason = told(exc)
+        else:
+            self._guide.failed(exc)
+            self.release()
 
     def _has_room(self) -> bool:
         if self._device.type != "cuda":

@@ -11,8 +11,9 @@ from torch import nn
 from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
+from advisor.errors import printable
 from advisor.tuners import fingerprint
-from advisor.tuners.act.pilot.crew import Crew, Input, Trained
+from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
@@ -24,12 +25,15 @@ class Seen:
     Attributes:
         model: fingerprint of all that trains.
         family, libraries, modules, parameters, convolves: as in a worker's `Facts`.
-        shape: of the first input of the largest model with the job's samples a step before it.
+        shape: of the first input of the largest model with the job's samples a step before it;
+            1 for a dimension that varies.
         others: its other inputs, and what else makes another job.
+        varies: whether a shape was not the same in all steps seen.
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
         rank, processes: of the job.
         workers: that its loader may be given.
+        draws: its models draw random numbers, as for dropout.
     """
 
     model: str
@@ -41,6 +45,7 @@ class Seen:
     shape: tuple[int, ...]
     dtype: str
     others: str
+    varies: bool
     optimizer: str
     own: Config
     kept: tuple[str, ...]
@@ -50,6 +55,7 @@ class Seen:
     device: str
     threads: int
     workers: int
+    draws: bool
 
     @classmethod
     def of(cls, crew: Crew, steps: int, loading: Loading) -> Seen:
@@ -69,9 +75,10 @@ class Seen:
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
             convolves=any(_convolves(one.model) for one in trained),
-            shape=(samples * processes, *first.shape[1:]),
+            shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_others(crew, main, samples),
+            varies=any(VARIES in one.shape[1:] for one in main.inputs),
             optimizer=_called(crew.optimizers[0]),
             own=own,
             kept=kept,
@@ -81,13 +88,15 @@ class Seen:
             device=_device(main.model),
             threads=torch.get_num_threads(),
             workers=loading.most,
+            draws=crew.draws,
         )
 
     def task(self, command: Sequence[str], given: dict[str, object]) -> Task:
         """The task that a command is, with what its user permits."""
+        words = tuple(map(printable, command))
         return Task(
-            target=" ".join(command),
-            command=tuple(command),
+            target=" ".join(words),
+            command=words,
             shapes=(self.shape,),
             dtype=self.dtype,
             optimizer=self.optimizer,
@@ -135,8 +144,9 @@ def _called(optimizer: torch.optim.Optimizer) -> str:
 def _others(crew: Crew, main: Trained, samples: int) -> str:
     """What else of the job makes another key, on one line."""
     parts = [
-        f"{one.name} {'x'.join(map(str, one.shape[1:])) or '1'} {one.dtype}"
-        for one in main.inputs[1:]
+        f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
+        for n, one in enumerate(main.inputs)
+        if n or VARIES in one.shape[1:]
     ]
     if main.inputs and samples != main.inputs[0].shape[0]:
         parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} micro-batches")

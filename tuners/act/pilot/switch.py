@@ -10,14 +10,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
+from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS, Knob, loading
 
 RECOMPILATIONS = 64
 """Of one function: each config is another one to torch.compile, and eight is its own limit."""
+
+
+def fallbacks() -> int:
+    """Times that torch.compile has come to its limit of compilations of one function, and given up
+    on it: it runs as it is from then on, which it logs only."""
+    from torch._dynamo.utils import counters
+
+    given_up = counters["unimplemented"]
+    return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
 
 
 class Call:
@@ -66,6 +75,9 @@ class Switch:
         own: the config that the script itself has: what it sets is set back to that.
         feed: has its loaders work by these keyword arguments; by none as they are.
         failed: told of what a model's call raises under another config.
+
+    Attributes:
+        counts_steps: whether what is set must be told where a step begins.
     """
 
     def __init__(
@@ -82,22 +94,29 @@ class Switch:
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
+        laid_out = [
+            one for one in trained if all(map(hooks.can_rebuild, hooks.in_buckets(one.outer)))
+        ]
         self._formats = [
             (tensor, tensor.stride())
-            for one in trained
+            for one in laid_out
             for tensor in (*one.model.parameters(), *one.model.buffers())
             if tensor.dim() > 3
         ]
+        self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
+        self._parallel = [part for one in laid_out for part in hooks.in_buckets(one.outer)]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
             for group in groups
         )
         self._replays = Replays()
-        self._graphed = False
+        self.counts_steps = False
+        self._fallbacks: int | None = None
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
+        self._unwatch: hooks.Remove = _nothing
         for one in trained:
             seat = seat_of(one.outer)
             if seat is not None:
@@ -106,43 +125,59 @@ class Switch:
                 self._calls[seat] = call
                 hooks.through(seat, call)
 
-    def set(self, config: Config, struck: Callable[[Exception], None] | None = None) -> None:
+    def set(
+        self,
+        config: Config,
+        struck: Callable[[Exception], None] | None = None,
+        lost: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Have the script train with a config from here on.
 
         Args:
             struck: told what the config raises in a model's call; the call is then made without it.
+            lost: told what backward raises, which the script then has.
         """
-        rows = [k for k in KNOBS if k.name in config and config[k.name] != self.own[k.name]]
+        self._unwatch()
+        self._unwatch = _nothing if lost is None else hooks.on_failing_backward(lost)
+        acting = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
-        self._flags = Config({k.name: config[k.name] for k in rows if k.flag})
+        self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
         IN_FORCE.put(self._flags)
-        self._feed(loading(config) if any(k.feeds for k in rows) else {})
+        self._feed(acting.loader())
         with torch.no_grad():
-            self._lay_out(rows, config)
-            self._set_optimizers(rows, config)
+            self._lay_out(acting)
+            self._set_optimizers(acting.optimizer())
         for seat, call in self._calls.items():
-            call.act = self._act(seat, call, rows, config)
+            call.act = self._act(seat, call, acting)
             call.struck = struck
         self.config = config
-        self._graphed = self.counts_steps
+        self.counts_steps = acting.graphs
+        compiles = any(knob.dear for knob, _value in acting.rows)
+        self._fallbacks = fallbacks() if compiles else None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the config that is set compiles, and no longer does."""
+        return self._fallbacks is not None and fallbacks() > self._fallbacks
 
     def give_up(self) -> None:
-        """Within a step: have models called as they are. Weights stay laid out until the next
-        `set`: the step may still need what it kept of them."""
+        """Within a step: have models called as they are, and forget what was compiled for it.
+        Weights stay laid out until the next `set`: the step may still need what it kept of them."""
+        self._unwatch()
         IN_FORCE.release(self._flags)
+        spent = [call.act for call in self._calls.values()]
+        self._kept = {there: act for there, act in self._kept.items() if act not in spent}
         for call in self._calls.values():
             call.act, call.struck = call.plain, None
 
     @property
-    def counts_steps(self) -> bool:
-        """Whether what is set must be told where a step begins."""
-        return any(
-            k.graphs and k.name in self.config and k.graphs(self.config[k.name]) for k in KNOBS
-        )
+    def calls(self) -> list[Call]:
+        """What the trained models are called through."""
+        return list(self._calls.values())
 
     def began(self) -> None:
         """A step begins."""
-        if self._graphed:
+        if self.counts_steps:
             self._replays.begin()
 
     def stay(self) -> None:
@@ -163,14 +198,19 @@ class Switch:
     def _leave(seat: nn.Module, call: Call) -> None:
         hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
 
-    def _lay_out(self, rows: Sequence[Knob], config: Config) -> None:
+    def _lay_out(self, acting: Acting) -> None:
+        before = [tensor.stride() for tensor, _own in self._formats]
         for tensor, stride in self._formats:
             if tensor.stride() != stride:
                 tensor.data = _strided(tensor.data, stride)
-        for seat in self._calls:
-            for knob in rows:
+        for model in self._laid_out:
+            for knob, value in acting.rows:
                 if knob.layout is not None and knob.model is not None:
-                    knob.model(seat, config[knob.name])
+                    knob.model(model, value)
+        if before == [tensor.stride() for tensor, _own in self._formats]:
+            return
+        for parallel in self._parallel:
+            hooks.rebuild(parallel)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
@@ -180,11 +220,7 @@ class Switch:
             if tensor.grad is not None:
                 tensor.grad = _strided(tensor.grad, tensor.stride())
 
-    def _set_optimizers(self, rows: Sequence[Knob], config: Config) -> None:
-        found: dict[str, object] = {}
-        for knob in rows:
-            if knob.optimizer is not None:
-                found |= knob.optimizer(config[knob.name])
+    def _set_optimizers(self, found: dict[str, Any]) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             for group, own in zip(optimizer.param_groups, groups, strict=False):
                 group |= {n: own[n] for n in ("fused", "foreach") if n in own}
@@ -195,37 +231,36 @@ class Switch:
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if found else "cpu")
 
-    def _act(
-        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
-    ) -> Callable[..., Any]:
+    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
         """What a model's training calls go through under a config."""
-        called = Config({k.name: config[k.name] for k in rows if k.model or k.autocast})
+        called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
         if not called:
             return call.plain
-        if any(k.model and not k.layout for k in rows):
+        if any(k.model and not k.layout for k, _value in acting.rows):
             # What is compiled, or replayed, has the flags in it that were set then.
             called = Config(called | self._flags)
         if (seat, called) not in self._kept:
-            inner = self._compiled(seat, call, rows, config)
-            self._kept[seat, called] = _around(inner, rows, config, self._device)
+            inner = self._compiled(seat, call, acting)
+            self._kept[seat, called] = _around(inner, acting, self._device)
         return self._kept[seat, called]
 
-    def _compiled(
-        self, seat: nn.Module, call: Call, rows: Sequence[Knob], config: Config
-    ) -> Callable[..., Any]:
-        acting = [k for k in rows if k.model is not None and k.layout is None]
-        if not acting:
+    def _compiled(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
+        compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
+        if not compiles:
             return call.plain
         torch._dynamo.config.recompile_limit = RECOMPILATIONS
         hooks.through(seat, None)
-        for knob in acting:
-            assert knob.model is not None
-            knob.model(seat, config[knob.name])
-            if knob.graphs is not None and knob.graphs(config[knob.name]):
-                self._replays.attach(seat)
+        for compile_, value in compiles:
+            compile_(seat, value)
+        if acting.graphs:
+            self._replays.attach(seat)
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         return found
+
+
+def _nothing() -> None:
+    """What takes no hook away."""
 
 
 def seat_of(outer: nn.Module) -> nn.Module | None:
@@ -247,16 +282,13 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _around(
-    inner: Callable[..., Any], rows: Sequence[Knob], config: Config, device: torch.device
-) -> Callable[..., Any]:
+def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32.
 
     The loss is the script's and stays outside: over all of a script autocast reaches into losses
     that forbid it, as BCELoss (so do Accelerate's prepared models).
     """
-    dtype = next((d for k in rows if k.autocast and (d := k.autocast(config[k.name]))), None)
-    layouts = [(k.layout, config[k.name]) for k in rows if k.layout]
+    dtype, layouts = acting.autocast, acting.layouts
 
     def placed(value: Any) -> Any:
         if isinstance(value, Tensor):

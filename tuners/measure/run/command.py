@@ -16,7 +16,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from advisor.tuners.act.pilot.line import ADDRESS, SECRET, note
+from advisor.tuners.act.pilot.line import ADDRESS, SECRET, bringing, note
 from advisor.tuners.measure.run.words import measurable
 
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
@@ -68,14 +68,13 @@ class Command:
         self._note = note(str(self.listener.address))
         scratch = Path(self._folder.name) / "tmp"
         scratch.mkdir()
-        first = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
             **{name: value.format(scratch) for name, value in CONTAINED.items()},
             # Here and not in the scratch folder: what one start compiles the next one loads.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
             "TMPDIR": str(scratch),
-            "PYTHONPATH": os.pathsep.join(first),
+            **bringing(injected),
             ADDRESS: str(self.listener.address),
             SECRET: self.secret.hex(),
             **(more or {}),

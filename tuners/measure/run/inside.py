@@ -59,6 +59,8 @@ class Joined:
 class Inside(Run):
     """A Tester of a script that goes on: a config that fails costs a step of it, nothing else."""
 
+    hangs_s = PATIENT_S
+
     def __init__(self, running: Joined, command: Sequence[str], *, log: Path, reason: str) -> None:
         super().__init__(command, injected=Path(), log=log, deadline_s=PATIENT_S)
         self._running = running

@@ -5,39 +5,35 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import FEEDS, KNOBS, loading
-from advisor.tuners.measure import numerics, randomness
-from advisor.tuners.measure.observe import Trace
-from advisor.tuners.measure.run import traced
+from advisor.tuners.knobs import loading
 from advisor.tuners.measure.run.command import Shown
+from advisor.tuners.measure.run.repeated import STEPS, comparison
 from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
 """A config is warm after so many seconds and steps at least, once two laps in a row take as long;
 or after so many laps."""
-STEADY = 0.1
-"""Two laps that differ by less than this took as long."""
+STEADY, VARYING = 0.1, 1.0
+"""Two laps that differ by less than this took as long; the same where shapes vary."""
+HANGS_S = 60.0
+"""Without an answer of all processes of a job; compiling aside, which is the first step's."""
 HOPELESS_BLOCKS = 5
 """As many slower ones, and the exact speed is of no interest."""
 RESTARTS = 3
 """Times in a row that a command may end before a config is measured."""
-ROUNDED = 2
-"""Runs that show what rounding does to a run: each goes its own way, and a run is not repeated
-exactly even without."""
 TOGETHER = 0.7
-"""Of the device's memory that runs to compare with may take at once."""
+"""Of the device's memory that two starts may take at once."""
 
 
 class Run:
@@ -53,9 +49,11 @@ class Run:
         own: what the script does itself; set once its space is known.
         memory: bytes of the device, 0 where that is not known.
         start_s: until the first steps, at most.
+        hangs_s: until a process of several that does not answer is given up.
     """
 
     start_s = START_S
+    hangs_s = HANGS_S
 
     def __init__(
         self,
@@ -73,7 +71,8 @@ class Run:
         self.own = Config()
         self.memory = 0
         self._session: Session | None = None
-        self._traces: dict[_Traced, Trace] = {}
+        self._settled: dict[Config, float] = {}
+        """Seconds of a step of what this session has measured."""
         self._peak_bytes = 0
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
@@ -124,9 +123,9 @@ class Run:
             except Ended as exc:
                 self.stop()
                 last = exc
-                if exc.outcome == "timed_out" or (exc.code and config != self.own):
+                if time.monotonic() >= until or (exc.code and config != self.own):
                     break
-                continue  # it was through, or was killed as it is: once more from the start
+                continue  # it was through, was killed, or hung as it is: once more from the start
             except Struck as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
@@ -147,14 +146,12 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
-            if self._alone(1):
+            if self._alone():
                 self.stop()
             try:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
                 first = session.lap(config, self.own, 1, until)
-                later = session.lap(config, self.own, 2, until)
-                paid = max(first.first_s, first.seconds) - later.step_s
-                return Measurement(outcome="ok", first_step_s=max(0.0, paid), steps=3)
+                return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
             except (Ended, Struck) as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             finally:
@@ -170,33 +167,25 @@ class Run:
         tolerance: float,
         deadline_s: float | None = None,
     ) -> Measurement:
-        """Whether the command trains with a config as with another, strict fp32.
+        """Whether a config computes what strict fp32 does, on steps that the command makes.
 
-        It is started for each run that is not known yet, all at once where memory and a single
-        process allow; see `numerics.judge`. Its data is loaded as by itself in all of them: workers
-        draw other numbers for it.
+        `steps` is another's business: see `repeated.STEPS`.
         """
-        config = config.replace(**{name: against[name] for name in FEEDS if name in against})
-        until = time.monotonic() + (2 * self.deadline_s if deadline_s is None else deadline_s)
-        same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
-        dtype = next((d for k in KNOBS if k.autocast and (d := k.autocast(config[k.name]))), None)
-        noise = randomness.amplitude(dtype, tf32=self.memory > 0)
-        fp32, candidate = _Traced(against, steps), _Traced(config, steps)
-        plain = _Traced(against.replace(**same), steps)
-        rounded = [_Traced(against, steps, noise, n) for n in range(ROUNDED)]
-        try:
-            self._trace(dict.fromkeys([fp32, *rounded, plain, candidate]), until)
-        except Ended as exc:
-            outcome = "timed_out" if exc.code == 0 else exc.outcome
-            return Measurement(outcome=outcome, reason=f"a run to compare with ended: {exc}")
-        good, reason = numerics.judge(
-            self._traces[fp32],
-            [self._traces[one] for one in rounded],
-            self._traces[plain],
-            self._traces[candidate],
-            tolerance,
-        )
-        return Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
+        del steps
+        seconds = self.deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + seconds
+        asked = comparison(config, against, tolerance, tf32=self.memory > 0)
+        for _ in range(RESTARTS):
+            try:
+                return self._compared(asked, until)
+            except Ended as exc:
+                self.stop()
+                last = exc
+                if exc.outcome == "timed_out":
+                    last = Ended("timed_out", f"it was not over within {seconds:.0f} s")
+                if exc.code:
+                    break
+        return Measurement(outcome=last.outcome, reason=str(last))
 
     def release(self) -> None:
         """As `Runner.release`."""
@@ -206,6 +195,14 @@ class Run:
         if self._session is not None:
             self._session.end()
             self._session = None
+            self._settled.clear()
+
+    def _compared(self, asked: Comparison, until: float) -> Measurement:
+        try:
+            reason = self._ensured().compare(asked, self.own, STEPS, until)
+        except Struck as exc:
+            return Measurement(outcome=exc.outcome, reason=str(exc))
+        return Measurement(outcome="ok", reason=reason, steps=STEPS)
 
     def _ensured(self) -> Flight:
         if self._session is None or self._session.over:
@@ -215,12 +212,11 @@ class Run:
             )
         return self._session
 
-    def _alone(self, others: int) -> bool:
-        """Whether so many others may not run beside the session: a launcher of several processes
-        holds a port, and the device's memory is for all of them."""
+    def _alone(self) -> bool:
+        """Whether no other start may run beside the session: a launcher of several processes holds
+        a port, and the device's memory is for both."""
         several = self._session is not None and self._session.seen.processes > 1
-        taken = (others + 1) * self._peak_bytes
-        return several or bool(self.memory and taken > TOGETHER * self.memory)
+        return several or bool(self.memory and 2 * self._peak_bytes > TOGETHER * self.memory)
 
     def _started(self, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
@@ -235,76 +231,69 @@ class Run:
 
     def _measured(self, config: Config, seconds: float, floor: float, until: float) -> Measurement:
         session = self._ensured()
-        first = session.lap(config, self.own, 1, until)
+        first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
         steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
-            blocks.append(session.lap(config, self.own, steps, until))
-        rates = [one.samples / one.seconds for one in blocks]
-        low, high = median_interval(rates)
+            blocks.append(self._lap(session, config, steps, until))
+        rate, low, high = _rate(blocks, varies=session.seen.varies)
+        self._settled[config] = statistics.median(one.step_s for one in blocks)
         return Measurement(
             outcome="ok",
-            samples_per_s=statistics.median(rates),
+            samples_per_s=rate,
             low=low,
             high=high,
-            step_s=statistics.median(one.step_s for one in blocks),
-            first_step_s=max(0.0, max(first.first_s, first.seconds) - warm.step_s),
+            step_s=self._settled[config],
+            first_step_s=_whole(first),
             peak_bytes=max(one.peak_bytes for one in (first, warm, *blocks)),
             steps=sum(one.steps for one in blocks),
             blocks=tuple(one.step_s for one in blocks),
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
         )
 
+    def _lap(self, session: Flight, config: Config, steps: int, until: float) -> Block:
+        """Some steps, given up where a process of several hangs: the others wait for it in their
+        backward passes, half an hour by NCCL's own clock. One step may compile."""
+        if session.seen.processes > 1 and (steps > 1 or config == self.own):
+            until = min(until, time.monotonic() + self.hangs_s)
+        return session.lap(config, self.own, steps, until)
+
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
-        """Steps until they take as long as those before them: recompilations are over by then."""
+        """Steps until they take as long as those before them: recompilations are over by then.
+
+        Of a config that was measured before, as long as then.
+        """
         began, steps = time.monotonic(), 0
-        before: Block | None = None
-        size = _steps(2, config)
+        apart = VARYING if session.seen.varies else STEADY
+        known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
-            now = session.lap(config, self.own, size, until)
+            size = _steps(max(2, BLOCK_S / 2 / max(before, 1e-6)) if before else 2, config)
+            now = self._lap(session, config, size, until)
             steps += now.steps
-            steady = before is not None and abs(now.step_s / before.step_s - 1) < STEADY
-            if steady and time.monotonic() - began >= WARM_S and steps >= WARM_STEPS:
+            steady = before > 0 and abs(now.step_s / before - 1) < apart
+            enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
+            if steady and (enough or known):
                 break
-            before = now
-            size = _steps(max(2, BLOCK_S / 2 / max(now.step_s, 1e-6)), config)
+            before = now.step_s
         return now
 
-    def _trace(self, wanted: Iterable[_Traced], until: float) -> None:
-        """Have all of these in `_traces`."""
-        missing = [one for one in wanted if one not in self._traces]
-        if alone := self._alone(len(missing)):
-            self.stop()
 
-        def trace(one: _Traced) -> None:
-            self._traces[one] = self._traced(one, until)  # kept, whatever becomes of the others
-
-        with ThreadPoolExecutor(1 if alone else len(missing) or 1) as pool:
-            list(pool.map(trace, missing))
-
-    def _traced(self, wanted: _Traced, until: float) -> Trace:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            file = Path(folder) / "trace"
-            told = {traced.FILE: str(file), traced.STEPS: str(wanted.steps)}
-            told |= {traced.ROUNDED: repr(wanted.rounding), traced.DRAW: str(wanted.draw)}
-            session = self._started({**told, "PYTHONHASHSEED": "0"}, until)
-            try:
-                session.lap(wanted.config, self.own, wanted.steps, until)
-                return traced.read(file)
-            finally:
-                session.end()
+def _whole(first: Block) -> float:
+    """Seconds of the step with which a config begins."""
+    return max(first.first_s, first.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """One run to compare. `rounding`: of results, relatively; `draw` of that rounding."""
-
-    config: Config
-    steps: int
-    rounding: float = 0.0
-    draw: int = 0
+def _rate(blocks: Sequence[Block], *, varies: bool) -> tuple[float, float, float]:
+    """(Samples/s, its interval): of the median block; where shapes vary of all blocks, as what is
+    paid for some shapes, a recompilation at worst, is part of their speed."""
+    rates = [one.samples / one.seconds for one in blocks]
+    low, high = median_interval(rates)
+    if not varies:
+        return statistics.median(rates), low, high
+    whole = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
+    return whole, min(low, whole), max(high, whole)
 
 
 def _steps(about: float, config: Config) -> int:

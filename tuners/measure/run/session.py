@@ -16,7 +16,7 @@ from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.run.command import Command, how
 
@@ -24,6 +24,8 @@ START_S = 300.0
 """Until a command's first steps: it may read its data first."""
 LOOK_S = 0.2
 """Between two looks whether a command that says nothing still runs."""
+TOGETHER_S = 60.0
+"""Between the processes of a job that come to their first steps."""
 END_S = 15.0
 """For a command one of whose processes is gone to be over."""
 
@@ -54,7 +56,7 @@ class Block:
 
 
 class Struck(Exception):
-    """A config failed, and the command goes on as it is."""
+    """A config failed, in a careful order or a comparison, and the command goes on as it is."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -131,11 +133,8 @@ class Flight:
         Raises:
             Ended: it is over. Struck: the config failed, and the command goes on.
         """
-        self._tell(Order(config=config, steps=steps, own=own, careful=self._careful))
-        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-        for lap in laps:
-            if lap.outcome != "ok":
-                raise Struck(lap.outcome, lap.reason)
+        order = Order(config=config, steps=steps, own=own, careful=self._careful)
+        laps = self._laps(order, until)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
@@ -145,6 +144,17 @@ class Flight:
             waited=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
         )
+
+    def compare(self, asked: Comparison, own: Config, steps: int, until: float) -> str:
+        """Have every process hold a config against others on so many steps.
+
+        Returns:
+            How near it is to strict fp32.
+
+        Raises:
+            Ended: it is over. Struck: the config is wrong, or it could not be told.
+        """
+        return self._laps(Order(config=own, steps=steps, own=own, compare=asked), until)[0].reason
 
     def leave(self, config: Config, own: Config) -> None:
         """Have it train on with a config; no order comes after this one."""
@@ -168,6 +178,14 @@ class Flight:
         self._pipes.clear()
         self._command.end()
 
+    def _laps(self, order: Order, until: float) -> list[Lap]:
+        self._tell(order)
+        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
+        for lap in laps:
+            if lap.outcome != "ok":
+                raise Struck(lap.outcome, lap.reason)
+        return laps
+
     def _tell(self, order: Order) -> None:
         message = msgpack.packb(to_plain(order))
         try:
@@ -182,12 +200,16 @@ class Flight:
             pipe = self._accepted(until, start_s)
             seen.append(self._heard(pipe, "seen", Seen, until))
             self._pipes.append(pipe)
+            until = min(until, time.monotonic() + TOGETHER_S)
         return min(seen, key=lambda one: one.rank)
 
     def _accepted(self, until: float, start_s: float) -> Connection:
         while (pipe := self._command.accepted(LOOK_S)) is None:
             if self._command.ended:
                 raise self._why()
+            if time.monotonic() > until and self._pipes:
+                came = f"{len(self._pipes)} of its processes came to their first steps, not all"
+                raise Ended("timed_out", came)
             if time.monotonic() > until:
                 raise Ended("timed_out", self._never(f"it has run for {start_s:g} s"))
         return pipe
@@ -198,7 +220,7 @@ class Flight:
                 if self._command.ended and not pipe.poll(0):
                     raise self._why()
                 if time.monotonic() > until:
-                    raise Ended("timed_out", "no step within the deadline")
+                    raise Ended("timed_out", "no step within the deadline: it hangs, or evaluates")
             message = msgpack.unpackb(pipe.recv_bytes())
             if "failed" in message:
                 self._failed = message["failed"]

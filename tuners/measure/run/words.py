@@ -28,11 +28,13 @@ def measurable(words: Sequence[str]) -> str:
     """The path of the program of a command that a pilot gets into.
 
     Raises:
-        UsageError: there is none, or its Python is isolated.
+        UsageError: there is none, its Python is isolated, or a word cannot be typed on one line.
     """
     path = program(words)
     if option := isolated(words):
         raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
+    if odd := next((word for word in words if not word.isprintable()), None):
+        raise UsageError(f"command: {odd!r:.80} is no text on one line; put it into a script")
     return path
 
 

@@ -1,0 +1,90 @@
+"""The commands that run a team's server: serve, token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from advisor.cli.options import json_option
+from advisor.errors import UsageError
+
+NEEDS = "pip install 'advisor[serve]'"
+ROLES = ("read", "submit", "worker", "admin")
+
+Command = Callable[..., None]
+
+
+def _database_option(command: Command) -> Command:
+    return click.option(
+        "--database",
+        metavar="URL",
+        envvar="ADVISOR_DATABASE",
+        help="sqlite:////FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME  [default: "
+        "$ADVISOR_DATABASE, else SQLite in your data folder]",
+    )(command)
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8765, help="0: any.  [default: 8765]"
+)
+@_database_option
+@click.option("--tls-cert", type=_FILE, metavar="FILE", help="Certificates, as PEM.")
+@click.option("--tls-key", type=_FILE, metavar="FILE", help="Their key, as PEM.")
+@click.option(
+    "--behind-proxy",
+    is_flag=True,
+    help="Only a proxy can connect: it encrypts, and sets X-Forwarded-For and -Proto.",
+)
+def serve(database: str | None, **where: Any) -> None:
+    """Serve records to a team over HTTP, until SIGTERM or Ctrl-C."""
+    from advisor import __version__
+
+    run = _run()
+    run.serve(_opened(database), run.Where(**where), __version__, _say)
+
+
+def _say(address: str, token: str | None) -> None:
+    if token is not None:
+        click.echo(f"admin token, shown this once: {token}")
+    click.echo(f"serving on {address}")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--role", type=click.Choice(ROLES), default="read", help="  [default: read]")
+@click.option("--days", type=click.IntRange(1, 36500), help="How long it holds; default: for ever.")
+@_database_option
+@json_option
+def token(name: str, role: str, days: int | None, database: str | None, as_json: bool) -> None:
+    """Make a token called NAME, on the machine that has the server's database; shown once."""
+    run = _run()
+    text = run.new_token(_opened(database), name, role, days)
+    click.echo(json.dumps({"name": name, "role": role, "token": text}) if as_json else text)
+
+
+def _run() -> Any:
+    """What the extra has to be there for.
+
+    Raises:
+        UsageError: it is not; with the command that installs it.
+    """
+    try:
+        from advisor.service import run
+    except ImportError as exc:
+        raise UsageError(f"serve: {exc}; run: {NEEDS}") from exc
+    return run
+
+
+def _opened(database: str | None) -> Any:
+    from advisor.service.database import Database
+
+    return Database(database)

@@ -1,0 +1,126 @@
+"""Whose a request is, and whether they may do what it asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import BackgroundTasks, Depends, HTTPException, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from advisor.cache.reader import Reader
+from advisor.errors import StoreError
+from advisor.service import tokens
+from advisor.service.database import Database
+from advisor.service.limits import Rate, Rates
+from advisor.service.metrics import Metrics
+from advisor.service.tokens import Caller
+
+READS = Rate(a_second=500, at_once=2000)
+WRITES = Rate(a_second=100, at_once=1000)
+"""Of one token."""
+GUESSES = Rate(a_second=1, at_once=30)
+"""Tokens that are none, from one address."""
+COOKIE = "advisor_session"
+_log = logging.getLogger("advisor")
+_BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
+_Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
+
+
+@dataclass(slots=True)
+class Service:
+    """What requests have in common.
+
+    Attributes:
+        reader: what a record may be, and whose signatures are asked for.
+        behind_proxy: the one who connects is a proxy, and says who the client is.
+        tls: the server itself speaks it.
+    """
+
+    database: Database
+    reader: Reader
+    behind_proxy: bool = False
+    tls: bool = False
+    metrics: Metrics = field(default_factory=Metrics)
+    reads: Rates = field(default_factory=lambda: Rates(READS))
+    writes: Rates = field(default_factory=lambda: Rates(WRITES))
+    guesses: Rates = field(default_factory=lambda: Rates(GUESSES))
+
+    def address(self, request: Request) -> str:
+        """Of the client: of a proxy's list the last, which alone it saw itself."""
+        forwarded = request.headers.get("x-forwarded-for", "") if self.behind_proxy else ""
+        told = forwarded.rpartition(",")[2].strip()
+        return (told or (request.client.host if request.client else ""))[:64]
+
+    def encrypted(self, request: Request) -> bool:
+        """Whether a cookie is to be sent over TLS alone."""
+        proto = request.headers.get("x-forwarded-proto", "") if self.behind_proxy else ""
+        return self.tls or proto == "https"
+
+    def admit(self, token: str, address: str) -> Caller:
+        """Who has this token.
+
+        Raises:
+            HTTPException: it is none, or holds no more; or there were too many that were none.
+        """
+        with self.database.reading() as session:
+            caller = tokens.find(session, token, address)
+        if caller is None:
+            if not self.guesses.take(address):
+                raise _busy("too many tokens that are none")
+            raise unknown()
+        return caller
+
+    def note(self, caller: Caller) -> None:
+        """Note that a token is in use, where the database takes it: no answer waits for that."""
+        try:
+            with self.database.writing() as session:
+                tokens.note_use(session, caller)
+        except StoreError as exc:
+            _log.warning("the use of a token could not be noted: %s", exc)
+
+    def limit(self, caller: Caller, writes: bool) -> None:
+        """Raise HTTPException where a token is used too often."""
+        if not (self.writes if writes else self.reads).take(caller.token):
+            raise _busy("this token is used too often")
+
+
+def service_of(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Here = Annotated[Service, Depends(service_of)]
+
+
+def needs(role: str) -> Callable[..., Caller]:
+    """A dependency: the caller, who may do what this role may."""
+
+    def caller(request: Request, here: Here, bearer: _Bearer, after: BackgroundTasks) -> Caller:
+        if bearer is None:
+            raise unknown("a token is asked for, as Authorization: Bearer TOKEN")
+        found = here.admit(bearer.credentials, here.address(request))
+        if not found.may(role):
+            raise HTTPException(403, f"this token may {found.role}; this needs {role}")
+        here.limit(found, writes=role != "read")
+        if found.unseen:
+            after.add_task(here.note, found)
+        return found
+
+    caller.role = role  # type: ignore[attr-defined] # for who walks over the routes
+    return caller
+
+
+Reads = Annotated[Caller, Depends(needs("read"))]
+Works = Annotated[Caller, Depends(needs("worker"))]
+Administers = Annotated[Caller, Depends(needs("admin"))]
+
+
+def unknown(why: str = "this token is none, or holds no more") -> HTTPException:
+    return HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
+
+
+def _busy(why: str) -> HTTPException:
+    return HTTPException(429, f"{why}; wait a second", {"Retry-After": "1"})

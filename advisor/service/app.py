@@ -1,0 +1,74 @@
+"""The application: routes, what holds for all of them, and how errors are told."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+
+from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.service.access import Service
+from advisor.service.limits import Bodies, Headers
+from advisor.service.metrics import Measured
+from advisor.service.pages import shown, site
+from advisor.service.routes import api
+
+_log = logging.getLogger("advisor")
+
+
+def application(service: Service, version: str) -> FastAPI:
+    """The server's application."""
+    app = FastAPI(
+        title="advisor",
+        version=version,
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.include_router(api)
+    app.include_router(site)
+    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(RecordDamaged, _refused)
+    app.add_exception_handler(UsageError, _refused)
+    app.add_exception_handler(StoreError, _away)
+    # The last one added is the first to see a request.
+    app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=3)
+    app.add_middleware(Bodies)
+    app.add_middleware(Headers, lasting=service.tls)
+    app.add_middleware(Measured, metrics=service.metrics)
+    app.openapi()  # made once, and not in the first request
+    return app
+
+
+def _told(request: Request, exc: Exception) -> Response:
+    """A refusal, as a page for a browser."""
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == 303 or "text/html" not in request.headers.get("accept", ""):
+        return JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)
+    page = shown(request, "error.html", status=exc.status_code, detail=exc.detail)
+    page.status_code = exc.status_code
+    return page
+
+
+def _invalid(_request: Request, exc: Exception) -> JSONResponse:
+    """What is wrong, without what was sent: it may be a secret."""
+    assert isinstance(exc, RequestValidationError)
+    wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in exc.errors()[:5]]
+    return JSONResponse({"detail": printable("; ".join(wrong))[:500]}, 422)
+
+
+def _refused(_request: Request, exc: Exception) -> JSONResponse:
+    return JSONResponse({"detail": printable(str(exc))[:500]}, 422)
+
+
+def _away(_request: Request, exc: Exception) -> JSONResponse:
+    """Where the database is and what it says is for who runs the server."""
+    _log.error("%s", exc)
+    return JSONResponse(
+        {"detail": "the server's database does not answer"}, 503, {"Retry-After": "1"}
+    )

@@ -1,0 +1,130 @@
+"""What holds for every request, whoever sends it: size, time, how often; and what every answer
+says to a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from advisor.cache.codec import MAX_BYTES
+
+BODY_S = 10.0
+"""For a whole body to come."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_LASTING = "max-age=31536000"
+_MOST_KNOWN = 10_000
+
+
+class Bodies:
+    """Reads a body whole before anything is done for it, and refuses one that is too large or slow:
+    a thread and a connection to the database wait for no client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(_whole(receive), BODY_S)
+        except TimeoutError:
+            await _refuse(408, f"the body took longer than {BODY_S:.0f} s")(scope, receive, send)
+            return
+        except ValueError:
+            refusal = _refuse(413, f"the body is larger than {MAX_BYTES} bytes")
+            await refusal(scope, receive, send)
+            return
+        if body is None:  # hung up
+            return
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def read() -> Message:
+            return unread.pop() if unread else await receive()
+
+        await self._app(scope, read, send)
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """A body; None where the client hangs up. Raises ValueError where it is too large."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BYTES:
+            raise ValueError
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _refuse(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"detail": why}, status, headers={"Connection": "close"})
+
+
+class Headers:
+    """Adds what every answer says to a browser; nothing is kept there but what says otherwise."""
+
+    def __init__(self, app: ASGIApp, lasting: bool) -> None:
+        self._app = app
+        self._all: Mapping[str, str] = HEADERS
+        if lasting:
+            self._all = {**HEADERS, "Strict-Transport-Security": _LASTING}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self._all.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, say)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many a second on the long run, and so many at once."""
+
+    a_second: float
+    at_once: float
+
+
+class Rates:
+    """How often somebody may do something, as buckets that fill again. Each server has its own."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, who: Hashable) -> bool:
+        """Whether they may once more, now."""
+        now = time.monotonic()
+        with self._lock:
+            left, at = self._left.pop(who, (self._rate.at_once, now))
+            left = min(self._rate.at_once, left + (now - at) * self._rate.a_second)
+            may = left >= 1
+            self._left[who] = left - may, now
+            if len(self._left) > _MOST_KNOWN:
+                self._left.popitem(last=False)
+            return may

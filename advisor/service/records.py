@@ -1,0 +1,354 @@
+"""Records in the database: kept, found, removed. What a record may be the cache itself says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session, defer
+
+from advisor.cache.codec import to_plain
+from advisor.cache.exchange import sound, sound_mark
+from advisor.cache.key import fields
+from advisor.cache.match import Kind, compared
+from advisor.cache.name import Mark
+from advisor.cache.reader import Reader
+from advisor.cache.record import LOOP
+from advisor.cache.stores import Store
+from advisor.errors import RecordDamaged, StoreError
+from advisor.service.schema import Item
+from advisor.service.tokens import Caller, note
+
+MOST_PLACES = 32
+"""Records of one answer, in all their versions."""
+MOST_BYTES = 2**22
+"""Of the records in one answer; of what is beyond it only the keys are told."""
+MOST_FETCHED = 2**24
+"""Bytes of records that were asked for by their keys, in one answer."""
+MOST_LISTED = 10_000
+"""Keys on one page."""
+MOST_MARK = 2**14
+"""Bytes of a mark."""
+_MOST_COMPARED = 1000
+"""Candidates: the newest of the device that is asked for, then others."""
+_NEARNESS: Mapping[Kind, int] = {"exact": 0, "compatible": 1, "miss": 2}
+
+Put = Literal["added", "known"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is looked for; see `cache.reader.Sought.question`, whose fields these are."""
+
+    model: str = ""
+    parts: Sequence[str] | None = None
+    file: str = ""
+    id: str = ""
+    batch: int | None = None
+    wanted: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def filters(self) -> list[ColumnElement[bool]]:
+        found: list[ColumnElement[bool]] = [Item.fields != ""]
+        if self.model:
+            found.append(Item.model == self.model[:12])
+        if self.parts is not None:
+            found.append(or_(Item.target.in_(self.parts), Item.origin.in_(self.parts)))
+        if self.file:
+            found.append(Item.file == self.file)
+        if self.id:
+            found += [Item.id >= self.id, Item.id < f"{self.id}g"]
+        if self.batch is not None:
+            found.append(Item.batch == self.batch)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The keys of what was found, the nearest record's first, and how many bytes each has."""
+
+    sizes: Mapping[str, int]
+
+    @property
+    def etag(self) -> str:
+        """A key holds the digest of its bytes: equal keys, equal answer."""
+        return f'"{hashlib.sha256(" ".join(self.sizes).encode()).hexdigest()[:32]}"'
+
+    @property
+    def sent(self) -> list[str]:
+        """The keys whose bytes go along."""
+        left, keys = MOST_BYTES, []
+        for key, size in self.sizes.items():
+            left -= size
+            if left < 0:
+                break
+            keys.append(key)
+        return keys
+
+
+def look(session: Session, question: Question) -> Found:
+    """The nearest records of those that are looked for, in all versions, and the marks on them."""
+    places = _places(session, question)
+    rows = session.execute(select(Item.place, Item.key, Item.size).where(Item.place.in_(places)))
+    order = {place: number for number, place in enumerate(places)}
+    found = sorted((order[place], key, size) for place, key, size in rows)
+    return Found(sizes={key: size for _number, key, size in found})
+
+
+def _places(session: Session, question: Question) -> list[str]:
+    """The places of what is looked for, at most MOST_PLACES: by how they match, then the newest."""
+    here = str(question.wanted.get("device.name", ""))
+    query = (
+        select(Item.place, Item.fields, Item.created)
+        .where(*question.filters)
+        .order_by((Item.device == here).desc(), Item.created.desc())
+        .limit(_MOST_COMPARED)
+    )
+    found: dict[str, tuple[int, int, float]] = {}
+    for place, known, created in session.execute(query):
+        if place not in found:
+            kind, differs = compared(question.wanted, json.loads(known))
+            found[place] = _NEARNESS[kind], len(differs), -created
+    return sorted(found, key=lambda place: (*found[place], place))[:MOST_PLACES]
+
+
+def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
+    """The bytes under some keys, without what is not there."""
+    rows = session.execute(select(Item.key, Item.data).where(Item.key.in_(list(keys))))
+    return {key: data for key, data in rows}
+
+
+def fetched(session: Session, keys: Sequence[str]) -> dict[str, bytes | None]:
+    """The bytes under the first of some keys, as many as may go into one answer; None for what is
+    not there."""
+    sizes = {
+        key: size
+        for key, size in session.execute(select(Item.key, Item.size).where(Item.key.in_(keys)))
+    }
+    left, chosen = MOST_FETCHED, []
+    for key in keys:
+        left -= sizes.get(key, 0)
+        if left < 0:
+            break
+        chosen.append(key)
+    there = data_of(session, chosen)
+    return {key: there.get(key) for key in chosen}
+
+
+def listed(session: Session, after: str, most: int = MOST_LISTED) -> tuple[list[str], bool]:
+    """The keys behind one, sorted, and whether there are more."""
+    query = select(Item.key).where(Item.key > after).order_by(Item.key).limit(most + 1)
+    keys = list(session.scalars(query))
+    return keys[:most], len(keys) > most
+
+
+def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> Put:
+    """Keep a record or a mark. Nothing is overwritten: what is there already is known.
+
+    Raises:
+        RecordDamaged: it is none that may be used, or not what its key says.
+    """
+    item = _item(reader, key, data)
+    item.token, item.stored = by.token, time.time()
+    there = data_of(session, [key])
+    if not there:
+        try:
+            with session.begin_nested():
+                session.add(item)
+                note(session, by, "put", key)
+        except IntegrityError:  # another server was first
+            there = data_of(session, [key])
+        else:
+            return "added"
+    if there.get(key) != data:
+        raise RecordDamaged(f"{key[:80]}: another is kept under this key; refused")
+    return "known"
+
+
+def _item(reader: Reader, key: str, data: bytes) -> Item:
+    if mark := Mark.parse(key):
+        if len(data) > MOST_MARK:
+            raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
+        sound_mark(mark, data)
+        model, id, batch = mark.place.split("/")
+        whole = {"place": mark.place, "model": model, "id": id, "batch": int(batch)}
+        return Item(key=key, data=data, size=len(data), **whole)
+    record, name, data = sound(reader, key, data)
+    return Item(
+        key=key,
+        data=data,
+        size=len(data),
+        place=name.place,
+        model=name.model,
+        id=name.id,
+        batch=name.batch,
+        target=name.target,
+        origin=name.origin,
+        called=record.target.name,
+        file=record.target.name.partition(":")[0],
+        device=record.key.environment.device.name,
+        fields=json.dumps(to_plain(fields(record.key))),
+        speedup=record.winner(LOOP).speedup,
+        created=record.provenance.created,
+    )
+
+
+def delete(session: Session, key: str, by: Caller) -> bool | None:
+    """Remove what is under a key; whether it was there, None where it is not theirs to remove."""
+    item = session.get(Item, key)
+    if item is None:
+        return False
+    if item.token != by.token and not by.may("admin"):
+        return None
+    session.delete(item)
+    note(session, by, "deleted", key)
+    return True
+
+
+def count(session: Session) -> int:
+    """Of records, in all versions."""
+    return session.scalar(select(func.count()).where(Item.fields != "")) or 0
+
+
+def any_there(session: Session) -> bool:
+    return session.scalar(select(Item.key).limit(1)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A record in a list: its newest version. `id` as people type it."""
+
+    id: str
+    target: str
+    device: str
+    speedup: float
+    created: float
+
+
+def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
+    """Each record once, the newest first."""
+    last = (
+        select(Item.place, func.max(Item.created).label("created"))
+        .where(Item.fields != "")
+        .group_by(Item.place)
+        .subquery()
+    )
+    query = (
+        select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
+        .join(last, (Item.place == last.c.place) & (Item.created == last.c.created))
+        .order_by(Item.created.desc(), Item.key)
+        .offset(skip)
+        .limit(most)
+    )
+    found: dict[str, Line] = {}
+    for id, batch, called, device, speedup, created in session.execute(query):
+        one = f"{id}@{batch}"
+        found.setdefault(
+            one, Line(id=one, target=called, device=device, speedup=speedup, created=created)
+        )
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What is known of a kind of device: how many records, and their least, mean and largest
+    speed-up."""
+
+    device: str
+    records: int
+    least: float
+    mean: float
+    most: float
+    newest: float
+
+
+def fleet(session: Session) -> list[Fleet]:
+    """Each kind of device, the one with the most records first."""
+    number = func.count(Item.place.distinct())
+    query = (
+        select(
+            Item.device,
+            number,
+            func.min(Item.speedup),
+            func.avg(Item.speedup),
+            func.max(Item.speedup),
+            func.max(Item.created),
+        )
+        .where(Item.fields != "")
+        .group_by(Item.device)
+        .order_by(number.desc(), Item.device)
+    )
+    return [
+        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last)
+        for device, count, low, mean, high, last in session.execute(query)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """A record beside what was asked for: how it matches, and where it differs."""
+
+    line: Line
+    kind: Kind
+    differs: tuple[str, ...]
+
+
+def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
+    """What a lookup would be told, the nearest first."""
+    order = {place: number for number, place in enumerate(_places(session, question)[:most])}
+    query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
+    found: dict[str, Near] = {}
+    for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):
+        kind, differs = compared(question.wanted, json.loads(one.fields))
+        id = f"{one.id}@{one.batch}"
+        line = Line(
+            id=id, target=one.called, device=one.device, speedup=one.speedup, created=one.created
+        )
+        found.setdefault(one.place, Near(line=line, kind=kind, differs=tuple(map(str, differs))))
+    return list(found.values())
+
+
+class Kept:
+    """What answers a question, as a store to read: so that the cache says which version counts."""
+
+    url = "this server"
+    studies: Path | None = None
+
+    def __init__(self, session: Session, question: Question) -> None:
+        self._session, self._question = session, question
+
+    def keys(self) -> list[str]:
+        return sorted(look(self._session, self._question).sizes)
+
+    def get(self, key: str) -> bytes | None:
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
+        return data_of(self._session, keys)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.check_writable()
+
+    def delete(self, key: str) -> bool:
+        self.check_writable()
+        return False
+
+    def check_writable(self) -> None:
+        raise StoreError(f"{self.url}: only read here")
+
+    def health(self) -> str:
+        return "ok, read-only"
+
+    def set_aside(self) -> Path:
+        raise StoreError(f"{self.url}: only read here")
+
+
+def _proof(store: Kept) -> Store:
+    return store

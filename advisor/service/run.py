@@ -1,0 +1,166 @@
+"""A server from its first line to its last: the socket, TLS, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from sqlalchemy.orm import Session
+
+from advisor.cache.reader import Reader
+from advisor.cache.seal import Seal
+from advisor.errors import UsageError
+from advisor.opening import refusal
+from advisor.service import tokens
+from advisor.service.access import Service
+from advisor.service.app import application
+from advisor.service.database import Database
+from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CONNECTIONS = 2000
+_IDLE_S = 75
+_DAY_S = 86_400.0
+_STOPS_S = 10
+"""For requests that are being answered when the server is told to stop."""
+_LEAVES_S = 0.05
+
+
+class Server(uvicorn.Server):
+    """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._leave()
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if not self.server_state.tasks and not transport.get_write_buffer_size():
+                transport.abort()
+        if self.server_state.connections:
+            asyncio.get_running_loop().call_later(_LEAVES_S, self._leave)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where a server listens, and who encrypts.
+
+    Attributes:
+        port: 0 for any that is free.
+        tls_cert, tls_key: PEM files, both or none.
+        behind_proxy: nobody but a proxy connects, which encrypts and says who the client is.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    behind_proxy: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("--tls-cert and --tls-key belong together; give both")
+        if self.host not in LOOPBACK and not (self.tls or self.behind_proxy):
+            raise UsageError(
+                f"--host {self.host}: tokens would travel in the clear; give --tls-cert and "
+                "--tls-key, or --behind-proxy where one encrypts"
+            )
+
+    @property
+    def tls(self) -> bool:
+        return self.tls_cert is not None
+
+
+def serve(
+    database: Database, where: Where, version: str, say: Callable[[str, str | None], None]
+) -> None:
+    """Serve until a signal says stop; requests that are being answered are answered first.
+
+    Args:
+        say: told once, with the address, and the first admin's token where it was made now.
+
+    Raises:
+        UsageError: the address cannot be had, or the certificate not be used.
+        StoreError: the database cannot be used.
+    """
+    made: list[str] = []
+
+    def first(session: Session) -> None:
+        made.append(tokens.make(session, "first admin", "admin", None, None)[1])
+
+    context = _context(where)
+    listening = _listening(where)
+    try:
+        database.start(first)
+        reader = Reader(Seal.from_environment(), refusal)
+        service = Service(database, reader, behind_proxy=where.behind_proxy, tls=where.tls)
+        config = uvicorn.Config(
+            application(service, version),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            limit_concurrency=_CONNECTIONS,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=_STOPS_S,
+            ssl_context_factory=None if context is None else lambda *_: context,
+        )
+        # What stopped it uvicorn raises again when it is done, and nothing is left to do then.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        say(_address(where, listening), made[0] if made else None)
+        Server(config).run(sockets=[listening])
+    finally:
+        listening.close()
+        database.close()
+
+
+def new_token(database: Database, name: str, role: str, days: int | None) -> str:
+    """A token made by who has the database itself; its text.
+
+    Raises:
+        UsageError: the name or the role is none. StoreError: the database cannot be used.
+    """
+    database.start(lambda _session: None)
+    try:
+        with database.writing() as session:
+            expires = None if days is None else time.time() + days * _DAY_S
+            return tokens.make(session, name, role, expires, None)[1]
+    finally:
+        database.close()
+
+
+def _context(where: Where) -> ssl.SSLContext | None:
+    if where.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(where.tls_cert, where.tls_key)
+    except OSError as exc:  # ssl's own errors too
+        raise UsageError(f"--tls-cert {str(where.tls_cert)!r}: {exc.strerror or exc}") from exc
+    return context
+
+
+def _listening(where: Where) -> socket.socket:
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    try:
+        return socket.create_server((where.host, where.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as exc:
+        why = getattr(exc, "strerror", "") or exc
+        raise UsageError(f"--host {where.host} --port {where.port}: {why}") from exc
+
+
+def _address(where: Where, listening: socket.socket) -> str:
+    host = f"[{where.host}]" if ":" in where.host else where.host
+    return f"{'https' if where.tls else 'http'}://{host}:{listening.getsockname()[1]}"

@@ -1,0 +1,166 @@
+"""Tokens: who may do what, for how long; and the log of who did what."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from advisor.errors import UsageError
+from advisor.service import schema
+
+ROLES = ("read", "submit", "worker", "admin")
+"""Each may do all that the one before it may: look up; ask for tunings; write records; make tokens.
+"""
+PREFIX = "adv_"
+SESSION_S = 12 * 3600.0
+_USE_NOTED_S = 60.0
+_NAME = re.compile(r"[\w.@+-][\w .@+-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request is from: their token's number, name and role, and the address. `unseen`: its
+    last use noted is long ago."""
+
+    token: int
+    name: str
+    role: str
+    address: str = ""
+    unseen: bool = False
+
+    def may(self, role: str) -> bool:
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+
+def make(
+    session: Session, name: str, role: str, expires: float | None, by: Caller | None
+) -> tuple[schema.Token, str]:
+    """A new token, and its text, which nobody can see again.
+
+    Args:
+        expires: in Unix seconds; None for never.
+        by: None for who has the database itself.
+
+    Raises:
+        UsageError: the name or the role is none.
+    """
+    if role not in ROLES:
+        raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")
+    if not _NAME.fullmatch(name):
+        raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
+    if expires is not None and not time.time() < expires < 1e11:
+        raise UsageError("expires: expected a time to come, in Unix seconds")
+    text = PREFIX + secrets.token_urlsafe(32)
+    token = schema.Token(
+        digest=digest(text), name=name, role=role, created=time.time(), expires=expires
+    )
+    session.add(token)
+    session.flush()
+    note(session, by, "token made", f"{token.id} {name} ({role})")
+    return token, text
+
+
+def find(session: Session, text: str, address: str) -> Caller | None:
+    """Who has this token; None where it is none, or holds no more."""
+    if not text.startswith(PREFIX):
+        return None
+    query = select(schema.Token).where(schema.Token.digest == digest(text))
+    return _caller(session.scalar(query), address)
+
+
+def note_use(session: Session, caller: Caller) -> None:
+    if token := session.get(schema.Token, caller.token):
+        token.used = time.time()
+
+
+def revoke(session: Session, number: int, by: Caller) -> bool:
+    """Make a token hold no more, at once; whether there is one."""
+    token = session.get(schema.Token, number)
+    if token is None:
+        return False
+    if token.revoked is None:
+        token.revoked = time.time()
+        note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
+    return True
+
+
+def listed(session: Session) -> Sequence[schema.Token]:
+    """All, the newest first."""
+    return session.scalars(select(schema.Token).order_by(schema.Token.id.desc())).all()
+
+
+def log_in(session: Session, caller: Caller) -> str:
+    """A browser's session; what its cookie holds."""
+    text = secrets.token_urlsafe(32)
+    ends = time.time() + SESSION_S
+    session.add(schema.Session(digest=digest(text), token=caller.token, expires=ends))
+    note(session, caller, "logged in", "")
+    return text
+
+
+def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
+    """Whose session a cookie is; None where it is none, or its token holds no more."""
+    there = session.get(schema.Session, digest(cookie))
+    if there is None or there.expires < time.time():
+        return None
+    return _caller(session.get(schema.Token, there.token), address)
+
+
+def log_out(session: Session, cookie: str) -> None:
+    if there := session.get(schema.Session, digest(cookie)):
+        session.delete(there)
+
+
+def form_key(cookie: str) -> str:
+    """What a form of this session holds, so that no other site can send one."""
+    return hashlib.sha256(b"advisor form\n" + cookie.encode()).hexdigest()
+
+
+def note(session: Session, by: Caller | None, action: str, subject: str) -> None:
+    """A line in the audit log, kept with what it tells of or not at all."""
+    session.add(
+        schema.Event(
+            at=time.time(),
+            token=by.token if by else None,
+            action=action,
+            subject=subject[:300],
+            address=by.address if by else "",
+        )
+    )
+
+
+def events(
+    session: Session, before: int | None, most: int
+) -> Sequence[tuple[schema.Event, str | None]]:
+    """The log with the names of those who did it, the newest first, from before a number."""
+    query = (
+        select(schema.Event, schema.Token.name)
+        .join(schema.Token, schema.Event.token == schema.Token.id, isouter=True)
+        .order_by(schema.Event.id.desc())
+        .limit(most)
+    )
+    if before is not None:
+        query = query.where(schema.Event.id < before)
+    return [(event, name) for event, name in session.execute(query)]
+
+
+def digest(text: str) -> bytes:
+    """SHA-256, without a salt: of 256 random bits nothing can be guessed."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _caller(token: schema.Token | None, address: str) -> Caller | None:
+    now = time.time()
+    if token is None or token.revoked is not None:
+        return None
+    if token.expires is not None and token.expires <= now:
+        return None
+    unseen = token.used is None or token.used < now - _USE_NOTED_S
+    return Caller(token.id, token.name, token.role, address, unseen)

@@ -1,0 +1,199 @@
+"""Configs compared within a run: what they compute on the script's own steps."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advisor.cache.config import Config
+from advisor.tuners import knobs
+from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.run.repeated import STEPS, Repeats, comparison
+from tests.runs.forked import left_behind, space_of
+
+TOLERANCE = 0.02
+
+
+class Asking:
+    """A guide that asks for one comparison, then leaves the script as it is."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+        self.lap: Lap | None = None
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: Seen) -> Order:
+        self.seen = seen
+        self._own = own = Config(space_of(seen).default | {"compile": "none"})
+        asked = comparison(own.replace(**self._values), knobs.strict(own), TOLERANCE, tf32=False)
+        return Order(config=own, own=own, steps=STEPS, compare=asked)
+
+    def next(self, lap: Lap) -> Order:
+        self.lap = lap
+        return Order(config=self._own)
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError("the script failed") from exc
+
+    gave_up = failed
+
+
+class Net(nn.Module):
+    """What `loss` is given, it returns the loss of, as Hugging Face's models do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 32)
+        self.first, self.norm = nn.Linear(32, 256), nn.BatchNorm1d(256)
+        self.dropout, self.last = nn.Dropout(dropout), nn.Linear(256, 4)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.norm(self.first(self.embedding(tokens).mean(1))).relu()
+        found = self.last(self.dropout(hidden))
+        if labels is None:
+            return found
+        return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
+
+
+def trained(
+    net: nn.Module,
+    guide: Asking | None,
+    *,
+    within: bool = False,
+    micro: int = 1,
+    steps: int = 10,
+) -> None:
+    """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
+    IN_FORCE.release()  # what tests of other files have left
+    pilot = None if guide is None else Pilot(guide, Repeats())
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(micro):
+            tokens, labels = torch.randint(10, (32, 5)), torch.randint(4, (32,))
+            if within:
+                loss = net(tokens, labels=labels)["loss"]
+            else:
+                loss = nn.functional.cross_entropy(net(tokens), labels)
+            (loss / micro).backward()
+        optimizer.step()
+    if pilot is not None:
+        pilot.release()
+        assert left_behind() == []
+
+
+@pytest.fixture(autouse=True)
+def _same_weights() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "how"),
+    [(0.0, {}), (0.3, {}), (0.3, {"within": True}), (0.3, {"micro": 10})],
+    ids=["plain", "dropout", "loss within", "micro-batches"],
+)
+def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(
+    dropout: float, how: dict[str, Any]
+) -> None:
+    net = Net(dropout)
+    alone = Net(dropout)
+    alone.load_state_dict(net.state_dict())
+    guide = Asking(precision="bf16")
+    trained(alone, None, **how)
+    trained(net, guide, **how)
+    assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
+    assert guide.lap.reason.startswith("loss within 0.")
+    assert guide.seen.draws == (dropout > 0)
+    weights = net.state_dict()
+    assert all(torch.equal(weight, weights[n]) for n, weight in alone.state_dict().items())
+
+
+def test_a_pilot_that_leaves_in_the_middle_leaves_nothing() -> None:
+    guide = Asking(precision="bf16")
+    trained(Net(), guide, steps=STEPS + 2)
+    assert guide.lap is None
+
+
+class _Off(torch.autograd.Function):
+    """What it is given; in bf16 with a gradient that is off by as much as `by`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by if x.dtype == torch.bfloat16 else 0.0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * (1 + ctx.by), None
+
+
+class WrongGradient(Net):
+    """Its outputs are right; the gradients of what comes before `last` are not."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.first(self.embedding(tokens).mean(1)).relu()
+        return self.last(self.dropout(_Off.apply(hidden, 1.0)))
+
+
+class WrongOutput(Net):
+    """In bf16 its outputs are too large."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
+
+
+class Failing(Net):
+    """It cannot be run in bf16."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no half")
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "said"),
+    [
+        (WrongGradient, "wrong", "gradient of "),
+        (WrongOutput, "wrong", "differs from fp32's"),
+        (Failing, "failed", "RuntimeError: no half"),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_is_wrong_is_found_and_the_script_goes_on(
+    kind: type[Net], outcome: str, said: str, dropout: float
+) -> None:
+    guide = Asking(precision="bf16")
+    trained(kind(dropout), guide)
+    assert guide.lap is not None and guide.lap.outcome == outcome, guide.lap
+    assert said in guide.lap.reason
+
+
+class Small(nn.Module):
+    """As little as there is to compile around a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.embedding(tokens).mean(1), 0.3))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler here")
+def test_compiled_in_half_precision_with_dropout() -> None:
+    guide = Asking(precision="bf16", compile="default")
+    trained(Small(), guide)
+    assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
+    assert guide.lap.reason.startswith("loss within 0.")

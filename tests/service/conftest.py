@@ -1,0 +1,74 @@
+"""Databases to serve from: SQLite, and a real PostgreSQL where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cache import servers
+from tests.service.serving import Served, fresh, serving
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[servers.Server]:
+    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
+    try:
+        server = servers.postgresql_server(folder)
+        if server is None:
+            pytest.skip("PostgreSQL is not installed")
+        with servers.running(server):
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def emptied(server: servers.Server) -> str:
+    """The URL of a database with nothing in it."""
+    import psycopg
+
+    name = f"t{uuid.uuid4().hex}"
+    place = f"//advisor:s3cret@127.0.0.1:{server.port}"
+    with psycopg.connect(f"postgresql:{place}/postgres", autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    return f"postgresql+psycopg:{place}/{name}"
+
+
+@pytest.fixture
+def new_postgresql(postgresql: servers.Server) -> str:
+    return emptied(postgresql)
+
+
+@pytest.fixture(params=["lite", "new_postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server that all tests of a database share."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
+    if request.param == "postgresql":
+        url = emptied(request.getfixturevalue("postgresql"))
+    with serving(url) as found:
+        yield found
+
+
+@pytest.fixture
+def served(running: Served) -> Served:
+    """With nothing in its database but a token of each role."""
+    fresh(running)
+    return running
+
+
+@pytest.fixture
+def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a database with nothing in it, of SQLite."""
+    return f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"

@@ -1,0 +1,127 @@
+"""A server in a thread of the test's own process, and clients of it that know no advisor."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from advisor.cache.reader import Reader
+from advisor.cache.seal import UNSEALED, Seal
+from advisor.opening import refusal
+from advisor.service import schema, tokens
+from advisor.service.access import Service
+from advisor.service.app import application
+from advisor.service.database import Database
+from advisor.service.run import Server
+from tests.cache import servers
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    data: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+def ask(
+    port: int,
+    method: str,
+    path: str,
+    token: str = "",
+    body: bytes | dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    sent = dict(headers or {})
+    if token:
+        sent["Authorization"] = f"Bearer {token}"
+    if isinstance(body, dict):
+        body, sent["Content-Type"] = json.dumps(body).encode(), "application/json"
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body, sent)
+        answer = connection.getresponse()
+        said = {name.lower(): value for name, value in answer.getheaders()}
+        return Answer(answer.status, said, answer.read())
+    finally:
+        connection.close()
+
+
+@dataclass
+class Served:
+    """`tokens`: one of each role, by its name."""
+
+    port: int
+    service: Service
+    server: Server
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def database(self) -> Database:
+        return self.service.database
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}?timeout=20s"
+
+    def ask(self, method: str, path: str, role: str = "", *more: Any, **how: Any) -> Answer:
+        return ask(self.port, method, path, self.tokens[role] if role else "", *more, **how)
+
+
+def token(database: Database, role: str, expires: float | None = None) -> str:
+    with database.writing() as session:
+        return tokens.make(session, f"a {role}", role, expires, None)[1]
+
+
+def fresh(served: Served) -> None:
+    """As if it was started now."""
+    database, service = served.database, served.service
+    with database.writing() as session:
+        for table in reversed(schema.Base.metadata.sorted_tables):
+            if table.name != schema.Schema.__tablename__:
+                session.execute(table.delete())
+    served.tokens = {role: token(database, role) for role in tokens.ROLES}
+    began = Service(database, service.reader)
+    for name in ("reads", "writes", "guesses", "behind_proxy"):
+        setattr(service, name, getattr(began, name))
+
+
+@contextlib.contextmanager
+def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator[Served]:
+    """With nothing in its database, or as it is, which must be there."""
+    database = Database(url)
+    began: list[object] = []
+    database.start(began.append)
+    assert not (as_it_is and began)
+    service = Service(database, Reader(seal, refusal))
+    port = servers.free_port()
+    config = uvicorn.Config(
+        application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
+    )
+    server = Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    limit = time.monotonic() + 60
+    while not servers.answers(port):
+        assert thread.is_alive() and time.monotonic() < limit
+        time.sleep(0.01)
+    try:
+        found = Served(port, service, server)
+        if not as_it_is:
+            fresh(found)
+        yield found
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        database.close()

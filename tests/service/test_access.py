@@ -1,0 +1,253 @@
+"""Who may do what: every route is walked, so that none is forgotten."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sqlite3
+import time
+
+import pytest
+from fastapi.routing import APIRoute, iter_route_contexts
+from sqlalchemy import select
+
+from advisor.errors import UsageError
+from advisor.service import database, schema, tokens
+from advisor.service import routes as api_routes
+from advisor.service.access import COOKIE
+from advisor.service.app import application
+from advisor.service.limits import Rate, Rates
+from advisor.service.pages import site
+from tests.service.serving import Served, serving, token
+
+OPEN = {
+    *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
+    ("GET", "/login"),
+    ("POST", "/login"),
+}
+"""Routes that anybody may ask."""
+PAGES = {path for path in (route.path for route in site.routes)}  # type: ignore[attr-defined]
+"""Routes that ask for a session, and send who has none to the login."""
+READING = {("POST", "/api/records")}
+"""Routes that a read token may use although they are no GET."""
+ADMIN = {
+    *("/api/tokens", "/api/tokens/{number}", "/api/audit"),
+    *("/tokens", "/tokens/{number}/revoke", "/audit"),
+}
+
+
+def routes(served: Served) -> list[tuple[str, str]]:
+    """Method and path of each, from the application that is being served."""
+    found = []
+    for route in iter_route_contexts(application(served.service, "1").routes):
+        assert route.path and route.methods, f"{route}: could be anything"
+        found += [(method, route.path) for method in sorted(set(route.methods) - {"HEAD"})]
+    return found
+
+
+def filled(path: str) -> str:
+    """A path with something for each of its parameters."""
+    key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
+    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
+
+
+def test_every_route_asks_for_a_token(served: Served) -> None:
+    known = routes(served)
+    assert ("PUT", "/api/records/{key:path}") in known and len(known) > 10
+    assert set(known) >= OPEN
+    gone = token(served.database, "admin")
+    with served.database.writing() as session:
+        caller = tokens.find(session, gone, "")
+        assert caller is not None and tokens.revoke(session, caller.token, caller)
+    late = token(served.database, "admin", expires=time.time() + 0.2)
+    time.sleep(0.3)
+    served.service.guesses = Rates(Rate(a_second=1e6, at_once=1e6))
+    wrong = {
+        "none": "",
+        "wrong": tokens.PREFIX + "x" * 43,
+        "nonsense": "x",
+        "a cookie's": "é",
+        "revoked": gone,
+        "expired": late,
+    }
+    for method, path in known:
+        if (method, path) in OPEN:
+            expected = 401 if method == "POST" else 200
+            assert served.ask(method, filled(path)).status == expected, path
+            continue
+        for what, text in wrong.items():
+            if path in PAGES:
+                sent = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
+                answer = served.ask(method, filled(path), headers=sent)
+                assert (answer.status, answer.headers["location"]) == (303, "/login"), path
+                continue
+            headers = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
+            answer = served.ask(method, filled(path), headers=headers)
+            assert answer.status == 401, (method, path, what, answer.data)
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def session_of(served: Served, text: str) -> str:
+    with served.database.writing() as session:
+        caller = tokens.find(session, text, "")
+        assert caller is not None
+        return tokens.log_in(session, caller)
+
+
+def test_every_role_may_what_it_may(served: Served) -> None:
+    known = routes(served)
+    sessions = {role: session_of(served, text) for role, text in served.tokens.items()}
+    for role, (method, path) in itertools.product(tokens.ROLES, known):
+        if (method, path) in OPEN:
+            continue
+        reads = method == "GET" or (method, path) in READING
+        if path in PAGES and path not in ADMIN:
+            continue  # any session may read them
+        needed = "admin" if path in ADMIN else "read" if reads else "worker"
+        may = tokens.ROLES.index(role) >= tokens.ROLES.index(needed)
+        how = {"Cookie": f"{COOKIE}={sessions[role]}"} if path in PAGES else {}
+        answer = served.ask(method, filled(path), "" if how else role, headers=how)
+        if how and may and method == "POST":
+            assert "of another session" in answer.json["detail"]  # so far, and no further
+            continue
+        assert (answer.status != 403) == may, (method, path, role, answer.data)
+        if answer.status == 403:
+            assert needed in answer.json["detail"]
+
+
+def test_a_route_knows_what_it_needs() -> None:
+    """Whatever its handler does: the role stands in its signature."""
+    for route in (*api_routes.api.routes, *site.routes):
+        assert isinstance(route, APIRoute)
+        needs = [one.call for one in route.dependant.dependencies if hasattr(one.call, "role")]
+        methods = {(method, route.path) for method in route.methods}
+        assert bool(needs) != bool(methods & OPEN), route.path
+
+
+def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
+    made = served.ask("POST", "/api/tokens", "admin", {"name": "ci", "role": "worker"})
+    assert made.status == 201
+    text, number = made.json["token"], made.json["id"]
+    assert re.fullmatch(r"adv_[\w-]{43}", text)
+    assert served.ask("GET", "/api/tokens", "admin").data.find(text.encode()) == -1
+    with served.database.reading() as session:
+        row = session.get(schema.Token, number)
+        assert row is not None and row.digest == tokens.digest(text) and row.used is None
+    served.tokens["ci"] = text
+    assert served.ask("GET", "/api/self", "ci").json["role"] == "worker"
+    limit = time.monotonic() + 60
+    while (used := last_use(served, number)) is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert used is not None and abs(used - time.time()) < 60
+    assert served.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
+    assert served.ask("GET", "/api/self", "ci").status == 401
+    said = served.ask("GET", "/api/audit", "admin").json["events"]
+    assert [(one["action"], one["by"]) for one in said[:2]] == [
+        ("token revoked", "a admin"),
+        ("token made", "a admin"),
+    ]
+    assert said[0]["address"] == "127.0.0.1"
+    assert served.ask("DELETE", "/api/tokens/99999", "admin").status == 404
+
+
+def last_use(served: Served, number: int) -> float | None:
+    with served.database.reading() as session:
+        return session.scalar(select(schema.Token.used).where(schema.Token.id == number))
+
+
+def test_a_lookup_waits_for_no_writer(
+    lite: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever holds the database, and though the use of the token is to be noted."""
+    monkeypatch.setattr(database, "WAITS_S", 0.1)
+    with serving(lite) as served:
+        lock = sqlite3.connect(lite.removeprefix("sqlite:///"), isolation_level=None)
+        lock.execute("BEGIN IMMEDIATE")
+        assert served.ask("GET", "/api/lookup?file=x", "read").status == 200
+        assert (
+            served.ask("POST", "/api/tokens", "admin", {"name": "x", "role": "read"}).status == 503
+        )
+        lock.close()
+        assert (
+            served.ask("POST", "/api/tokens", "admin", {"name": "x", "role": "read"}).status == 201
+        )
+    assert "could not be noted" in caplog.text
+
+
+def test_tokens_that_are_not_made(served: Served) -> None:
+    for asked in (
+        {"name": "x", "role": "king"},
+        {"name": "", "role": "read"},
+        {"name": "a\nb", "role": "read"},
+        {"name": "x" * 65, "role": "read"},
+        {"name": "x", "role": "read", "expires": 1.0},
+        {"name": "x", "role": "read", "expires": "nan"},
+        {"name": "x", "role": "read", "more": 1},
+        {"name": "'; DROP TABLE tokens; --", "role": "read"},
+    ):
+        assert served.ask("POST", "/api/tokens", "admin", asked).status == 422, asked
+
+
+def test_guesses_are_few_and_cost_others_nothing(served: Served) -> None:
+    served.service.guesses = Rates(Rate(a_second=1e-6, at_once=3))
+    said = [served.ask("GET", "/api/self", headers={"Authorization": "Bearer x"}) for _ in range(5)]
+    assert [one.status for one in said] == [401, 401, 401, 429, 429]
+    assert said[-1].headers["retry-after"] == "1"
+    assert served.ask("GET", "/api/self", "read").status == 200
+
+
+def test_a_token_is_used_so_often(served: Served) -> None:
+    served.service.reads = Rates(Rate(a_second=1e-6, at_once=2))
+    assert [served.ask("GET", "/api/self", "read").status for _ in range(3)] == [200, 200, 429]
+    assert served.ask("GET", "/api/self", "worker").status == 200
+
+
+def test_rates_fill_again() -> None:
+    rates = Rates(Rate(a_second=1000, at_once=1))
+    assert rates.take("a") and not Rates(Rate(a_second=1, at_once=0.5)).take("a")
+    time.sleep(0.05)
+    assert rates.take("a")
+
+
+def test_of_a_proxys_list_only_its_own_word_counts(served: Served) -> None:
+    forged = {"X-Forwarded-For": "6.6.6.6, 10.1.2.3"}
+    make = {"name": "x", "role": "read"}
+    for behind, seen in ((False, "127.0.0.1"), (True, "10.1.2.3")):
+        served.service.behind_proxy = behind
+        assert served.ask("POST", "/api/tokens", "admin", make, headers=forged).status == 201
+        (last, *_) = served.ask("GET", "/api/audit", "admin").json["events"]
+        assert last["address"] == seen
+
+
+def test_the_log_has_pages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_routes, "EVENTS", 3)
+    seen: list[int] = []
+    while page := served.ask(
+        "GET", f"/api/audit?before={seen[-1]}" if seen else "/api/audit", "admin"
+    ).json["events"]:
+        assert len(page) <= 3
+        seen += [one["id"] for one in page]
+    assert seen == sorted(seen, reverse=True) and len(seen) == len(tokens.ROLES)
+
+
+def test_roles_are_an_order() -> None:
+    caller = tokens.Caller(1, "x", "submit")
+    assert [caller.may(role) for role in tokens.ROLES] == [True, True, False, False]
+
+
+def test_a_session_is_its_tokens(served: Served) -> None:
+    text = token(served.database, "admin")
+    with served.database.writing() as session:
+        caller = tokens.find(session, text, "")
+        assert caller is not None
+        cookie = tokens.log_in(session, caller)
+        assert tokens.logged_in(session, cookie, "") == caller
+        assert tokens.logged_in(session, text, "") is None
+        tokens.revoke(session, caller.token, caller)
+        assert tokens.logged_in(session, cookie, "") is None
+
+
+def test_a_role_is_one_of_four() -> None:
+    with pytest.raises(UsageError, match="expected one of read, submit, worker, admin"):
+        tokens.make(None, "x", "root", None, None)  # type: ignore[arg-type]

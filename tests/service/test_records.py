@@ -1,0 +1,326 @@
+"""Records on a server: what is kept, what is refused, what a lookup is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgpack
+import pytest
+from sqlalchemy import text
+from starlette.types import Message
+
+from advisor.cache.codec import decode, encode, reason_of, to_plain
+from advisor.cache.key import fields
+from advisor.cache.match import Query
+from advisor.cache.name import Mark, Name
+from advisor.cache.record import Record
+from advisor.cache.seal import UNSEALED, Seal
+from advisor.service import limits, records
+from tests.cache.examples import ENVIRONMENT, KEY, changed, record
+from tests.cache.mutations import corpus, mutated
+from tests.service.serving import Answer, Served, serving
+
+OURS = Seal(own=b"k" * 32)
+
+
+def named(one: Record, seal: Seal = UNSEALED) -> tuple[str, bytes]:
+    data = encode(one, seal)
+    return Name.of(one, data, seal).text, data
+
+
+def put(served: Served, key: str, data: bytes, role: str = "worker") -> Answer:
+    return served.ask("PUT", f"/api/records/{quote(key)}", role, data)
+
+
+def keys(served: Served) -> list[str]:
+    found: list[str] = served.ask("GET", "/api/records", "read").json["keys"]
+    return found
+
+
+def items(answer: Answer) -> dict[str, bytes | None]:
+    assert answer.status == 200, answer.data
+    return dict(msgpack.unpackb(answer.data)["items"])
+
+
+def look(served: Served, headers: Any = None, **question: Any) -> Answer:
+    asked = urlencode(question, doseq=True)
+    return served.ask("GET", f"/api/lookup?{asked}", "read", headers=headers)
+
+
+def test_what_was_put_is_there(served: Served) -> None:
+    key, data = named(record(), OURS)
+    assert put(served, key, data).status == 201
+    assert put(served, key, data).json == {"outcome": "known"}
+    assert keys(served) == [key]
+    assert items(served.ask("POST", "/api/records", "read", {"keys": [key]})) == {key: data}
+    said = served.ask("GET", "/api/audit", "admin").json["events"]
+    assert [one["subject"] for one in said if one["action"] == "put"] == [key]
+
+
+def test_only_workers_write(served: Served) -> None:
+    key, data = named(record())
+    for role in ("read", "submit"):
+        assert put(served, key, data, role).status == 403
+    assert keys(served) == []
+
+
+def test_a_record_is_its_writers_to_remove(served: Served) -> None:
+    key, data = named(record())
+    place = f"/api/records/{quote(key)}"
+    put(served, key, data, "admin")
+    assert served.ask("DELETE", place, "worker").status == 403
+    assert keys(served) == [key]
+    assert served.ask("DELETE", place, "admin").json == {"deleted": True}
+    assert served.ask("DELETE", place, "admin").status == 404
+    put(served, key, data, "worker")
+    assert served.ask("DELETE", place, "worker").status == 200
+    actions = [one["action"] for one in served.ask("GET", "/api/audit", "admin").json["events"]]
+    assert actions[:4] == ["deleted", "put", "deleted", "put"]
+
+
+def hostile() -> dict[str, tuple[str, bytes]]:
+    key, data = named(record())
+    other, more = named(record(created=1.72e9))
+    wild = replace(record(), provenance=replace(record().provenance, created=1.0))
+    unsound = msgpack.unpackb(data)
+    unsound["record"] = b"\x80"
+    return {
+        "rubbish": (key, b"rubbish"),
+        "nothing": (key, b""),
+        "another's bytes": (key, more),
+        "cut": (key, data[:-9]),
+        "a bit": (key, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
+        "no record": (key, msgpack.packb(unsound)),
+        "a bomb": (key, b"\xdd\xff\xff\xff\xff" * 2000),
+        "another key": (other.replace("/64/", "/65/"), more),
+        "a key of nothing": ("record/abc", data),
+        "out of its domain": (Name.of(wild, data).text, data),
+        "a pickle": (key, b"cos\nsystem\n(S'true'\ntR."),
+    }
+
+
+def test_hostile_records_are_refused(served: Served) -> None:
+    for what, (key, data) in hostile().items():
+        answer = put(served, key, data)
+        assert answer.status == 422 and "\n" not in answer.json["detail"], what
+    assert keys(served) == []
+    assert '"put"' not in served.ask("GET", "/api/audit", "admin").data.decode()
+
+
+def test_odd_keys_reach_no_file_and_no_table(served: Served) -> None:
+    _key, data = named(record())
+    for odd in ("../../etc/passwd", "record/../x", "%2e%2e/x", "record/'; DROP TABLE items; --"):
+        for method in ("PUT", "DELETE"):
+            answer = served.ask(method, f"/api/records/{quote(odd, safe='%/')}", "admin", data)
+            assert answer.status in (404, 422), (odd, answer.data)
+    assert look(served, file="'; DROP TABLE items; --").status == 200
+    for odd in ("\0", "\x1b[2J", "a" * 5000):
+        assert look(served, file=odd).status == 422
+    assert look(served, wanted='{"device.name": ["x"]}').status == 422
+    assert look(served, wanted="[" * 9999).status == 422
+    assert look(served, wanted='{"model": {"a": [1, null, {}]}}').status == 200
+    assert look(served, id="' OR 1=1").status == 422
+    assert keys(served) == []
+
+
+def test_mutated_records_are_refused_or_records(served: Served) -> None:
+    good = {Name.of(record(), data).text: data for data in corpus()[:1]}
+    for data in itertools.islice(mutated(corpus(), random.Random(7)), 30):
+        key = Name.of(record(), data).text
+        status = put(served, key, data).status
+        assert status in (201, 422)
+        if status == 201:
+            assert decode(data)
+            good[key] = data
+    assert set(keys(served)) <= good.keys()
+
+
+def test_what_a_team_did_not_sign_is_refused_where_that_is_asked_for(lite: str) -> None:
+    team = Seal(secret=b"s" * 32, required=True)
+    with serving(lite, seal=team) as served:
+        assert put(served, *named(record())).status == 422
+        assert put(served, *named(record(), OURS)).status == 422
+        assert put(served, *named(record(), Seal(secret=b"s" * 32))).status == 201
+
+
+def test_marks(served: Served) -> None:
+    key, data = named(record(), OURS)
+    name = Name.parse(key, OURS)
+    assert name is not None
+    put(served, key, data)
+    reason = reason_of("slower now", OURS)
+    mark = Mark.on(name, True, 1.75e9, reason, OURS)
+    assert put(served, mark.text, reason_of("something else", OURS)).status == 422
+    assert put(served, mark.text, b"x" * (records.MOST_MARK + 1)).status == 422
+    assert put(served, mark.text, reason).status == 201
+    assert items(look(served, id=name.id)) == {key: data, mark.text: reason}
+
+
+def test_a_lookup_is_narrowed(served: Served) -> None:
+    one = record()
+    other = record(key=changed(KEY, "model", "cd" * 32), name="other.py:Net")
+    other = replace(other, target=replace(other.target, origin="fedcba98"))
+    for each in (one, other):
+        put(served, *named(each))
+    (first, _), (second, _) = named(one), named(other)
+    name, _ = Name.parse(first), Name.parse(second)
+    assert name is not None
+    for question, found in (
+        ({"model": KEY.model}, first),
+        ({"model": "cd" * 32}, second),
+        ({"file": "other.py"}, second),
+        ({"parts": [name.target]}, first),
+        ({"parts": [name.origin, "00" * 6]}, first),
+        ({"id": one.key.id[:4]}, first),
+        ({"id": one.key.id, "batch": 64}, first),
+    ):
+        assert list(items(look(served, **question))) == [found], question
+    assert items(look(served, id=one.key.id, batch=8)) == {}
+    assert set(items(look(served))) == {first, second}
+
+
+def test_every_version_of_a_record_comes(served: Served) -> None:
+    versions = [record(), record(created=1.72e9), record(name="other.py:Net")]
+    for one in versions:
+        put(served, *named(one))
+    found = items(look(served, file="other.py"))
+    assert found == dict(map(named, versions))
+
+
+def test_an_etag_holds_until_something_changes(served: Served) -> None:
+    put(served, *named(record()))
+    first = look(served, model=KEY.model)
+    etag = first.headers["etag"]
+    again = look(served, model=KEY.model, headers={"If-None-Match": etag})
+    assert (again.status, again.data, again.headers["etag"]) == (304, b"", etag)
+    put(served, *named(record(created=1.72e9)))
+    changed_now = look(served, model=KEY.model, headers={"If-None-Match": etag})
+    assert changed_now.status == 200 and len(items(changed_now)) == 2
+
+
+def test_an_answer_is_compressed_where_that_is_understood(served: Served) -> None:
+    put(served, *named(record()))
+    plain = look(served, model=KEY.model)
+    packed = look(served, model=KEY.model, headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip" and len(packed.data) < len(plain.data)
+
+
+def test_of_many_the_nearest_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_PLACES", 3)
+    others = [
+        changed(KEY, "device.name", "NVIDIA B200"),
+        changed(KEY, "mode", "infer"),
+        changed(changed(KEY, "mode", "infer"), "dtype", "float64"),
+        changed(KEY, "software.driver", "590.2"),
+        KEY,
+    ]
+    written = [named(record(key=key, trials=0)) for key in others]
+    for one in written:
+        assert put(served, *one).status == 201
+    query = Query(environment=ENVIRONMENT, model=KEY.model, given={"mode": "train"})
+    found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
+    assert list(items(found))[:2] == [written[4][0], written[3][0]]
+    assert len(items(found)) == 3
+    monkeypatch.setattr(records, "_MOST_COMPARED", 1)
+    wanted = to_plain(fields(KEY)) | {"device.name": "NVIDIA B200"}
+    assert list(items(look(served, wanted=json.dumps(wanted)))) == [written[0][0]]
+
+
+def test_of_too_many_bytes_the_keys_are_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = dict(named(record(key=changed(KEY, "threads", n))) for n in range(5))
+    for one in several.items():
+        put(served, *one)
+    size = max(map(len, several.values()))
+    monkeypatch.setattr(records, "MOST_BYTES", 2 * size)
+    monkeypatch.setattr(records, "MOST_FETCHED", 3 * size)
+    found = items(look(served, model=KEY.model))
+    assert found.keys() == several.keys()
+    assert [data is not None for data in found.values()] == [True] * 2 + [False] * 3
+    fetched = items(served.ask("POST", "/api/records", "read", {"keys": list(several)}))
+    assert len(fetched) == 3
+
+
+def test_keys_have_pages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = sorted(named(record(key=changed(KEY, "threads", n), trials=0))[0] for n in range(7))
+    for n in range(7):
+        put(served, *named(record(key=changed(KEY, "threads", n), trials=0)))
+    with served.database.reading() as session:
+        page, more = records.listed(session, "", 4)
+        rest, end = records.listed(session, page[-1], 4)
+    assert (page + rest, more, end) == (written, True, False)
+
+
+def test_bodies_are_bounded(served: Served) -> None:
+    key, _data = named(record())
+    assert put(served, key, b"x" * (2**20 + 1)).status == 413
+    assert served.ask("POST", "/api/records", "read", {"keys": [key] * 65}).status == 422
+    assert served.ask("POST", "/api/records", "read", b"[" * 10_000).status == 422
+
+
+def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 0.2)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(b"PUT /api/records/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab")
+        assert client.recv(2**12).startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_in_pieces_is_bounded_too() -> None:
+    async def endless() -> Message:
+        return {"type": "http.request", "body": b"x" * 2**16, "more_body": True}
+
+    with pytest.raises(ValueError):
+        asyncio.run(limits._whole(endless))
+
+
+def test_many_at_once_put_the_same(served: Served) -> None:
+    key, data = named(record())
+    said: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: said.append(put(served, key, data).status))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(said) == [200] * 11 + [201]
+    events = served.ask("GET", "/api/audit", "admin").json["events"]
+    assert [one["action"] for one in events].count("put") == 1
+
+
+def test_a_database_that_is_away_is_said_and_not_shown(lite: str) -> None:
+    with serving(lite) as served:
+        with served.database.writing() as session:
+            session.execute(text("ALTER TABLE items RENAME TO elsewhere"))
+        answer = served.ask("GET", "/api/self", "read")
+    assert answer.status == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json == {"detail": "the server's database does not answer"}
+
+
+def test_metrics(lite: str) -> None:
+    with serving(lite) as served:
+        put(served, *named(record()))
+        served.ask("GET", "/nowhere/at/all")
+        said = served.ask("GET", "/metrics", "read").data.decode()
+    assert "advisor_records 1.0" in said
+    assert 'route="/api/records/{key:path}",status="201"} 1.0' in said
+    assert "nowhere" not in said
+
+
+def test_headers(served: Served) -> None:
+    for path in ("/healthz", "/nowhere", "/api/self"):
+        said = served.ask("GET", path).headers
+        assert said["content-security-policy"].startswith("default-src 'none'")
+        assert said["x-content-type-options"] == "nosniff" and said["cache-control"] == "no-store"
+        assert "server" not in said or said["server"] == "uvicorn"

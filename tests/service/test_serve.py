@@ -1,0 +1,328 @@
+"""`advisor serve` as a process: started, stopped, killed, beside another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from advisor.cache.codec import encode
+from advisor.cache.name import Name
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
+from advisor.cli import main
+from advisor.errors import StoreError, UsageError
+from advisor.service import records as records_of
+from advisor.service import schema, tokens
+from advisor.service.database import Database
+from advisor.service.run import Where, new_token
+from tests.cache import servers
+from tests.cache.examples import KEY, changed, record
+from tests.service.serving import ask, serving
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """`advisor serve`, as a shell starts it."""
+
+    def __init__(self, *words: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "advisor", "serve", "--port", "0", *words],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.said: list[str] = []
+        self.port = 0
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said.append(line.strip())
+            if found := re.search(r"serving on https?://\S+:(\d+)$", line):
+                self.port = int(found[1])
+                return
+        raise AssertionError(self.said)
+
+    @property
+    def token(self) -> str:
+        return "".join(line.rpartition(" ")[2] for line in self.said if "admin token" in line)
+
+    def stop(self, how: signal.Signals) -> int:
+        self._process.send_signal(how)
+        rest, _ = self._process.communicate(timeout=60)
+        self.said += rest.splitlines()
+        return self._process.returncode
+
+
+@contextlib.contextmanager
+def process(*words: str) -> Iterator[Process]:
+    found = Process(*words)
+    try:
+        yield found
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            found.stop(signal.SIGKILL)
+
+
+def written(number: int) -> tuple[str, bytes]:
+    one = record(key=changed(KEY, "threads", number), trials=0)
+    data = encode(one)
+    return Name.of(one, data).text, data
+
+
+def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was acknowledged is there, with its line in the log, and nothing in halves."""
+    acknowledged: list[str] = []
+    stop = threading.Event()
+
+    def write(first: int, port: int, token: str) -> None:
+        number = first
+        while not stop.is_set():
+            key, data = written(number)
+            with contextlib.suppress(OSError):
+                if ask(port, "PUT", f"/api/records/{quote(key)}", token, data).status == 201:
+                    acknowledged.append(key)
+            number += 4
+
+    with process("--database", database_url) as server:
+        token = server.token
+        assert re.fullmatch(r"adv_[\w-]{43}", token)
+        threads = [
+            threading.Thread(target=write, args=(first, server.port, token)) for first in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        limit = time.monotonic() + 60
+        while len(acknowledged) < 40 and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        stop.set()
+        for thread in threads:
+            thread.join()
+    with serving(database_url, as_it_is=True) as served:
+        served.tokens["admin"] = token
+        there = set(served.ask("GET", "/api/records", "admin").json["keys"])
+        assert len(acknowledged) >= 40 and set(acknowledged) <= there
+        monkeypatch.setenv("ADVISOR_TOKEN", token)
+        records = Records(open_store(served.url))
+        assert len(records.all()) == len(there) and records.damaged == []
+        with served.database.reading() as session:
+            events = tokens.events(session, None, 10**6)
+            noted = [event.subject for event, _name in events if event.action == "put"]
+    assert sorted(noted) == sorted(there)
+
+
+def test_two_servers_on_one_database(new_postgresql: str) -> None:
+    with serving(new_postgresql) as one, serving(new_postgresql) as other:
+        # What the second made fresh is the first's too.
+        one.tokens = other.tokens
+
+        def write(served: object) -> None:
+            for number in range(20):
+                key, data = written(number)
+                said = served.ask("PUT", f"/api/records/{quote(key)}", "worker", data)  # type: ignore[attr-defined]
+                statuses.append(said.status)
+
+        statuses: list[int] = []
+        threads = [threading.Thread(target=write, args=(each,)) for each in (one, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(statuses) == [200] * 20 + [201] * 20
+        keys = [each.ask("GET", "/api/records", "read").json["keys"] for each in (one, other)]
+        assert keys[0] == keys[1] and len(keys[0]) == 20
+        number = next(
+            token["id"]
+            for token in one.ask("GET", "/api/tokens", "admin").json["tokens"]
+            if token["role"] == "read"
+        )
+        one.ask("DELETE", f"/api/tokens/{number}", "admin")
+        assert other.ask("GET", "/api/self", "read").status == 401  # at once, everywhere
+
+
+def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
+    made: list[int] = []
+
+    def start() -> None:
+        database = Database(database_url)
+        database.start(lambda _session: made.append(1))
+        database.close()
+
+    threads = [threading.Thread(target=start) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
+    key, data = written(1)
+    with serving(lite) as served, socket.create_connection(("127.0.0.1", served.port)) as idle:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(2**12)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+            client.sendall(
+                f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\n"
+                f"Authorization: Bearer {served.tokens['worker']}\r\n"
+                f"Content-Length: {len(data)}\r\n\r\n".encode()
+                + data[:100]
+            )
+            limit = time.monotonic() + 60
+            while not served.server.server_state.tasks and time.monotonic() < limit:
+                time.sleep(0.01)
+            served.server.should_exit = True
+            time.sleep(0.5)
+            client.sendall(data[100:])
+            assert client.recv(2**12).startswith(b"HTTP/1.1 201")
+        assert idle.recv(2**12) == b""
+    with serving(lite, as_it_is=True) as again, again.database.reading() as session:
+        assert records_of.listed(session, "")[0] == [key]
+
+
+def test_postgresql_comes_back() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
+    try:
+        server = servers.postgresql_server(folder)
+        if server is None:
+            pytest.skip("PostgreSQL is not installed")
+        with servers.running(server):
+            url = f"postgresql+psycopg://advisor@127.0.0.1:{server.port}/postgres"
+            with serving(url) as served:
+                key, data = written(1)
+                served.ask("PUT", f"/api/records/{quote(key)}", "worker", data)
+                server.kill()
+                assert served.ask("GET", "/readyz").status == 503
+                assert served.ask("GET", "/healthz").status == 200
+                server.start()
+                limit = time.monotonic() + 60
+                while served.ask("GET", "/readyz").status != 200 and time.monotonic() < limit:
+                    time.sleep(0.05)
+                assert served.ask("GET", "/api/records", "read").json["keys"] == [key]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_newer_schema_is_refused(database_url: str) -> None:
+    database = Database(database_url)
+    database.start(lambda _session: None)
+    with database.writing() as session:
+        there = session.get(schema.Schema, 1)
+        assert there is not None
+        there.version = schema.VERSION + 1
+    with pytest.raises(StoreError, match=r"schema 2 is newer than 1.*upgrade advisor") as caught:
+        database.start(lambda _session: None)
+    database.close()
+    assert "s3cret" not in str(caught.value)
+
+
+def test_what_a_database_may_be(tmp_path: Path) -> None:
+    for url, says in (
+        ("mysql://me:s3cret@host/db", "expected sqlite"),
+        ("no url with s3cret", "no URL of a database"),
+        ("sqlite://", "names no file"),
+        ("sqlite:////x/y.db?s3cret=1", "options of SQLite"),
+    ):
+        with pytest.raises(UsageError, match=says) as caught:
+            Database(url)
+        assert "s3cret" not in str(caught.value)
+    away = Database(f"postgresql+psycopg://me:s3cret@127.0.0.1:{servers.free_port()}/x")
+    with pytest.raises(StoreError, match="refused") as failed:
+        away.start(lambda _session: None)
+    assert "s3cret" not in str(failed.value) and "s3cret" not in away.url
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError):
+        Database(f"sqlite:///{tmp_path}/file/x.db").start(lambda _session: None)
+    (tmp_path / "rubbish.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreError, match="not a database"):
+        Database(f"sqlite:///{tmp_path}/rubbish.db").start(lambda _session: None)
+
+
+def test_only_its_owner_reads_a_database(lite: str) -> None:
+    database = Database(lite)
+    database.start(lambda _session: None)
+    assert Path(lite.removeprefix("sqlite:///")).stat().st_mode & 0o777 == 0o600
+    database.close()
+
+
+def test_where_it_may_listen(tmp_path: Path, lite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="in the clear"):
+        Where(host="0.0.0.0")
+    with pytest.raises(UsageError, match="belong together"):
+        Where(tls_cert=tmp_path / "x")
+    assert Where(host="0.0.0.0", behind_proxy=True).tls is False
+    with servers.socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port, "--database", lite]) == 2
+    assert main(["serve", "--database", lite, "--tls-cert", "x", "--tls-key", "x"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert re.search(rf"--port {port}: Address already in use", said[0])
+    assert "--tls-cert 'x': No such file" in said[1]
+
+
+def test_a_token_is_made_beside_the_server(
+    lite: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["token", "gpu-01", "--role", "worker", "--database", lite, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    with serving(lite) as served:
+        made["token"] = new_token(Database(lite), "gpu-01", "worker", 30)
+        monkeypatch.setenv("ADVISOR_TOKEN", made["token"])
+        open_store(served.url).check_writable()
+        (last, *_) = served.ask("GET", "/api/audit", "admin").json["events"]
+        assert (last["action"], last["by"]) == ("token made", None)
+        assert "gpu-01 (worker)" in last["subject"]
+    monkeypatch.setenv("ADVISOR_DATABASE", "mysql://x")
+    assert main(["token", "x"]) == 2
+    assert "expected sqlite" in capsys.readouterr().err
+
+
+def test_tls(tmp_path: Path, lite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is needed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made, *names, *files], check=True, capture_output=True)
+    how = ["--database", lite, "--tls-cert", str(certificate), "--tls-key", str(key)]
+    with process(*how) as server:
+        monkeypatch.setenv("ADVISOR_TOKEN", server.token)
+        store = open_store(f"https://127.0.0.1:{server.port}?timeout=20s")
+        with pytest.raises(StoreError, match="certificate"):
+            store.keys()
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        Records(store).put(record())
+        assert Records(store).all() == [record()]
+        assert server.stop(signal.SIGTERM) == 0
+        assert [line.partition(" ")[0] for line in server.said] == ["admin", "serving"], server.said
+
+
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from advisor.cli import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(main(['serve']))"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("run: pip install 'advisor[serve]'")

@@ -1,0 +1,468 @@
+"""A server as a store: what every store promises, in one request, and when it is down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from advisor.cache.codec import encode
+from advisor.cache.exchange import carry, contents
+from advisor.cache.match import Query
+from advisor.cache.name import Name
+from advisor.cache.reader import Sought
+from advisor.cache.records import Records
+from advisor.cache.seal import Seal
+from advisor.cache.stores import Narrowing, Store, open_store
+from advisor.cache.stores import http as http_module
+from advisor.cache.stores.http import HttpStore
+from advisor.cli import main
+from advisor.errors import RecordDamaged, StoreError, UsageError
+from advisor.service import records as kept
+from tests.cache import servers, test_store
+from tests.cache.examples import ENVIRONMENT, KEY, changed, record
+from tests.face import test_why
+from tests.face.commands import MODEL
+from tests.service.serving import Served
+
+OURS = Seal(own=b"k" * 32)
+
+
+@pytest.fixture
+def token(served: Served, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
+    return served.tokens["worker"]
+
+
+@pytest.fixture
+def asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the server, as it is asked."""
+    seen: list[str] = []
+    exchange = HttpStore._exchange
+
+    def told(self: HttpStore, method: str, path: str, *more: Any) -> Any:
+        seen.append(f"{method} {path.partition('?')[0]}")
+        return exchange(self, method, path, *more)
+
+    monkeypatch.setattr(HttpStore, "_exchange", told)
+    return seen
+
+
+def named(threads: int) -> tuple[str, bytes]:
+    one = record(key=changed(KEY, "threads", threads), trials=0)
+    data = encode(one)
+    return Name.of(one, data).text, data
+
+
+class TestContract(test_store.TestContract):
+    """Of a store that keeps nothing but records."""
+
+    @pytest.fixture
+    def url(self, served: Served, token: str) -> str:  # type: ignore[override]
+        return served.url
+
+    def test_put_get_delete(self, store: Store, url: str) -> None:
+        (one, first), (two, second) = sorted([named(1), named(2)])
+        store.put(two, second)
+        store.put(one, first)
+        store.put(two, second)
+        for each in (store, open_store(url)):
+            assert each.keys() == [one, two]
+            assert (each.get(one), each.get(two), each.get(named(3)[0])) == (first, second, None)
+        assert store.delete(two) and not store.delete(two)
+        assert store.keys() == [one] and store.get(two) is None
+        assert store.health() == "ok"
+
+    def test_url_opens_it_again(self, store: Store) -> None:
+        store.put(*named(1))
+        assert open_store(store.url).get(named(1)[0]) == named(1)[1]
+
+    def test_check_writable_makes_nothing(self, store: Store) -> None:
+        store.check_writable()
+        assert (store.health(), store.keys()) == ("empty", [])
+
+    def test_threads(self, store: Store) -> None:
+        key, data = named(1)
+        store.put(key, data)
+        seen: list[bytes | None] = []
+        threads = [threading.Thread(target=lambda: seen.append(store.get(key))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [data] * 8
+
+    def test_a_damaged_record_is_skipped_and_named(self, store: Store) -> None:
+        """It does not come so far."""
+        with pytest.raises(RecordDamaged, match="not msgpack"):
+            store.put(named(1)[0], b"rubbish")
+        with pytest.raises(RecordDamaged):
+            store.put("a", b"1")
+        assert store.keys() == [] and store.get("a") is None and not store.delete("a")
+
+
+def test_a_lookup_is_one_request(served: Served, token: str, asked: list[str]) -> None:
+    store = open_store(served.url)
+    assert isinstance(store, Narrowing)
+    records = Records(store, seal=OURS)
+    one = record()
+    records.put(one)
+    records.put(record(key=changed(KEY, "mode", "infer")))
+    asked.clear()
+    query = Query(environment=ENVIRONMENT, model=KEY.model)
+    for sought in (
+        Sought(model=KEY.model, query=query),
+        Sought(target="model.py:Net"),
+        Sought(file="model.py"),
+        Sought(origins=frozenset([one.target.origin])),
+        Sought(id=one.key.id, batch=64),
+    ):
+        held = records.look_into(store, sought).held
+        assert one in [each.record for each in held] and all(each.trusted for each in held)
+        assert asked == ["GET /api/lookup"], sought
+        asked.clear()
+    local = open_store("dir:" + os.environ["ADVISOR_CACHE"])
+    held = records.look_into(store, Sought(model=KEY.model)).held
+    asked.clear()
+    records.copy(held[0], local)
+    assert asked == []  # what came is not asked for again
+    assert records.look_into(store, Sought(file="other.py")).held == ()
+
+
+def test_what_did_not_change_does_not_come_again(served: Served, token: str) -> None:
+    store = open_store(served.url)
+    assert isinstance(store, HttpStore)
+    Records(store).put(record())
+    sent: list[int] = []
+    ask = store._ask
+    store._ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
+    for _ in range(2):
+        assert [one.record for one in Records(store).held(Sought(model=KEY.model))] == [record()]
+    assert sent == [200, 304]
+    Records(store).put(record(created=1.72e9))
+    assert len(store.narrowed({"model": KEY.model})) == 2
+
+
+def test_more_than_one_answer_holds(
+    served: Served, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "MOST_LISTED", 3)
+    monkeypatch.setattr(http_module, "MOST", 4)
+    store = open_store(served.url)
+    there = dict(named(n) for n in range(9))
+    for key, data in there.items():
+        store.put(key, data)
+    monkeypatch.setattr(kept, "MOST_FETCHED", 2 * max(map(len, there.values())))
+    monkeypatch.setattr(kept.listed, "__defaults__", (3,))
+    assert store.keys() == sorted(there)
+    assert open_store(served.url).get_many([*there, "record/none"]) == there
+    monkeypatch.setattr(kept, "MOST_BYTES", 0)  # keys alone
+    assert len(Records(store).held(Sought(model=KEY.model))) == 9
+
+
+def test_tokens_that_may_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = open_store(served.url)
+    monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["read"])
+    assert store.health() == "empty"
+    with pytest.raises(StoreError, match="may read and not write"):
+        store.check_writable()
+    with pytest.raises(StoreError, match="this needs worker"):
+        store.put(*named(1))
+    monkeypatch.setenv("ADVISOR_TOKEN", "adv_" + "x" * 43)
+    with pytest.raises(StoreError, match="holds no more; set ADVISOR_TOKEN") as caught:
+        store.keys()
+    assert "xxx" not in str(caught.value)
+    monkeypatch.setenv("ADVISOR_TOKEN", "with blanks")
+    with pytest.raises(UsageError, match="advisor token"):
+        store.keys()
+    monkeypatch.delenv("ADVISOR_TOKEN")
+    with pytest.raises(StoreError, match="a token is asked for"):
+        store.keys()
+    file = tmp_path / "tokens"
+    file.write_text(f"# mine\nhttps://elsewhere {'y' * 40}\n{served.url.partition('?')[0]}/ "
+                    f"{served.tokens['worker']}\n")  # fmt: skip
+    monkeypatch.setenv("ADVISOR_TOKEN_FILE", str(file))
+    with pytest.raises(UsageError, match="chmod 600"):
+        store.keys()
+    file.chmod(0o600)
+    store.check_writable()
+    other = open_store(f"http://localhost:{served.port}")  # a name that the file has not
+    with pytest.raises(StoreError, match="a token is asked for"):
+        other.keys()
+    monkeypatch.setenv("ADVISOR_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="no such file"):
+        store.keys()
+    monkeypatch.delenv("ADVISOR_TOKEN_FILE")
+    own = Path(os.environ["XDG_DATA_HOME"]) / "advisor" / "tokens"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    file.rename(own)
+    store.check_writable()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://advisor.team", "in the clear"),
+        ("https://user:s3cret@advisor.team", "goes into ADVISOR_TOKEN"),
+        ("https://advisor.team?token=s3cret", "timeout and insecure alone"),
+        ("https://advisor.team:x", "HOST"),
+        ("https:advisor.team", "expected https://"),
+    ],
+)
+def test_urls_that_are_refused(url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        open_store(url)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_urls() -> None:
+    assert open_store("http://advisor.team?insecure=1").url == "http://advisor.team?insecure=1"
+    store = open_store("https://advisor.team/below?timeout=2s")
+    assert isinstance(store, HttpStore)
+    assert (store.patience_s, store._origin) == (2.0, "https://advisor.team")
+    assert isinstance(open_store("http://[::1]:8765"), HttpStore)
+
+
+def test_a_server_that_is_down_is_a_miss_soon(tmp_path: Path) -> None:
+    from tests.cache.test_asking import asked as ask_all
+
+    down = open_store(f"http://127.0.0.1:{servers.free_port()}")
+    local = open_store(f"dir:{tmp_path}/s")
+    Records(local).put(record())
+    began = time.monotonic()
+    said = ask_all(Records([down, local]))
+    assert time.monotonic() - began < 20
+    assert said.chosen is not None and said.chosen.store is local
+    assert "refused" in str(said.failed[0])
+    assert ask_all(Records([local, down])).failed == []
+
+
+def test_a_script_is_served(
+    served: Served,
+    token: str,
+    asked: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the server, in one request; from then on by the store before it, also when it is down."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    test_why.keep(test_why.made(), served.url)
+    asked.clear()
+    advice, said = test_why.look_up(cache=served.url)
+    assert (advice.status, said) == ("exact", "") and asked == ["GET /api/lookup"]
+    assert advice.config["channels_last"] is True
+    words = ("why", "model.py:Net", "--shape", "4x3x8x8", "--device", "cpu")
+    assert main([*words, "--cache", served.url]) == 0
+    assert f"served      {test_why.made().id}" in capsys.readouterr().out
+    asked.clear()
+    both = [f"dir:{tmp_path}/local", served.url]
+    assert test_why.look_up(cache=both)[0].status == "exact" and asked == ["GET /api/lookup"]
+    both[1] = f"http://127.0.0.1:{servers.free_port()}"
+    advice, said = test_why.look_up(cache=both)
+    assert (advice.status, said) == ("exact", "")
+    advice, said = test_why.look_up(cache=both[1])
+    assert advice.status == "miss" and "refused" in said
+    monkeypatch.delenv("ADVISOR_TOKEN")
+    advice, said = test_why.look_up(cache=served.url)
+    assert advice.status == "miss" and "set ADVISOR_TOKEN to one of" in said
+
+
+def test_sync_there_and_back(served: Served, token: str, tmp_path: Path) -> None:
+    here, back = open_store(f"dir:{tmp_path}/here"), open_store(f"dir:{tmp_path}/back")
+    records = Records(here, seal=OURS)
+    others = Records(here, seal=Seal(own=b"o" * 32))
+    others.put(record())
+    records.put(record(created=1.72e9))
+    bad = record(key=changed(KEY, "mode", "infer"))
+    here.put(Name.of(bad, b"rubbish").text, b"rubbish")
+    there = open_store(served.url)
+    rows = list(carry(contents(here), records, there))
+    assert sorted(row.outcome for row in rows) == ["added", "refused", "updated"]
+    assert [row.outcome for row in carry(contents(here), records, there)].count("known") == 2
+    list(carry(contents(there), records, back))
+    assert back.keys() == there.keys() and len(back.keys()) == 2
+
+
+def test_what_a_server_refuses_does_not_end_a_sync(
+    served: Served, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an older version would."""
+    here = open_store(f"dir:{tmp_path}/here")
+    keys = [changed(KEY, "threads", n) for n in range(3)]
+    for key in keys:
+        Records(here).put(record(key=key, trials=0))
+    monkeypatch.setattr(
+        served.service.reader,
+        "_check",
+        lambda one: "of tomorrow" if one.key.threads == 1 else "",
+    )
+    rows = list(carry(contents(here), Records(here), open_store(served.url)))
+    assert sorted(row.outcome for row in rows) == ["added", "added", "refused"]
+    assert next(row.reason for row in rows if row.reason).endswith("record: of tomorrow; refused")
+
+
+def test_the_commands(
+    served: Served,
+    token: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """sync, show, export, gc, forget, against a server, as anybody types them."""
+    from advisor.opening import open_records
+
+    def said(*words: str) -> str:
+        capsys.readouterr()
+        assert main(list(words)) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    local = f"dir:{tmp_path}/local"
+    own = open_records(local)
+    own.put(record())
+    own.put(record(created=1.72e9))
+    assert "1 added, 1 updated" in said("sync", local, served.url)
+    monkeypatch.setenv("ADVISOR_CACHE", served.url)
+    id = record().id
+    assert id in said("show")
+    assert json.loads(said("show", id, "--json"))["signed"] is True
+    assert json.loads(said("env", "--json", "--device", "cpu"))["stores"][0]["health"].startswith(
+        "ok: 1 record"
+    )
+    assert "1 record in" in said("export", str(tmp_path / "pack"))
+    assert "would go" in said("gc")
+    assert "removing" in said("gc", "--yes")
+    assert len(open_store(served.url).keys()) == 1
+    said("forget", id)
+    assert open_store(served.url).keys() == []
+    assert "1 added" in said("import", str(tmp_path / "pack"))
+
+
+def answering(answer: Callable[[str], tuple[int, dict[str, str], bytes]]) -> Any:
+    """A server that says something of its own to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            status, headers, data = answer(self.path)
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_PUT = do_DELETE = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    @contextlib.contextmanager
+    def running() -> Iterator[HttpStore]:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield HttpStore(f"http://127.0.0.1:{server.server_port}?timeout=5s")
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    return running()
+
+
+BOMB = __import__("gzip").compress(b"\0" * (http_module.MOST_ANSWER + 2**20))
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "data"),
+    [
+        (200, {}, b"<html>a page</html>"),
+        (200, {}, b"\xff" * 100),
+        (200, {}, msgpack.packb({"items": 5})),
+        (200, {}, msgpack.packb({"items": [5]})),
+        (200, {}, msgpack.packb({"items": [["../../etc/passwd", b"x"]]})),
+        (200, {}, msgpack.packb({"items": [["record/\x1b[2J", b"x"]]})),
+        (200, {}, b"\xdd\xff\xff\xff\xff"),
+        (200, {}, b'{"keys": 5}'),
+        (200, {}, b'{"keys": ["record/ab"], "more": true}'),
+        (200, {}, b"[" * 100_000),
+        (200, {"Content-Encoding": "gzip"}, b"no gzip"),
+        (200, {"Content-Encoding": "gzip"}, BOMB),
+        (200, {"Content-Length": "100000000"}, b""),
+        (302, {"Location": "https://elsewhere/?token=s3cret"}, b""),
+        (500, {}, b'{"detail": "\x1b[2J"}'),
+        (404, {}, b""),
+    ],
+)
+def test_whatever_a_server_says(status: int, headers: dict[str, str], data: bytes) -> None:
+    with answering(lambda _path: (status, headers, data)) as store:
+        if "Content-Length" in headers:
+            store.patience_s = 0.3
+        for act in (
+            lambda: store.narrowed({"model": "ab"}),
+            store.keys,
+            lambda: store.get("record/ab"),
+            store.check_writable,
+        ):
+            with pytest.raises(StoreError) as caught:
+                act()
+            assert str(caught.value).isprintable() and "s3cret" not in str(caught.value)
+        assert store.health().startswith("unusable: ")
+
+
+def test_a_busy_server_is_asked_again_within_patience() -> None:
+    said = [(429, {"Retry-After": "1"}, b"{}"), (200, {}, b'{"keys": [], "more": false}')]
+    with answering(lambda _path: said.pop(0)) as store:
+        assert store.keys() == []
+    with answering(lambda _path: (429, {"Retry-After": "60"}, b'{"detail": "busy"}')) as store:
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="busy"):
+            store.keys()
+        assert time.monotonic() - began < 30
+
+
+def test_a_connection_is_used_again_and_made_again() -> None:
+    seen: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for number in range(2):
+                connection, _address = server.accept()
+                with connection:
+                    for _ in range(2):
+                        connection.recv(2**16)
+                        seen.append(number)
+                        body = b'{"keys": [], "more": false}'
+                        connection.sendall(
+                            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+                        )
+
+        threading.Thread(target=answer, daemon=True).start()
+        store = HttpStore(f"http://127.0.0.1:{server.getsockname()[1]}?timeout=20s")
+        for _ in range(4):
+            assert store.keys() == []
+    assert seen == [0, 0, 1, 1]
+
+
+def test_nothing_secret_is_logged(
+    served: Served, token: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        store = open_store(served.url)
+        Records(store).put(record())
+        store.keys()
+    assert token not in caplog.text and token not in repr(vars(store))
