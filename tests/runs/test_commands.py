@@ -563,3 +563,7 @@ def test_a_script_that_waits_for_its_data_is_given_workers(
     assert "in force: 1 loader worker; " in ran.stderr or "loader workers; " in ran.stderr
     # Its first steps are as the script is.
     assert float(ran.stdout) > 1.2
+    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    refused = advisor(folder, "verify", record["id"], "--", *command, "1000")
+    assert refused.returncode == 2
+    assert "which this one is not given (not tuned: the loader: ADVISOR_KEEP" in refused.stderr
