@@ -9,23 +9,49 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 MUTMUT = Path(sys.executable).with_name("mutmut")
-ANY = "advisor.cache.domain.x_is_line__mutmut_1"
-"""Running one makes them all, and finds which tests reach which function."""
-OTHERS = ("torch", "optuna", "numpy", "msgpack", "rich", "click", "hypothesis", "diskcache")
-"""Slow to import, and the same for every mutant."""
-ALIVE = ("survived", "no tests", "not checked")
-TRAMPOLINE = """
+ANY = "advisor.tuners.knobs.x_plain__mutmut_1"
+"""Running one makes them all, and finds which tests reach which function: of this one, few."""
+OTHERS = ("torch", "optuna", "numpy", "msgpack", "rich", "click", "diskcache")
+"""Slow to import, and the same for every mutant. None that is a plugin of pytest: that warns of
+what was imported before it, which is an error here, so that no test runs."""
+FAILED = (1, 2, 3)
+"""Exit codes of pytest: a test failed, or could not be imported. Where pytest cannot begin mutmut
+calls it a timeout; here the mutant is alive."""
+ENDLESS = (-signal.SIGXCPU, -signal.SIGKILL)
+SET_UP = """
+import sys
+
 from mutmut.mutation import trampoline
 
 # Each mutated function is called through one: where a warning points to, it is advisor's own.
 vars(trampoline)["__name__"] = "advisor.trampoline"
+# A process that a test starts runs the mutant too, and not what is installed.
+os.environ["PYTHONPATH"] = os.getcwd()
+# mutmut notes which functions a test reaches in this process alone: it has that written down
+# beside the environment, and one started elsewhere would look for mutmut's settings and fail.
+if os.environ.get("MUTANT_UNDER_TEST") == "stats":
+    del os.environ["MUTANT_UNDER_TEST"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered():
+    # What fills a cache is reached by every test that needs it, and not by the first alone.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("advisor.cache."):
+            for one in list(vars(module).values()):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
 """
+"""What the tests' conftest.py ends with in the copy."""
 
 
 def mutmut(*arguments: str, quiet: bool = True) -> str:
@@ -35,7 +61,11 @@ def mutmut(*arguments: str, quiet: bool = True) -> str:
         SystemExit: it failed; with all that it printed.
     """
     done = subprocess.run(
-        [MUTMUT, *arguments], text=True, stdout=subprocess.PIPE if quiet else None
+        [MUTMUT, *arguments],
+        text=True,
+        stdout=subprocess.PIPE if quiet else None,
+        # As in tests/conftest.py, which comes too late where torch is there before it.
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         raise SystemExit(f"mutmut {arguments[0]} failed:\n{(done.stdout or '')[-4000:]}")
@@ -46,20 +76,16 @@ def made() -> dict[str, str]:
     """Every mutant with its file."""
     if not Path("mutants/mutmut-stats.json").exists():
         with Path("tests/conftest.py").open("a") as conftest:
-            conftest.write(TRAMPOLINE)
+            conftest.write(SET_UP)
         mutmut("run", ANY)
-    found = {}
+    return {name: file for file, codes in exit_codes() for name in codes}
+
+
+def exit_codes() -> Iterator[tuple[str, dict[str, int | None]]]:
+    """Of each file with its mutants: how their tests ended, None where they did not run."""
     for path in sorted(Path("mutants").rglob("*.py.meta")):
         file = str(path.relative_to("mutants")).removesuffix(".meta")
-        found |= dict.fromkeys(json.loads(path.read_text())["exit_code_by_key"], file)
-    return found
-
-
-def statuses() -> dict[str, str]:
-    """How each mutant ended that was tried."""
-    lines = mutmut("results", "--all", "1").splitlines()
-    pairs = (line.strip().rpartition(": ") for line in lines)
-    return {name: status for name, _colon, status in pairs if name}
+        yield file, json.loads(path.read_text())["exit_code_by_key"]
 
 
 def main() -> None:
@@ -75,8 +101,9 @@ def main() -> None:
         names = sorted(random.Random(given.seed).sample(names, min(given.count, len(names))))
     mutmut("run", *names, quiet=False)
 
-    ended = statuses()
-    alive = [name for name in names if ended[name] in ALIVE]
+    ended = {name: code for _file, codes in exit_codes() for name, code in codes.items()}
+    alive = [name for name in names if ended[name] not in FAILED + ENDLESS]
+    endless = [name for name in names if ended[name] in ENDLESS]
     for name in alive:
         print(mutmut("show", name))
     tried = collections.Counter(files[name] for name in names)
@@ -85,6 +112,8 @@ def main() -> None:
         print(f"{count - left[file]:5} of {count:4} killed  {file}")
     share = 1 - len(alive) / len(names)
     print(f"{len(names) - len(alive)} of {len(names)} killed, {share:.1%}; of {len(files)} in all")
+    if endless:
+        print(f"{len(endless)} of them by running out of time: {', '.join(endless)}")
 
 
 if __name__ == "__main__":

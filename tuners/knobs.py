@@ -493,6 +493,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
         # ResNet-50's loss became NaN on an H200.

@@ -131,12 +131,18 @@ def spec_of(text: str) -> Spec:
 def script() -> Path:
     """The running script's file; one that is not there where there is none."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file).absolute() if file else Path("(no script)")
+    if not file:
+        return Path("(no script)")
+    with contextlib.suppress(FileNotFoundError):  # the current folder is gone
+        return Path(file).absolute()
+    return Path(file)
 
 
 def beside() -> list[Spec]:
     """The running script and the modules beside it; of one in a package, also those around it."""
     here = script()
+    if not here.is_absolute():
+        return []
     files = {here}
     if here.is_file():
         for folder in here.parents:

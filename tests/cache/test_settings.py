@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,6 +58,14 @@ def test_arguments_come_before_the_environment_before_the_project(
     assert cache_urls() == ("/env",)
     assert cache_urls("/given") == ("/given",)
     assert on_miss() == "error"
+
+
+@pytest.mark.parametrize("script", ["a\0b", "<stdin>", 3, None])
+def test_a_script_that_is_no_file_is_in_no_project(
+    monkeypatch: pytest.MonkeyPatch, script: object
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
+    assert cache_urls() == ()
 
 
 @pytest.mark.parametrize(

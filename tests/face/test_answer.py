@@ -498,6 +498,13 @@ class TestLimits:
         limits = Limits.of(request(use=use, **given), record())
         assert limits.allow(record(), config, peak_bytes) is allowed
 
+    def test_what_a_framework_has_words_for(self) -> None:
+        kept = record()
+        asked = replace(request(), fits=lambda of, config: of is kept and config == TF32)
+        limits = Limits.of(asked, kept)
+        assert limits.allow(kept, TF32, GIB)
+        assert not limits.allow(kept, BF16, GIB)
+
     def test_as_text(self) -> None:
         assert str(Limits.of(request(), record())) == "batch 64"
         limits = Limits.of(request(batch=8, max_memory=3 * GIB // 2), record())

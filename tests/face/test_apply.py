@@ -212,6 +212,11 @@ def test_a_lookup_answers_once(record: Record, monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 1
 
 
+def test_a_script_that_prepares_nothing_gets_what_won_among_flags(record: Record) -> None:
+    advice = advisor.lookup("model.py:Net", device="cpu")
+    assert (advice.config, advice.served.flags) == (FAST, ALONE)
+
+
 def test_found_by_the_model_itself(record: Record) -> None:
     assert advisor.lookup(net(), device="cpu").config == FAST
     assert advisor.lookup(nn.DataParallel(net()), device="cpu").status == "exact"

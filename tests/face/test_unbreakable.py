@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,15 +89,19 @@ def test_without_a_home(here: Path, no_home: None) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed there")
-def test_where_the_current_folder_is_gone(here: Path) -> None:
+def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unharmed()  # torch's first optimizer asks for the current folder
     gone = here / "gone"
     gone.mkdir()
     os.chdir(gone)
     gone.rmdir()
     try:
         unharmed()
-        unharmed(target=None)
         strictly()
+        for script in (None, "<stdin>", __file__):
+            monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
+            with pytest.warns(advisor.AdvisorWarning, match="nothing was tuned for"):
+                advisor.lookup(device="cpu")
     finally:
         os.chdir(here)
 

@@ -144,7 +144,8 @@ def record_of(seen: Seen, fast: Config) -> Record:
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    advisor.release()  # what tests of other files have left
+    following._last.clear()  # what tests of other files have left
+    advisor.release()
     yield
     following._last.clear()
     advisor.release()

@@ -675,6 +675,19 @@ def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
     assert model.weight.grad is None
 
 
+def test_gradients_of_a_step_that_is_over_go_and_others_stay() -> None:
+    model, replays = Replaying(), Replays()
+    replays.attach(model)
+    for since in (False, True):
+        model.weight.grad = torch.ones(2, 2)
+        replays.left_over(stepper(model))
+        if since:
+            model.weight.grad = 2 * torch.ones(2, 2)
+        model(torch.ones(4, 2))
+        assert (model.weight.grad is not None) == since
+    torch.testing.assert_close(model.weight.grad, 2 * torch.ones(2, 2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "cudagraphs"])
 def test_compiled_graphs_accumulate_and_evaluate_as_eager_does(mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -174,19 +175,28 @@ def test_without_the_default_there_is_no_verdict() -> None:
         choose(SPACE, run(Steady({DEFAULT: 0.0, FAST: 1.0}), [DEFAULT, FAST]), {})
 
 
-def test_finalists_hold_the_default_and_no_failure() -> None:
-    def trial(number: int, config: Config, rate: float) -> Trial:
-        outcome = "ok" if rate else "failed"
-        return Trial(
+def tried(rates: dict[Config, float]) -> list[Trial]:
+    """The trials of configs by their samples/s, 0 for one that failed."""
+    return [
+        Trial(
             number=number,
             config=config,
-            measurement=Measurement(outcome=outcome, samples_per_s=rate),
+            measurement=Measurement(
+                outcome="ok" if rate else "failed",
+                samples_per_s=rate,
+                step_s=0.1,
+                first_step_s=1.0,
+            ),
             stage="compute",
             origin="guess",
             seconds=1.0,
         )
+        for number, (config, rate) in enumerate(rates.items())
+    ]
 
-    trials = [trial(0, DEFAULT, 10.0), trial(1, FAST, 30.0), trial(2, BF16, 0.0)]
+
+def test_finalists_hold_the_default_and_no_failure() -> None:
+    trials = tried({DEFAULT: 10.0, FAST: 30.0, BF16: 0.0})
     assert finalists(SPACE, trials) == [DEFAULT, FAST]
 
 
@@ -235,18 +245,7 @@ def test_a_short_job_is_chosen_for_by_its_whole_time() -> None:
 def test_the_cheap_leader_is_a_finalist_however_far_behind() -> None:
     space = Space(SPACE.choices | {"compile": ("none", "default")}, dear=("compile",))
     eager = space.default.replace(precision="bf16")
-    names = {space.default: 10.0, eager: 15.0, eager.replace(compile="default"): 60.0}
-    trials = [
-        Trial(
-            number=number,
-            config=config,
-            measurement=Measurement(outcome="ok", samples_per_s=rate),
-            stage="compute",
-            origin="guess",
-            seconds=1.0,
-        )
-        for number, (config, rate) in enumerate(names.items())
-    ]
+    trials = tried({space.default: 10.0, eager: 15.0, eager.replace(compile="default"): 60.0})
     assert finalists(space, trials) == [space.default, eager.replace(compile="default"), eager]
 
 
@@ -364,17 +363,7 @@ def test_finalists_are_of_every_use_and_of_the_batches_that_lead() -> None:
         compiled.at(128): 1299.0,
         compiled.at(256): 1341.0,
     }
-    trials = [
-        Trial(
-            number=number,
-            config=config,
-            measurement=Measurement(outcome="ok", samples_per_s=rate, step_s=0.1, first_step_s=1.0),
-            stage="compute",
-            origin="guess",
-            seconds=1.0,
-        )
-        for number, (config, rate) in enumerate(rates.items())
-    ]
+    trials = tried(rates)
     found = finalists(CUDA, trials)
     assert found[0] == PLAIN
     for config in (TF32, compiled, GRAPHED, TF32.at(256), compiled.at(128), compiled.at(256)):
@@ -383,6 +372,19 @@ def test_finalists_are_of_every_use_and_of_the_batches_that_lead() -> None:
     assert affordable(found, trials, runner.part(1000.0)) == found
     short = affordable(found, trials, runner.part(6.0))
     assert short == found[: len(short)] and 2 <= len(short) < len(found)
+
+
+def test_of_many_that_are_near_the_first_race() -> None:
+    choices = {name: CUDA.choices[name] for name in ("precision", "compile", "step_graph")}
+    configs = [
+        PLAIN.replace(**dict(zip(choices, values, strict=True)))
+        for values in itertools.product(*choices.values())
+    ]
+    trials = tried({config: 100.0 + place for place, config in enumerate(configs)})
+    graphed = configs[::-1][:4]
+    # Two each of the lesser uses: a loop's are among those; a pilot and flags have no scaler.
+    lesser = [LOOPED.replace(compile="default"), LOOPED, TF32, PLAIN]
+    assert set(finalists(CUDA, trials)) == {*graphed, *lesser}
 
 
 def test_what_a_graph_beats_stays_where_there_is_none() -> None:

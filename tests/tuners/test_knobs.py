@@ -225,7 +225,7 @@ def test_what_holds_of_a_row() -> None:
     }
     assert names(lambda knob: knob.stage == "input") == {"pin_memory"}
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
-    assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark"}
+    assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers")
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from advisor.cache.config import Config
+from advisor.errors import AdvisorWarning
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
@@ -224,6 +227,39 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
         laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert laid_out == (channels_last and not hooked)
     switch.release()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_that_is_wrapped_already_is_prepared(hooked: bool) -> None:
+    net = Net()
+    other = copy.deepcopy(net)
+    parallel = nn.parallel.DistributedDataParallel(net)
+    if hooked:
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+    advice = Advice(Config(channels_last=True), device="cpu")
+    with pytest.warns(AdvisorWarning, match="before") if hooked else nullcontext():
+        model = advice.prepare(parallel)
+    assert model is parallel
+    batch = torch.randn(4, 3, 8, 8)
+    for one in (parallel, other):
+        one(batch).square().mean().backward()
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("kept", "spends"), [(None, True), (False, False), (True, False)])
+def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, spends: bool) -> None:
+    net, crew = Net(), Crew()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = net(torch.randn(4, 3, 8, 8)).square().mean()
+        if not kept:
+            optimizer.zero_grad(set_to_none=kept is None)
+        loss.backward()
+        optimizer.step()
+        crew.saw_step(optimizer)
+    assert crew.spends == spends
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:

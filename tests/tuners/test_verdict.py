@@ -19,7 +19,7 @@ from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Scope, Search
-from advisor.tuners.search.verdict import Decided, Terms, decide
+from advisor.tuners.search.verdict import REFERENCE_S, Decided, Terms, decide
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("default", "tf32", "bf16"),
@@ -191,6 +191,17 @@ def test_each_use_gets_its_winner_verified_with_first_steps_and_input(tmp_path: 
     assert {t.stage for t in decided.trials} == {"compute", "numerics", "input"}
     assert [t.number for t in decided.trials] == list(range(len(decided.trials)))
     assert [t.config for t in decided.trials if t.origin == "reference"] == [SPACE.reference]
+    for trial in decided.trials:
+        if trial.origin in ("fp32", "reference"):
+            took_s = machine.verify_s if trial.origin == "fp32" else REFERENCE_S
+            took_s += machine.first_step_s(trial.config)
+            # A worker that a first step has ended is started again.
+            assert trial.seconds == pytest.approx(took_s, abs=1.001 * machine.process_s)
+        if trial.stage == "input":
+            measured = trial.measurement
+            assert measured.low < measured.samples_per_s < measured.high
+            assert measured.step_s == pytest.approx(64 / measured.samples_per_s)
+            assert max(measured.blocks) == pytest.approx(64 / measured.low)
 
 
 def test_what_is_not_in_memory_together_races_in_heats(tmp_path: Path) -> None:
@@ -217,6 +228,8 @@ def test_what_is_wrong_is_struck_out_everywhere(tmp_path: Path) -> None:
     assert not wrong & {choice.config.knobs for choice in served}
     struck = [t for t in decided.trials if t.config.knobs in wrong]
     assert struck and all(t.measurement.outcome == "wrong" for t in struck)
+    reasons = {"compile is wrong", "step_graph is wrong"}
+    assert {t.measurement.reason for t in struck} == reasons
     assert {t.config.batch for t in struck} == {64, 128}
     assert won(decided)["loop", False] == DEFAULT.replace(precision="bf16")
     assert outcomes(decided)[DEFAULT.replace(precision="bf16").knobs] == "ok"
@@ -280,8 +293,12 @@ def test_the_budget_holds(
     """210 s took 281 s, and 3 s took 16."""
     for length in (None, Length(steps=500, batch=64)):
         machine = Machine(first_s=first_s, process_s=2.0, verify_s=verify_s, noise=noise)
-        tuned(machine, tmp_path, budget_s, length=length)
+        decided = tuned(machine, tmp_path, budget_s, length=length)
         assert machine.time <= budget_s + max(5.0, 0.1 * budget_s)
+        # What had one turn has no interval, and is not in the record as raced; the default is.
+        others = [choice for choice in decided.raced if choice.config != DEFAULT]
+        assert len(others) < len(decided.raced)
+        assert all(math.isfinite(choice.speedup_high) for choice in others)
 
 
 def test_comparisons_that_hang_keep_the_budget(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
-from advisor.tuners.act import ranks
+from advisor.tuners.act import buckets, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.act.capture.step_graph import StepGraph
@@ -157,8 +157,11 @@ class Advice:
         """The model in the advised memory format, compiled in place: what `prepare` does to it,
         for a loop that moves and compares it by itself."""
         for knob, value in self._acting.rows:
-            if knob.model is not None:
-                model = knob.model(model, value)
+            if knob.model is None or (knob.layout is not None and not _may_lay_out(model)):
+                continue
+            model = knob.model(model, value)
+            if knob.layout is not None:
+                buckets.rebuild(model)
         if self._acting.graphs:
             self._replays.attach(model)
         self._models.add(model)
@@ -338,6 +341,19 @@ class Advice:
         if isinstance(batch, list | tuple):
             return kind(self.place(part) for part in batch)
         return batch
+
+
+def _may_lay_out(model: nn.Module) -> bool:
+    """Whether gradients find back to weights that are laid out; warns where they would not."""
+    if buckets.can_rebuild(model):
+        return True
+    warnings.warn(
+        "advisor: the weights keep their memory format: DistributedDataParallel exchanges their "
+        "gradients with a hook or a static graph. Call prepare before the model is wrapped",
+        AdvisorWarning,
+        stacklevel=4,
+    )
+    return False
 
 
 def _users(knob: Knob, default: Config) -> bool:

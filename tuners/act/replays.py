@@ -24,13 +24,15 @@ KEPT = 2**20
 class Replays:
     """What all prepared models of one advice share: where a step begins, whose gradients are whose.
 
-    `begin` says that a batch begins, `stepped` that gradients have done their duty.
+    `begin` says that a batch begins, `stepped` that gradients have done their duty; `left_over`
+    that those which are there have, unless they are added to.
     """
 
     def __init__(self) -> None:
         self._open = False  # a forward pass whose backward may be to come
         self._own: dict[int, weakref.ref[Tensor]] = {}
         self._spent: list[torch.optim.Optimizer] = []
+        self._left: list[tuple[Tensor, weakref.ref[Tensor]]] = []
         self._hooked = False
 
     def attach(self, model: nn.Module) -> None:
@@ -59,6 +61,14 @@ class Replays:
         """Their gradients can be read until the next forward pass, and are gone after it."""
         self._spent += optimizers
 
+    def left_over(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Their gradients are of a step that is over, and go with the next forward pass where they
+        are still there then: what is not to be kept need not be moved."""
+        weights = (
+            weight for o in optimizers for group in o.param_groups for weight in group["params"]
+        )
+        self._left = [(w, weakref.ref(w.grad)) for w in weights if w.grad is not None]
+
     def _around(self, inner: Callable[..., Any], weights: list[nn.Parameter]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -76,6 +86,10 @@ class Replays:
         for optimizer in self._spent:
             optimizer.zero_grad(set_to_none=True)
         self._spent.clear()
+        for weight, left in self._left:
+            if weight.grad is not None and left() is weight.grad:
+                weight.grad = None
+        self._left.clear()
         found = {
             w: g.detach() for w in weights if (g := w.grad) is not None and not self._is_own(w)
         }

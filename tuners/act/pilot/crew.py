@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +69,7 @@ class Crew:
         autocast: the number format of the script's own autocast, seen within such a call.
         draws: random numbers were drawn within such a call.
         optimizers: in the order of their first steps; `order` is that of all steps.
+        spends: whether the script lets go of gradients between two steps, as `zero_grad` does.
     """
 
     called: dict[nn.Module, Trained] = field(default_factory=dict)
@@ -75,6 +77,8 @@ class Crew:
     draws: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    spends: bool = True
+    _gradients: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     _before: Drawn | None = None
 
     def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,6 +111,11 @@ class Crew:
         at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
         self.order.append(at)
         del self.order[: -2 * MOST_PERIOD]
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+        if (gradient := next((g for g in gradients if g is not None), None)) is not None:
+            before = self._gradients.get(at)
+            self.spends &= before is None or before() is not gradient
+            self._gradients[at] = weakref.ref(gradient)
 
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is one of these, or has taken over the parameters of one."""

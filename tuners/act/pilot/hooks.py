@@ -17,10 +17,6 @@ What is not a hook of PyTorch's own, and why:
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
   compiled lazily for it fails there, or runs out of memory, and no hook is told.
-- `DistributedDataParallel`'s reducer, made anew as `__setstate__` makes it: it writes gradients by
-  the strides that weights had when it was made, and reads them by those that they have (torch
-  2.11, reducer.cpp, `populate_bucket_views_out`). Of a weight laid out since they come back
-  permuted, unsaid.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
@@ -109,30 +105,6 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(model).pop("_compiled_call_impl", None)
     else:
         model._compiled_call_impl = call
-
-
-def in_buckets(outer: nn.Module) -> list[nn.parallel.DistributedDataParallel]:
-    """What exchanges the gradients of a module, or of parts of it."""
-    kind = nn.parallel.DistributedDataParallel
-    return [module for module in outer.modules() if isinstance(module, kind)]
-
-
-def can_rebuild(parallel: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether nothing else has a part in how its gradients are exchanged."""
-    return (
-        not parallel.static_graph
-        and not parallel._comm_hooks
-        and parallel.mixed_precision is None
-        and not getattr(parallel, "_use_python_reducer", False)
-        and not parallel._delay_all_reduce_params
-    )
-
-
-def rebuild(parallel: nn.parallel.DistributedDataParallel) -> None:
-    """Exchange gradients by the strides that weights have now; in all processes at one step."""
-    parameters, sparse = parallel._build_params_for_reducer()
-    names = parallel._build_debug_param_to_name_mapping(parameters)
-    parallel._ddp_init_helper(parameters, sparse, names, parallel.static_graph)
 
 
 def on_batches(

@@ -184,6 +184,7 @@ class Pilot:
             self._device,
             self._loaders.set,
             self._guide.failed,
+            spends=self._crew.spends,
         )
         self._obey(self._switch, order)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
+from advisor.tuners.act import buckets
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
@@ -75,6 +76,7 @@ class Switch:
         own: the config that the script itself has: what it sets is set back to that.
         feed: has its loaders work by these keyword arguments; by none as they are.
         failed: told of what a model's call raises under another config.
+        spends: as `Crew.spends`: gradients of a step need not outlive it.
 
     Attributes:
         counts_steps: whether what is set must be told where a step begins.
@@ -88,15 +90,16 @@ class Switch:
         device: torch.device,
         feed: Callable[[Mapping[str, Any]], None],
         failed: Callable[[BaseException], None],
+        *,
+        spends: bool = False,
     ) -> None:
         self.own = self.config = own
         self._feed = feed
+        self._spends = spends
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
-        laid_out = [
-            one for one in trained if all(map(hooks.can_rebuild, hooks.in_buckets(one.outer)))
-        ]
+        laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
         self._formats = [
             (tensor, tensor.stride())
             for one in laid_out
@@ -104,7 +107,7 @@ class Switch:
             if tensor.dim() > 3
         ]
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
-        self._parallel = [part for one in laid_out for part in hooks.in_buckets(one.outer)]
+        self._outers = [one.outer for one in laid_out]
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -179,6 +182,8 @@ class Switch:
         """A step begins."""
         if self.counts_steps:
             self._replays.begin()
+            if self._spends:
+                self._replays.left_over(self._optimizers)
 
     def stay(self) -> None:
         """No other config will be set: what acts on no call is out of its way."""
@@ -209,8 +214,8 @@ class Switch:
                     knob.model(model, value)
         if before == [tensor.stride() for tensor, _own in self._formats]:
             return
-        for parallel in self._parallel:
-            hooks.rebuild(parallel)
+        for outer in self._outers:
+            buckets.rebuild(outer)
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
