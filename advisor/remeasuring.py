@@ -26,6 +26,7 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
 from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, locked, memory_of
 
 if TYPE_CHECKING:
+    from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.search.race import Ratio
     from advisor.tuners.search.verdict import Tester
 
@@ -512,6 +513,23 @@ def _refuse(record: Record, line: str, target: str | None, command: Sequence[str
         )
 
 
+def _refuse_fed_otherwise(record: Record, seen: Seen) -> None:
+    """Refuse a run whose loader, no part of its key, cannot work as the record's did.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    from advisor.tuners.knobs import FEEDS, described
+
+    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*FEEDS)
+    if feeds and not seen.workers:
+        why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
+        raise UsageError(
+            f"record {record.id} is of another run than this: it has {described(feeds, Config())}, "
+            f"which this one is not given ({why})"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Subject:
     """A record, and what is run for it: a target, or a command. `progress` is told of the latter's
@@ -547,6 +565,7 @@ class _Subject:
             if kind == "miss" or key.task.batch != record.batch:
                 listed = ", ".join(map(str, differs))
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
+            _refuse_fed_otherwise(record, seen)
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
             steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
             yield run, COMPARE_S + steps_s

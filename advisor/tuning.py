@@ -428,6 +428,7 @@ class OfRun(_Tuning):
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, (task.batch,)),
                 use=PILOT,
+                workers=seen.workers,
                 varies=seen.varies,
                 own=seen.own,
                 kept=seen.kept,

@@ -55,6 +55,10 @@ class Config(Mapping[str, Value]):
         """A copy without these names; one that is not there does not matter."""
         return Config({name: v for name, v in self._values.items() if name not in names})
 
+    def only(self, *names: str) -> Config:
+        """A copy with these names alone; one that is not there does not matter."""
+        return Config({name: v for name, v in self._values.items() if name in names})
+
     @property
     def batch(self) -> int:
         """Samples per step; 0 where the config does not say."""

@@ -53,7 +53,16 @@ def _urls_in(one: object) -> list[str]:
 
 def disabled() -> bool:
     """Whether $ADVISOR_DISABLE switches all advice off."""
-    return os.environ.get("ADVISOR_DISABLE", "") not in ("", "0")
+    return _is_on("ADVISOR_DISABLE")
+
+
+def keeps_loader() -> bool:
+    """Whether $ADVISOR_KEEP_LOADER leaves the loaders of runs as they are."""
+    return _is_on("ADVISOR_KEEP_LOADER")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 def on_miss() -> str | None:

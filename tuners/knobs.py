@@ -55,6 +55,8 @@ class Situation:
     """Whether the script can have its whole step captured."""
     use: str = USES[-1]
     """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
+    workers: int = 0
+    """That the loader of a running script may be given at most."""
     varies: bool = False
     """Whether the inputs of a running script vary in shape."""
     own: Config = Config()  # noqa: RUF009 # immutable
@@ -109,6 +111,22 @@ def _never(_value: Value) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a running script loads the data that it trains on.
+
+    Attributes:
+        workers: processes of its loader's, 0 for none.
+        pinned: whether its loader pins memory.
+        most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
+    """
+
+    workers: int = 0
+    pinned: bool = False
+    most: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """What of a running script tells which knobs it has set itself.
 
@@ -117,12 +135,14 @@ class Script:
         autocast: the number format of its own autocast around them.
         compiled: whether it compiles one itself.
         optimizers: those that train.
+        loading: of the data that it trains on.
     """
 
     weights: Sequence[Tensor]
     autocast: torch.dtype | None = None
     compiled: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    loading: Loading = Loading()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -179,7 +199,11 @@ class Knob:
     shown: Callable[[Value], str] | None = None
     """As a report calls it; default: 'name', 'no name' or 'name=value'."""
     stage: str = COMPUTE
-    """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards."""
+    """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards; in a run
+    all are measured with its steps."""
+    feeds: bool = False
+    """It acts on what a run's steps wait for: tried where they wait, and kept for what is tried
+    then; it makes no other key."""
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
@@ -362,6 +386,25 @@ def _threads(here: Situation) -> tuple[Value, ...]:
     return (here.threads, *sorted(others - {here.threads}, reverse=True))
 
 
+def _workers(here: Situation) -> tuple[Value, ...]:
+    """Few first: what gains no more by more is left at that."""
+    most = here.workers
+    return (0, *sorted({most, most // 2, most // 4} - {0})) if most else ()
+
+
+def _own_workers(script: Script) -> Own | None:
+    loading = script.loading
+    if loading.workers:
+        return Own(loading.workers)
+    return None if loading.most else Own(None, why=loading.why)
+
+
+def _own_pinning(script: Script) -> Own | None:
+    if script.loading.pinned:
+        return Own(True)
+    return None if script.loading.most else Own(None)
+
+
 def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[Value, ...]]:
     return lambda here: (False, True) if active(here) else ()
 
@@ -516,11 +559,31 @@ KNOBS: tuple[Knob, ...] = (
         chosen=threads_set,
     ),
     Knob(
+        name="num_workers",
+        summary="processes that load data ahead of a run's steps",
+        domain=Domain(most=2**10, least=0),
+        default=None,
+        values=_workers,
+        needs=lambda _value: PILOT,
+        guess="",
+        shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
+        feeds=True,
+        script=_own_workers,
+        loader=lambda value: {"num_workers": value},
+    ),
+    Knob(
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
         carries=True,
-        values=_off_on(lambda here: here.device == "cuda"),
+        # Of a run the workers' batches alone: pinned where they are made, memory gains nothing.
+        values=_off_on(
+            lambda here: here.device == "cuda" and (here.use != PILOT or here.workers > 0)
+        ),
+        needs=lambda _value: PILOT,
+        conflicts={"num_workers": (0,)},
         stage=INPUT,
+        feeds=True,
+        script=_own_pinning,
         loader=lambda value: {"pin_memory": bool(value)},
         non_blocking=bool,
     ),
@@ -585,9 +648,16 @@ class Advised(Config):
         return super().__getattr__(name)
 
 
+FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """What torch and its DataLoader do by themselves, wherever that is known beforehand."""
+
+
+def loading(config: Config) -> dict[str, Any]:
+    """Keyword arguments of a DataLoader for what feeds a run's steps."""
+    rows = (k.loader(config[k.name]) for k in KNOBS if k.feeds and k.loader and k.name in config)
+    return {name: value for said in rows for name, value in said.items()}
 
 
 def plain(task: Task, device: str) -> Config:

@@ -116,7 +116,7 @@ class Found:
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
-        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on as the script is")
+        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on without it")
 
     def lost(self, exc: Exception, order: Order) -> None:
         """As `Guide.lost`."""
@@ -145,15 +145,10 @@ def in_force(config: Config, own: Config, reason: str) -> Order:
 
 def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Config]:
     """(What a run comes to with a config of a record, what it has itself)."""
-    own = record.baseline.config.without(*_not_the_pilots())
-    own = own.replace(**{name: seen.own[name] for name in seen.own if name in own})
-    kept = {name: own[name] for name in seen.kept if name in own}
-    return own.replace(**{n: v for n, v in advised.items() if n in own} | kept), own
-
-
-def _not_the_pilots() -> list[str]:
-    """Knobs that a run has no place for, as those of a loop alone."""
-    return [knob.name for knob in knobs.KNOBS if knob.stage != knobs.COMPUTE]
+    base = record.baseline.config
+    own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
+    changed = advised.changed(base)
+    return own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept}), own
 
 
 class _OfRun(Lookup):

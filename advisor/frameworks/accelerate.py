@@ -63,6 +63,7 @@ FRAMEWORK = Framework(
         "fused_optimizer": rows.fused_optimizer,
         "compile": _compile,
         "threads": rows.threads,
+        "num_workers": rows.num_workers,
         "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {}, "cpu": {"cpu": True}},

@@ -48,6 +48,10 @@ def _fused_optimizer(value: Value, scene: Scene) -> Words:
     return Words(settings={"optim": "adamw_torch_fused" if value else "adamw_torch"})
 
 
+def _num_workers(value: Value, _scene: Scene) -> Words:
+    return Words(settings={"dataloader_num_workers": value})
+
+
 def _pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(settings={"dataloader_pin_memory": bool(value)})
 
@@ -77,6 +81,7 @@ FRAMEWORK = Framework(
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,
         "threads": rows.threads,
+        "num_workers": _num_workers,
         "pin_memory": _pin_memory,
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},

@@ -84,6 +84,7 @@ FRAMEWORK = Framework(
         "fused_optimizer": rows.fused_optimizer,
         "compile": rows.compile_in_place,
         "threads": rows.threads,
+        "num_workers": rows.num_workers,
         "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {"accelerator": "gpu"}, "cpu": {"accelerator": "cpu"}},

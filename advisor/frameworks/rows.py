@@ -80,6 +80,10 @@ def fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(optimizer={"fused": True}) if value else NOTHING
 
 
+def num_workers(value: Value, _scene: Scene) -> Words:
+    return Words(loader={"num_workers": value}) if value else NOTHING
+
+
 def pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(loader={"pin_memory": True}) if value else NOTHING
 

@@ -35,6 +35,10 @@ def _fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(settings={"opt_kwargs": {"fused": True}}) if value else NOTHING
 
 
+def _num_workers(value: Value, _scene: Scene) -> Words:
+    return Words(settings={"workers": value})
+
+
 def _pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(settings={"pin_mem": True}) if value else NOTHING
 
@@ -74,6 +78,7 @@ FRAMEWORK = Framework(
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,
         "threads": _threads,
+        "num_workers": _num_workers,
         "pin_memory": _pin_memory,
     },
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},

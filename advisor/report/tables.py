@@ -16,10 +16,11 @@ from advisor.finding.horizon import Row
 from advisor.printed import script_line
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, spread
-from advisor.tuners.knobs import BY_NAME, INPUT, described
+from advisor.tuners.knobs import BY_NAME, FEEDS, INPUT, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
+_MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
 
@@ -97,10 +98,8 @@ def said(record: Record) -> Iterator[str]:
             "shared. Measure again with --force when it is quiet."
         )
     if (waited := waits(record)) >= WAITED:
-        yield (
-            f"As it is, it waits for its data {waited:.0%} of the time: more workers in its "
-            "DataLoader may give more than any config."
-        )
+        mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS
+        yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
 
 
 def waits(record: Record) -> float:

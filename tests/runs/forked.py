@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 
 import msgpack
@@ -45,6 +45,7 @@ def space_of(seen: Seen) -> Space:
             convolves=seen.convolves,
             batches=(seen.shape[0],),
             use="pilot",
+            workers=seen.workers,
             own=seen.own,
             kept=seen.kept,
         )
@@ -55,11 +56,10 @@ def space_of(seen: Seen) -> Space:
 class There:
     """A guide that has two steps made with some values, then two as the script is; and so on.
 
-    Without values bf16 is compared with fp32 first, which is to leave nothing either.
+    Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
     """
 
     values: Mapping[str, Value]
-    turns: int = 4
 
     def takes_over(self) -> bool:
         return True
@@ -67,23 +67,22 @@ class There:
     def begin(self, seen: Seen) -> Order:
         self.seen = seen
         space = space_of(seen)
-        self.own = space.default
+        own = space.default
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
-        self.there = self.own.replace(**offered)
-        if self.values:
-            return Order(config=self.there, steps=2, own=self.own)
-        half = self.own.replace(precision="bf16")
-        asked = comparison(half, knobs.strict(self.own), TOLERANCE, tf32=False)
-        self.turns = 3
-        return Order(config=self.own, steps=STEPS, own=self.own, compare=asked)
+        there = Order(config=own.replace(**offered), steps=2, own=own)
+        between = [Order(config=own, steps=2), there, Order(config=own, steps=2)]
+        if self.values.keys() <= set(knobs.FEEDS):
+            half = there.config.replace(precision="bf16")
+            asked = comparison(half, knobs.strict(own), TOLERANCE, tf32=False)
+            between = [Order(config=own, steps=STEPS, compare=asked)]
+        self.orders = iter([*between, Order(config=there.config)])
+        return there
 
     def next(self, lap: Lap) -> Order:
         assert lap.outcome == "ok", lap.reason
         assert lap.steps == (STEPS if lap.reason else 2)
         assert lap.samples > 0
-        self.turns -= 1
-        back = self.turns % 2
-        return Order(config=self.own if back else self.there, steps=2 if self.turns else 0)
+        return next(self.orders)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc
@@ -95,6 +94,7 @@ class There:
 def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # as in a process that no server of forks has started
     guide = There(Config(values or {}))
     pilot = None if values is None else Pilot(guide, Repeats())
     sys.argv = [script, out, *words]
@@ -121,9 +121,10 @@ def left_behind() -> list[str]:
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
     found = [name for name, table in tables.items() if table]
+    there = torch.utils.data.dataloader
+    patched = (there._BaseDataLoaderIter.__next__, there.DataLoader.__iter__)
+    found += [one.__name__ for one in patched if one.__module__ != there.__name__]
     found += ["backward"] * (Tensor.backward.__module__ != "torch._tensor")
-    next_ = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
-    found += ["the loader"] * (next_.__module__ != "torch.utils.data.dataloader")
     # A wrapper bears the name of what it wraps.
     return found + ["backward"] * hasattr(torch.autograd.backward, "__wrapped__")
 

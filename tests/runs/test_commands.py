@@ -511,3 +511,59 @@ def test_signals_are_the_commands(folder: Path, number: int) -> None:
 def test_a_process_that_loads_no_torch_loads_nothing_of_advisor(folder: Path) -> None:
     source = "import sys; print([m for m in sys.modules if m.startswith(('advisor', 'msgpack'))])"
     assert run(folder, "python", "-c", source).stdout == "[]\n"
+
+
+FED = """
+import statistics, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 160
+
+    def __getitems__(self, numbers):
+        time.sleep(0.03)
+        return [(torch.full((8,), float(number)), number % 4) for number in numbers]
+
+class Net(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.03)  # as a device that computes while the host does not
+        return super().forward(x)
+
+net = Net(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+began = [time.perf_counter()]
+for _ in range(int(sys.argv[1])):
+    for x, y in DataLoader(Slow(), batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        began.append(time.perf_counter())
+steps = [later - now for now, later in zip(began, began[1:])]
+print(statistics.median(steps[:4]) / statistics.median(steps[10:]))
+"""
+
+
+def test_a_script_that_waits_for_its_data_is_given_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and nothing else is to be tuned
+    command = script(FED)
+    words = ("--effort", "quick", "--no-verify", "--precisions", "default", "--budget", "12s")
+    done = advisor(folder, "tune", *words, "--json", "--", *command, "1000")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["record"]
+    (winner,) = [one["choice"] for one in record["winners"] if one["use"] == "pilot"]
+    assert record["baseline"]["config"]["num_workers"] == 0
+    assert winner["config"]["num_workers"] > 0, done.stderr
+    assert winner["speedup"] > 1.2
+    ran = run(folder, *command, "1", ADVISOR_LOG="info")
+    assert "in force: 1 loader worker; " in ran.stderr or "loader workers; " in ran.stderr
+    # Its first steps are as the script is.
+    assert float(ran.stdout) > 1.2
+    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    refused = advisor(folder, "verify", record["id"], "--", *command, "1000")
+    assert refused.returncode == 2
+    assert "which this one is not given (not tuned: the loader: ADVISOR_KEEP" in refused.stderr

@@ -8,15 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from advisor.cache.config import Value
 from advisor.opening import open_records
 from advisor.printed import tune_again
+from advisor.tuners.act.pilot import host
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
@@ -223,27 +226,29 @@ class Net(nn.Module):
         raise self.raises("not in bf16")
 
 
-def train(net: Net, steps: int) -> None:
+def train(net: Net, data: int | Iterable[Tensor]) -> None:
+    """On batches, or so many."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(steps):
-        loss = net(torch.randn(4, 6)).square().mean()
+    for x in data if isinstance(data, Iterable) else torch.randn(data, 4, 6):
+        loss = net(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
 class Careful:
-    """A guide that tries bf16 for three steps, then goes on as the script is."""
+    """A guide that tries something, bf16, for three steps, then goes on as the script is."""
 
-    def __init__(self) -> None:
+    def __init__(self, **there: Value) -> None:
+        self.there = there or {"precision": "bf16"}
         self.laps: list[Lap] = []
 
     def takes_over(self) -> bool:
         return True
 
     def begin(self, seen: Seen) -> Order:
-        self.own = space_of(seen).default
-        there = self.own.replace(precision="bf16")
+        self.seen, self.own = seen, space_of(seen).default
+        there = self.own.replace(**self.there)
         return Order(config=there, steps=3, own=self.own, careful=True)
 
     def next(self, lap: Lap) -> Order:
@@ -279,6 +284,70 @@ def test_a_config_that_raises_costs_its_step(
     assert failed.reason == f"{raises.__name__}: not in bf16"
     assert (later.steps, later.outcome) == (2, "ok")
     assert net.dtypes == [torch.float32] * 12
+
+
+class Samples(Dataset[Tensor]):
+    """Notes which of them this process has fetched."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, number: int) -> Tensor:
+        if get_worker_info() is not None and number == self.bad:
+            raise RuntimeError("not in a worker")
+        self.fetched.append(number)
+        return torch.full((6,), float(number))
+
+
+@pytest.mark.parametrize(("bad", "outcome"), [(-1, "ok"), (20, "failed")])
+def test_workers_feed_a_config_and_cost_their_lap_alone(
+    charge: InCharge, monkeypatch: pytest.MonkeyPatch, bad: int, outcome: str
+) -> None:
+    monkeypatch.setattr(host, "files_read", list)  # pytest's own
+    guide, data = Careful(num_workers=1), Samples(bad)
+    charge.bring(guide)
+    train(Net(), DataLoader(data, batch_size=4))
+    assert [lap.outcome for lap in guide.laps] == [outcome, "ok"]
+    assert ("in DataLoader worker" in guide.laps[0].reason) == (outcome == "failed")
+    # The first four batches came before the config, three with it, of these one before the bad one.
+    ours = [*range(16), *range(28 if outcome == "ok" else 20, 48)]
+    assert data.fetched == ours
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(48, 6))
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (
+            lambda: DataLoader(Samples(), batch_size=4, num_workers=1),
+            "your script already: 1 loader worker",
+        ),
+        (
+            lambda: DataLoader(Stream(), batch_size=4),
+            "not tuned: the loader: of an IterableDataset every worker would read all",
+        ),
+        (lambda: torch.randn(12, 4, 6), None),
+    ],
+)
+def test_a_loader_that_stays_as_it_is(
+    charge: InCharge, loader: Callable[[], Iterable[Tensor]], said: str | None
+) -> None:
+    guide = Careful()
+    charge.bring(guide)
+    train(Net(), loader())
+    assert guide.seen.workers == 0
+    assert "num_workers" not in guide.own
+    assert "num_workers" in guide.seen.kept
+    assert guide.seen.script == ""  # of the key it is no part
+    assert guide.seen.lines()[:1] == ([said] if said else [])
 
 
 def test_a_config_that_raises_in_backward_is_told_before_the_script_has_it(

@@ -40,6 +40,7 @@ SITUATIONS = [
     on_cuda(varies=True),
     on_cpu(),
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
+    on_cuda(use="pilot", workers=15),
 ]
 
 
@@ -48,7 +49,7 @@ def test_the_rows() -> None:
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
         *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
-        *("threads", "pin_memory"),
+        *("threads", "num_workers", "pin_memory"),
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -150,7 +151,12 @@ OFF, FIXED_ON = (False,), (True,)
         ("threads", on_cpu(threads=3), (3, 8, 4, 2, 1)),
         ("threads", on_cpu(cores=1, threads=1), (1,)),
         ("threads", on_cpu(threads_set=True), (4,)),
+        ("num_workers", on_cpu(), ()),
+        ("num_workers", on_cpu(workers=1), (0, 1)),
+        ("num_workers", on_cpu(workers=15), (0, 3, 7, 15)),
         ("pin_memory", on_cuda(), OFF_ON),
+        ("pin_memory", on_cuda(use="pilot"), ()),
+        ("pin_memory", on_cuda(use="pilot", workers=1), OFF_ON),
         ("pin_memory", on_cpu(), ()),
     ],
 )
@@ -190,7 +196,8 @@ FOLLOWING = {
     ("dynamic_shapes", True): ("pilot", True, 1),
     ("step_graph", True): ("capture", True, 1),
     ("threads", 2): ("flags", False, 1),
-    ("pin_memory", True): ("loop", False, 1),
+    ("num_workers", 4): ("pilot", False, 1),
+    ("pin_memory", True): ("pilot", False, 1),
 }
 
 
@@ -220,8 +227,9 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes")
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers")
     }
+    assert names(lambda knob: knob.feeds) == set(knobs.FEEDS) == {"num_workers", "pin_memory"}
     assert names(lambda knob: knob.strict is not None) == {"precision"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
     assert names(lambda knob: knob.chosen) == {"threads"}
@@ -238,6 +246,7 @@ def test_what_does_not_go_together() -> None:
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
         },
+        "pin_memory": {"num_workers": (0,)},
     }
 
 

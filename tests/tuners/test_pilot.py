@@ -26,7 +26,7 @@ from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
 from advisor.tuners.act.steps import Steps
-from advisor.tuners.knobs import BY_NAME, Script, Situation
+from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
 from tests.runs.forked import left_behind
 
@@ -51,6 +51,11 @@ def unexpected(exc: BaseException) -> None:
     raise AssertionError("a config failed") from exc
 
 
+def switch_of(trained: Trained, *optimizers: torch.optim.Optimizer) -> Switch:
+    cpu = torch.device("cpu")
+    return Switch([trained], optimizers, OWN, cpu, lambda _given: None, unexpected)
+
+
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
     loss = net(torch.randn(4, 3, 8, 8)).square().mean()
     optimizer.zero_grad()
@@ -67,7 +72,7 @@ def flown() -> tuple[Net, torch.optim.Optimizer, Switch]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     stepped(net, optimizer)
     trained = Trained(net, net, ())
-    return net, optimizer, Switch([trained], [optimizer], OWN, torch.device("cpu"), unexpected)
+    return net, optimizer, switch_of(trained, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
     parallel = nn.parallel.DistributedDataParallel(net)
     if hooked:
         parallel.register_comm_hook(None, default_hooks.allreduce_hook)
-    switch = Switch([Trained(parallel, net, ())], [], OWN, torch.device("cpu"), unexpected)
+    switch = switch_of(Trained(parallel, net, ()))
     batch = torch.randn(4, 3, 8, 8)
     for channels_last in (False, True, False):
         switch.set(OWN.replace(channels_last=channels_last))
@@ -260,7 +265,7 @@ def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, spends: boo
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(net.parameters())
-    switch = Switch([Trained(net, net, ())], [optimizer], OWN, torch.device("cpu"), unexpected)
+    switch = switch_of(Trained(net, net, ()), optimizer)
     switch.set(OWN.replace(precision="bf16"))
     loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
     loss.backward()
@@ -276,7 +281,7 @@ def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:
         crew.saw_call(net, (x,), {})
         for optimizer in optimizers:
             crew.saw_step(optimizer)
-    return Seen.of(crew, 4)
+    return Seen.of(crew, 4, Loading())
 
 
 def space_of(one: Seen) -> Space:
@@ -332,7 +337,7 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
             x = torch.zeros(4, length, dtype=torch.int64)
             crew.saw_call(net, (x,), {"mask": x > 0})
             crew.saw_step(optimizer)
-        return Seen.of(crew, len(lengths))
+        return Seen.of(crew, len(lengths), Loading())
 
     one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
     assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)

@@ -509,3 +509,68 @@ def test_any_sampler_of_optuna_can_take_the_last_stage(tmp_path: Path) -> None:
     found.run()
     assert len(runner.measured) == len(set(runner.measured))
     assert "sampler" in {trial.origin for trial in found.trials}
+
+
+FED = Space(
+    {
+        "precision": ("default", "tf32", "bf16"),
+        "cudnn_benchmark": (False, True),
+        "num_workers": (0, 2, 4, 8),
+        "pin_memory": (False, True),
+        "batch_size": (64,),
+    },
+    conflicts={"pin_memory": {"num_workers": (0,)}},
+)
+
+
+class Loaded(Simulated):
+    """A run whose batches take so many milliseconds to load, in one process or several."""
+
+    def __init__(self, load_ms: float) -> None:
+        super().__init__()
+        self.load_ms = load_ms
+
+    def measure(self, config: Config, **_how: object) -> Measurement:
+        self.measured.append(config)
+        self.time += 1.0
+        step_ms = {"default": 100.0, "tf32": 50.0, "bf16": 10.0}[str(config["precision"])]
+        workers = int(config["num_workers"] or 0)
+        waited_ms = max(0.0, self.load_ms / workers - step_ms) if workers else self.load_ms
+        whole_s = (step_ms + waited_ms) / 1000
+        return Measurement(
+            outcome="ok",
+            samples_per_s=64 / whole_s,
+            step_s=whole_s,
+            waited=waited_ms / 1000 / whole_s,
+        )
+
+
+def test_what_waits_for_its_data_is_given_workers_first(tmp_path: Path) -> None:
+    found = search(Loaded(300.0), tmp_path, space=FED)
+    trials = [(t.origin, t.config["num_workers"], t.config["precision"]) for t in found.run()]
+    # Four workers hide all of it: neither are eight tried nor memory that is pinned.
+    assert trials[:3] == [
+        ("default", 0, "default"),
+        ("loading", 2, "default"),
+        ("loading", 4, "default"),
+    ]
+    assert trials[3:5] == [("guess", 4, "bf16"), ("guess", 4, "tf32")]
+    # What computes faster waits again, and is given more.
+    assert trials[5] == ("loading", 8, "bf16")
+    assert {workers for origin, workers, _ in trials if origin == "sampler"} == {8}
+
+
+def test_what_does_not_wait_is_fed_as_it_is(tmp_path: Path) -> None:
+    runner = Loaded(0.1)
+    search(runner, tmp_path, space=FED).run()
+    assert {config["num_workers"] for config in runner.measured} == {0}
+
+
+def test_what_waits_once_it_computes_faster_is_given_workers_then(tmp_path: Path) -> None:
+    runner = Loaded(2.0)
+    found = search(runner, tmp_path, space=FED)
+    found.run()
+    fed = next(n for n, config in enumerate(runner.measured) if config["num_workers"])
+    assert {config["precision"] for config in runner.measured[:fed]} == {"default", "tf32", "bf16"}
+    assert runner.measured[fed]["precision"] == "bf16"
+    assert found.best().config["num_workers"] == 2

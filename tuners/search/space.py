@@ -43,7 +43,9 @@ class Space:
         """The space of KNOBS in a situation."""
         by_stage: dict[str, dict[str, tuple[Value, ...]]] = {COMPUTE: {}, INPUT: {}}
         for knob in knobs.KNOBS:
-            by_stage[knob.stage][knob.name] = _offered(knob, here)
+            # A run loads its data in its steps.
+            stage = COMPUTE if here.use == PILOT else knob.stage
+            by_stage[stage][knob.name] = _offered(knob, here)
         found = cls(
             by_stage[COMPUTE],
             inputs=by_stage[INPUT],
@@ -166,8 +168,6 @@ class Space:
 def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
     """A knob's values in a situation, the script's own first, as far as its use can follow."""
     found = knob.values(here)
-    if knob.stage == INPUT and here.use == PILOT:
-        return ()
     if found and knob.name in here.own:
         own = here.own[knob.name]
         found = (own, *(value for value in found if not _same(value, own)))

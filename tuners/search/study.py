@@ -53,6 +53,8 @@ GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
 TRIES = 2
 """Interruptions after which a config is not tried again: the tuner itself did not survive it."""
+WAITS = 0.03
+"""Share of its time that a run waits for its data, from which loading it otherwise is tried."""
 LONGER = 1.5
 """A trial that ran out of time is tried again by a later run that can give it so much more."""
 
@@ -114,6 +116,7 @@ class Search:
         self._kept_s = 0.0
         self._aim = _Aim(space.uses[0], None)
         self._left: list[Config] = []
+        self._loading = space.default.only(*knobs.FEEDS)
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
         )
@@ -159,10 +162,11 @@ class Search:
         most = self._reach_s(kept_s)
         if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):
             self._kept_s = kept_s
-        guessed = guesses.first(self._space)
         for near in dict.fromkeys(self._space.near(config) for config in self._scope.first):
             if self._space.holds(near):
                 self._try(near, "near record")
+        self._feed(self._space.default)
+        guessed = [Config(config | self._loading) for config in guesses.first(self._space)]
         for config in guessed[:LEADING]:
             self._try(config, "guess")
         self._probe_large()
@@ -171,6 +175,7 @@ class Search:
         self._settle_batch()
         self._kept_s = 0.0
         self._try_dear()
+        self._feed(self.best(self._space.batch).config)
         self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s
         self._try_on_leaders()
         self._sample()
@@ -184,6 +189,26 @@ class Search:
             key=lambda trial: trial.measurement.samples_per_s,
             default=self._known[self._space.default],
         )
+
+    def _feed(self, fed: Config) -> None:
+        """Where a config of a run waits for its data, load it otherwise, as long as that gains.
+
+        What is tried later is tried with that: what waits for its data hides what else would gain.
+        """
+        best = self._known[fed]
+        for name in self._loading:
+            values = self._space.choices[name]
+            for value in values[values.index(fed[name]) + 1 :]:
+                config = best.config.replace(**{name: value})
+                if best.measurement.waited < WAITS or not self._space.holds(config):
+                    continue
+                tried = self._try(config, "loading")
+                if tried is None or not tried.measurement.ok:
+                    break
+                if tried.measurement.samples_per_s < GAIN * best.measurement.samples_per_s:
+                    break
+                best = tried
+        self._loading = best.config.only(*knobs.FEEDS)
 
     def _covers(self, aim: _Aim, config: Config) -> bool:
         return aim.batch in (None, config.batch) and knobs.follows(
@@ -380,6 +405,7 @@ class Search:
             for config in self._space.configs(batch, dear=dear)
             if config not in self._known
             and self._attempts[config] < TRIES
+            and self._loading.items() <= config.items()
             and self._covers(self._aim, config)
             and not self._cannot_fit(config)
             and not self._hung(config)

@@ -6,8 +6,14 @@ What is not a hook of PyTorch's own, and why:
   module. PyTorch leaves it out of pickles and deep copies, so that a checkpoint of a whole model
   or an EMA copy never holds anything of advisor's. Hooks on the module would be copied, and would
   be traced by torch.compile.
-- `_BaseDataLoaderIter.__next__`: what the step waits for its data cannot be seen from elsewhere.
-  The iterator keeps its class, which frameworks look at.
+- `DataLoader.__iter__` and `_BaseDataLoaderIter.__next__`: which loader feeds the steps, and what
+  they wait for it, cannot be seen from elsewhere. What the loader gives is its own iterator, of
+  its own class, which frameworks look at. The constructor is left alone: it runs before anything
+  is known of what trains.
+- `_sampler_iter` of such an iterator: what its sampler has left to say, which is all that workers
+  need to go on from the middle of an epoch. `_base_seed`: what they seed themselves by.
+- `_worker_pids_set` of an iterator that has workers of advisor's: PyTorch raises in the middle of
+  whatever runs where one of them dies. That they are missed when a batch is due is enough.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
   compiled lazily for it fails there, or runs out of memory, and no hook is told.
@@ -19,10 +25,9 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +36,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 Remove = Callable[[], None]
 """Takes a hook away again."""
@@ -99,27 +107,61 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
         model._compiled_call_impl = call
 
 
-class Waits:
-    """Seconds that the script has waited for its data loaders."""
+def on_batches(
+    begun: Callable[[DataLoader[Any], Any], None],
+    fetch: Callable[[Any, Callable[[Any], Any]], Any],
+) -> Remove:
+    """Tell of every iterator that a DataLoader gives, and have its batches come through `fetch`,
+    which is given the iterator, and what gives its next batch by itself."""
+    from torch.utils.data import dataloader
 
-    def __init__(self) -> None:
-        from torch.utils.data import dataloader
+    iterator_of = dataloader._BaseDataLoaderIter
+    plain, next_ = dataloader.DataLoader.__iter__, iterator_of.__next__
 
-        self.seconds = 0.0
-        self._class = dataloader._BaseDataLoaderIter
-        self._next = self._class.__next__
+    def iterate(self: DataLoader[Any]) -> Any:
+        iterator = plain(self)
+        begun(self, iterator)
+        return iterator
 
-        def timed(iterator: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return self._next(iterator)
-            finally:
-                self.seconds += time.perf_counter() - began
+    def batch(iterator: Any) -> Any:
+        return fetch(iterator, next_)
 
-        self._class.__next__ = timed  # type: ignore[assignment, method-assign]
+    dataloader.DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    iterator_of.__next__ = batch  # type: ignore[assignment, method-assign]
 
-    def remove(self) -> None:
-        self._class.__next__ = self._next  # type: ignore[method-assign]
+    def remove() -> None:
+        dataloader.DataLoader.__iter__ = plain  # type: ignore[method-assign]
+        iterator_of.__next__ = next_  # type: ignore[method-assign]
+
+    return remove
+
+
+def indices_of(iterator: Any) -> Iterator[Any]:
+    """What a DataLoader's iterator has left to fetch."""
+    indices: Iterator[Any] = iterator._sampler_iter
+    return indices
+
+
+def fetch_by(iterator: Any, indices: Iterator[Any]) -> None:
+    """Have a DataLoader's iterator fetch these from here on."""
+    iterator._sampler_iter = indices
+
+
+def seed_of(iterator: Any) -> int:
+    """By which workers of a DataLoader's iterator would seed themselves."""
+    return int(iterator._base_seed)
+
+
+def miss_quietly(iterator: Any) -> None:
+    """Have a worker that dies be missed when its batch is due, and not before."""
+    if iterator._worker_pids_set:
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+
+def send_away(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator."""
+    iterator._shutdown_workers()
 
 
 def on_backward(begins: Callable[[Tensor], None]) -> Remove:

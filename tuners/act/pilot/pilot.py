@@ -14,6 +14,7 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
+from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
 
@@ -80,14 +81,13 @@ class Pilot:
         self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
-        self._waits = hooks.Waits()
+        self._loaders = Loaders(self._unfed)
         self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
         self._removes: list[Callable[[], None]] = [
             EVERY_STEP.tell(self._guarded(self._stepped)),
             hooks.on_failure(guide.failed),
-            self._waits.remove,
         ]
 
     def release(self) -> None:
@@ -105,6 +105,7 @@ class Pilot:
         if self._switch is not None:
             self._switch.release()
             self._switch = None
+        self._loaders.remove()
         self._let_go()
 
     def _guarded(self, told: Callable[P, None]) -> Callable[P, None]:
@@ -147,6 +148,8 @@ class Pilot:
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
         self._looked += 1
+        if self._looked == 1:
+            self._loaders.look_anew()
         self._period = self._crew.period()
         if not self._period:
             if self._looked >= LOOKED:
@@ -165,7 +168,7 @@ class Pilot:
         if not self._guide.takes_over():
             self._leave()
             return
-        seen = Seen.of(self._crew, self._looked // self._period)
+        seen = Seen.of(self._crew, self._looked // self._period, self._loaders.seen())
         self._device = torch.device(seen.device)
         self._trained, self._main = trained, trained[0]
         self._per_step = seen.shape[0] // seen.processes
@@ -179,6 +182,7 @@ class Pilot:
             self._crew.optimizers,
             order.own,
             self._device,
+            self._loaders.set,
             self._guide.failed,
             spends=self._crew.spends,
         )
@@ -216,7 +220,7 @@ class Pilot:
             samples=self._main.samples or self._per_step * self._done,
             seconds=time.perf_counter() - self._began,
             first_s=self._first_s,
-            waited_s=self._waits.seconds - self._waited_s,
+            waited_s=self._loaders.waited_s - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             outcome=self._outcome,
             reason=self._reason,
@@ -237,9 +241,11 @@ class Pilot:
             self._comparing.begin(switch, self._trained, self._device, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
-        self._waited_s = self._waits.seconds
+        self._waited_s = self._loaders.waited_s
         if not order.steps:
             switch.stay()
+            if not self._loaders.at_work:
+                self._loaders.remove()
             if not switch.counts_steps:
                 self._let_go()
         self._synchronize()
@@ -259,12 +265,19 @@ class Pilot:
     def _struck(self, switch: Switch, exc: Exception) -> None:
         """A careful config has raised in a model's call: the lap ends with this step."""
         switch.give_up()
-        self._outcome, self._reason = told(exc)
-        if not self._order.steps:
-            self._guide.gave_up(exc)
+        self._gave_up(exc)
         if self._device.type == "cuda":
             exc.__traceback__ = None  # its frames hold what the call has taken
             torch.cuda.empty_cache()
+
+    def _unfed(self, exc: Exception) -> None:
+        """The loader's workers have failed; it loads by itself again."""
+        self._gave_up(exc)
+
+    def _gave_up(self, exc: Exception) -> None:
+        self._outcome, self._reason = told(exc)
+        if not self._order.steps:
+            self._guide.gave_up(exc)
 
     def _lost(self, switch: Switch, exc: Exception) -> None:
         """Backward has raised under a careful config."""

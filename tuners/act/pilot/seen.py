@@ -15,7 +15,7 @@ from advisor.errors import printable
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
-from advisor.tuners.knobs import KNOBS, Script, described
+from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Seen:
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
         rank, processes: of the job.
+        workers: that its loader may be given.
         draws: its models draw random numbers, as for dropout.
     """
 
@@ -53,10 +54,11 @@ class Seen:
     processes: int
     device: str
     threads: int
+    workers: int
     draws: bool
 
     @classmethod
-    def of(cls, crew: Crew, steps: int) -> Seen:
+    def of(cls, crew: Crew, steps: int, loading: Loading) -> Seen:
         """After some steps of a crew whose period is known."""
         trained = crew.trained()
         main = trained[0]
@@ -65,7 +67,7 @@ class Seen:
         samples = max(1, round(main.samples / max(1, steps)))
         processes, rank = _place()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
-        own, kept, limits = _own(crew, trained)
+        own, kept, limits = _own(crew, trained, loading)
         return cls(
             model=models[0] if len(models) == 1 else keys.fingerprint(models),
             family=fingerprint.family(main.model),
@@ -85,6 +87,7 @@ class Seen:
             processes=processes,
             device=_device(main.model),
             threads=torch.get_num_threads(),
+            workers=loading.most,
             draws=crew.draws,
         )
 
@@ -106,14 +109,19 @@ class Seen:
     def lines(self) -> list[str]:
         """What is seen, for people."""
         found = []
-        if self.script:
-            found.append(f"your script already: {self.script}")
+        if self.own:
+            found.append(f"your script already: {_described(self.own)}")
         return found + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
-        """What the script does itself: 'bf16, fused_optimizer'."""
-        return described(self.own.without(BATCH), Config()) if self.own else ""
+        """What the script does itself, in the key: 'bf16, fused_optimizer'."""
+        own = self.own.without(*FEEDS)
+        return _described(own) if own else ""
+
+
+def _described(own: Config) -> str:
+    return described(own.without(BATCH), Config())
 
 
 def _libraries(trained: Sequence[Trained]) -> tuple[str, ...]:
@@ -157,13 +165,16 @@ def _device(model: nn.Module) -> str:
     return "cpu" if first is None else str(first.device)
 
 
-def _own(crew: Crew, trained: Sequence[Trained]) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
+def _own(
+    crew: Crew, trained: Sequence[Trained], loading: Loading
+) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """What a script has set itself, what of it is kept, and why some knobs cannot be tuned."""
     script = Script(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=crew.autocast,
         compiled=any(crew.compiled(one) for one in trained),
         optimizers=crew.optimizers,
+        loading=loading,
     )
     found: dict[str, Value] = {}
     kept: list[str] = []
@@ -186,10 +197,11 @@ def _beyond(outer: nn.Module) -> str:
     """Why a model is left as it is: its weights are not where they are computed with."""
     if replicates(outer):
         return (
-            "nn.DataParallel copies the model at every step, so only flags are tuned; the same "
+            "nn.DataParallel copies the model at every step, so only flags and the loader are "
+            "tuned; the same "
             "job under torchrun and DistributedDataParallel is faster, and tuned whole"
         )
     kinds = {type(module).__name__ for module in outer.modules()}
     if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):
-        return "its weights are sharded: only flags are tuned"
+        return "its weights are sharded: only flags and the loader are tuned"
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class Switch:
 
     Args:
         own: the config that the script itself has: what it sets is set back to that.
+        feed: has its loaders work by these keyword arguments; by none as they are.
         failed: told of what a model's call raises under another config.
         spends: as `Crew.spends`: gradients of a step need not outlive it.
 
@@ -87,11 +88,13 @@ class Switch:
         optimizers: Sequence[torch.optim.Optimizer],
         own: Config,
         device: torch.device,
+        feed: Callable[[Mapping[str, Any]], None],
         failed: Callable[[BaseException], None],
         *,
         spends: bool = False,
     ) -> None:
         self.own = self.config = own
+        self._feed = feed
         self._spends = spends
         self._device = device
         self._optimizers = list(optimizers)
@@ -143,6 +146,7 @@ class Switch:
         IN_FORCE.release(self._flags)
         self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
         IN_FORCE.put(self._flags)
+        self._feed(acting.loader())
         with torch.no_grad():
             self._lay_out(acting)
             self._set_optimizers(acting.optimizer())

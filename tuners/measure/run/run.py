@@ -15,6 +15,7 @@ from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.knobs import loading
 from advisor.tuners.measure.run.command import Shown
 from advisor.tuners.measure.run.repeated import STEPS, comparison
 from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
@@ -125,6 +126,8 @@ class Run:
                 if time.monotonic() >= until or (exc.code and config != self.own):
                     break
                 continue  # it was through, was killed, or hung as it is: once more from the start
+            except Struck as exc:
+                return Measurement(outcome=exc.outcome, reason=str(exc))
             self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
             return measured
         assert last is not None
@@ -149,7 +152,7 @@ class Run:
                 session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
                 first = session.lap(config, self.own, 1, until)
                 return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
-            except Ended as exc:
+            except (Ended, Struck) as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             finally:
                 if session is not None:
@@ -230,7 +233,7 @@ class Run:
         session = self._ensured()
         first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
-        steps = max(1, round(BLOCK_S / max(warm.step_s, 1e-6)))
+        steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
@@ -266,7 +269,7 @@ class Run:
         apart = VARYING if session.seen.varies else STEADY
         known = before = self._settled.get(config, 0.0)
         for _ in range(MOST_WARM):
-            size = max(2, round(BLOCK_S / 2 / max(before, 1e-6))) if before else 2
+            size = _steps(max(2, BLOCK_S / 2 / max(before, 1e-6)) if before else 2, config)
             now = self._lap(session, config, size, until)
             steps += now.steps
             steady = before > 0 and abs(now.step_s / before - 1) < apart
@@ -291,6 +294,13 @@ def _rate(blocks: Sequence[Block], *, varies: bool) -> tuple[float, float, float
         return statistics.median(rates), low, high
     whole = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
     return whole, min(low, whole), max(high, whole)
+
+
+def _steps(about: float, config: Config) -> int:
+    """As many, in whole turns of the loader's workers, which give their batches one after another
+    and then may be waited for."""
+    workers = int(loading(config).get("num_workers") or 1)
+    return max(1, round(about / workers)) * workers
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:

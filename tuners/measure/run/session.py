@@ -131,7 +131,7 @@ class Flight:
             until: by time.monotonic(), when it is given up.
 
         Raises:
-            Ended: it is over. Struck: a careful config failed.
+            Ended: it is over. Struck: the config failed, and the command goes on.
         """
         order = Order(config=config, steps=steps, own=own, careful=self._careful)
         laps = self._laps(order, until)

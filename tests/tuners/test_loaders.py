@@ -1,0 +1,307 @@
+"""The loaders of a script: workers for what feeds its steps, in the middle of an epoch and back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from advisor.tuners.act.pilot import host, loaders
+from advisor.tuners.act.pilot.loaders import Loaders
+from advisor.tuners.knobs import Loading
+
+
+class Numbered(Dataset[tuple[Tensor, int]]):
+    """Samples that tell their own number, and whether a worker fetched them."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+        self.fetch: Callable[[int], None] = lambda _number: None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        if number >= self.length:
+            raise IndexError(number)
+        self.fetch(number)
+        return torch.tensor(float(number)), int(get_worker_info() is not None)
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+Given = dict[str, Any]
+WORKERS: Given = {"num_workers": 2}
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    monkeypatch.setattr(host, "cores", lambda: 3)
+    monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
+    monkeypatch.setattr(host, "files_read", list)  # pytest's own
+    return []
+
+
+@pytest.fixture
+def fed(failures: list[Exception]) -> Iterator[Loaders]:
+    found = Loaders(failures.append)
+    yield found
+    found.remove()
+    assert DataLoader.__iter__.__module__ == DataLoader.__module__
+
+
+def looked_at(fed: Loaders, loader: DataLoader[Any]) -> Loading:
+    """After two batches of an epoch that a step was made with."""
+    for number, _batch in enumerate(loader):
+        if number:
+            break
+    return fed.seen()
+
+
+def epoch(
+    loader: DataLoader[Any], at: Callable[[int], object] = lambda _number: None
+) -> tuple[list[list[int]], list[int]]:
+    """(The samples of every batch, for each how many of them a worker fetched); `at` is told of the
+    batches that have come so far."""
+    samples, workers = [], []
+    for number, (x, by_worker) in enumerate(loader):
+        samples.append([int(one) for one in x])
+        workers.append(int(by_worker.sum()))
+        at(number + 1)
+    return samples, workers
+
+
+HOW: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
+    "batches": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
+    "one by one": lambda data: DataLoader(
+        data, batch_size=None, collate_fn=lambda one: (one[0][None], torch.tensor([one[1]]))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_workers_come_and_go_within_an_epoch_and_no_sample_is_lost(
+    fed: Loaders, failures: list[Exception], how: str
+) -> None:
+    loader = HOW[how](Numbered())
+
+    def epochs(at: Callable[[int], object] = lambda _number: None) -> Any:
+        torch.manual_seed(3)
+        found = [epoch(loader, at), epoch(loader)]
+        return [samples for samples, _ in found], [workers for _, workers in found], torch.rand(1)
+
+    plain, nobody, drawn = epochs()
+    assert not any(map(any, nobody))
+    assert looked_at(fed, loader).most == 2
+
+    def at(number: int) -> None:
+        if number in (1, 3, 4):
+            fed.set({} if number == 3 else WORKERS)
+
+    samples, workers, after = epochs(at)
+    assert samples == plain
+    assert list(map(bool, workers[0])) == [False, True, True, False, *[True] * 20][: len(plain[0])]
+    assert all(workers[1])
+    assert torch.equal(after, drawn)  # the script's own random numbers are what they were
+    assert not failures
+
+
+def test_what_workers_raise_is_fetched_by_the_script(
+    fed: Loaders, failures: list[Exception]
+) -> None:
+    data = Numbered()
+
+    def fetch(number: int) -> None:
+        if get_worker_info() is not None and number == 10:
+            raise RuntimeError("not in a worker")
+
+    data.fetch = fetch
+    loader = DataLoader(data, batch_size=3)
+    looked_at(fed, loader)
+    fed.set(WORKERS)
+    samples, workers = epoch(loader)
+    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
+    assert workers[:3] == [3, 3, 3]
+    assert not any(workers[3:])
+    assert len(failures) == 1
+    assert "not in a worker" in str(failures[0])
+    assert not fed.at_work
+
+
+def test_a_worker_that_is_killed_is_missed_when_its_batch_is_due(
+    fed: Loaders, failures: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaders, "PATIENCE_S", 0.5)
+    data = Numbered()
+
+    def fetch(number: int) -> None:
+        if get_worker_info() is not None and number == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    data.fetch = fetch
+    loader = DataLoader(data, batch_size=3)
+    looked_at(fed, loader)
+    fed.set(WORKERS)
+    samples, _workers = epoch(loader)
+    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
+    assert len(failures) == 1
+
+
+def test_what_the_data_raises_is_the_scripts(fed: Loaders) -> None:
+    data = Numbered()
+
+    def fetch(number: int) -> None:
+        if number == 10:
+            raise LookupError("a bad sample")
+
+    data.fetch = fetch
+    loader = DataLoader(data, batch_size=3)
+    looked_at(fed, loader)
+    fed.set(WORKERS)
+    with pytest.raises(LookupError, match=r"^a bad sample$"):
+        epoch(loader)
+
+
+def test_what_a_sampler_raises_is_raised_at_its_turn(fed: Loaders) -> None:
+    def batches() -> Iterator[list[int]]:
+        yield from ([0], [1], [2], [3])
+        raise LookupError("no more")
+
+    class Failing:
+        def __iter__(self) -> Iterator[list[int]]:
+            return batches()
+
+    loader: DataLoader[Any] = DataLoader(Numbered(), batch_sampler=Failing())  # type: ignore[arg-type]
+    looked_at(fed, loader)
+    fed.set(WORKERS)
+    seen: list[int] = []
+    with pytest.raises(LookupError, match="no more"):
+        epoch(loader, seen.append)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: Loaders) -> None:
+    data = Numbered()
+
+    def training() -> tuple[list[list[int]], list[int]]:
+        return epoch(DataLoader(data, batch_size=3))
+
+    evaluation: DataLoader[Any] = DataLoader(data, batch_size=3)
+
+    def evaluated() -> list[int]:
+        with torch.no_grad():
+            return epoch(evaluation)[1]
+
+    def both() -> tuple[list[int], list[int]]:
+        return training()[1], evaluated()
+
+    for turn in range(2):
+        trained, held_out = both()
+        assert not any(held_out)
+        assert bool(any(trained)) == bool(turn)
+        if not turn:
+            fed.seen()
+            fed.set(WORKERS)
+
+
+def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None:
+    epoch(DataLoader(Numbered(), batch_size=3))
+    fed.look_anew()
+    assert fed.seen() == Loading()
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1)),
+        (
+            lambda: DataLoader(Streamed()),
+            Loading(why="the loader: of an IterableDataset every worker would read all"),
+        ),
+    ],
+)
+def test_what_is_left_alone(
+    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: Loading
+) -> None:
+    one = loader()
+    plain = [str(batch) for batch in one]
+    assert looked_at(fed, one) == expected
+    fed.set(WORKERS)
+    assert not fed.at_work
+    assert [str(batch) for batch in one] == plain
+
+
+def test_it_may_be_asked_to_leave_loaders_alone(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    why = "the loader: ADVISOR_KEEP_LOADER is set"
+    assert looked_at(fed, DataLoader(Numbered())) == Loading(why=why)
+
+
+def test_as_many_as_there_are_cores_for_and_as_memory_holds(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 9)
+    assert loaders._most(0) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert loaders._most(0) == 3
+    monkeypatch.setattr(host, "shared_bytes", lambda: 12 * 2**20)
+    assert [loaders._most(size) for size in (2**18, 2**19, 2**20, 2**24)] == [3, 2, 1, 0]
+    monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
+    for free, expected in ((2**40, 3), (15 * 2**30, 3), (11 * 2**30, 2), (2**30, 0)):
+        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
+        assert loaders._most(0) == expected
+
+
+def test_files_that_are_read_by_position(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"x" * 5000)
+    before = host.files_read()
+    assert str(file) not in before
+    with file.open("rb"):
+        assert host.files_read() == sorted([*before, str(file)])
+    with file.open("ab"):
+        assert host.files_read() == before
+
+
+def test_what_a_control_group_leaves(tmp_path: Path) -> None:
+    groups, process = tmp_path / "groups", tmp_path / "self"
+    (groups / "a" / "b").mkdir(parents=True)
+    process.mkdir()
+    (process / "cgroup").write_text("1:cpu:/c\n0::/a/b\n")
+    there = len(os.sched_getaffinity(0))
+    assert host.cores(groups, process) == there
+    (groups / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    assert host.cores(groups, process) == there
+    (groups / "a" / "cpu.max").write_text("150000 100000\n")
+    assert host.cores(groups, process) == 1
+    whole = host.free_bytes(groups, process)
+    assert whole > 2**20
+    (groups / "a" / "memory.max").write_text("max\n")
+    (groups / "a" / "memory.current").write_text("5000\n")
+    (groups / "a" / "b" / "memory.max").write_text("9000\n")
+    (groups / "a" / "b" / "memory.current").write_text("8000\n")
+    assert host.free_bytes(groups, process) == 1000
+    assert 2**20 < host.own_bytes() < 2**40
+
+
+def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:
+    loader: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
+    looked_at(fed, loader)
+    kept = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert kept() is None

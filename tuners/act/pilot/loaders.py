@@ -1,0 +1,310 @@
+"""What feeds a script's steps: its DataLoader, and workers that fetch ahead of it.
+
+A loader without workers gets some in the middle of an epoch, and loses them again: what its
+sampler has left to say goes to them in the script's own order, and what they have not delivered
+when they are sent away, or fail, is fetched by the loader itself. No sample is left out, none is
+seen twice.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+
+from advisor.cache import settings
+from advisor.tuners.act.pilot import hooks, host
+
+if TYPE_CHECKING:
+    from advisor.tuners.knobs import Loading
+
+MOST = 32
+"""Workers of one process: each is a copy of it."""
+PREFETCHED = 3
+"""Batches of each worker in shared memory: two that are ready, one on its way."""
+SHARE = 0.5
+"""Of the memory that is free, and of all that is shared, what they may take."""
+PATIENCE_S = 60.0
+"""For a batch: workers may hang in what a library of the script had locked when they were forked.
+"""
+
+Place = tuple[tuple[CodeType, int], ...]
+"""Lines of code, from the innermost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Where an iterator comes from. `loader`: None of one with workers, which may hold on to it."""
+
+    loader: DataLoader[Any] | None
+    place: Place
+    workers: int
+    pinned: bool
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> _Begun:
+        workers = loader.num_workers
+        return cls(None if workers else loader, _place(), workers, loader.pin_memory)
+
+
+class Loaders:
+    """The loaders of a script: which of them feed its steps, what these wait, and their workers.
+
+    Only what the main thread fetches is seen.
+
+    Args:
+        failed: told what workers raise; the script has gone on without them by then.
+
+    Attributes:
+        waited_s: that the script has waited for its batches.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.waited_s = 0.0
+        self._failed = failed
+        self._looking = True
+        self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        self._places: set[Place] = set()
+        self._ways: set[tuple[int, bool, str]] = set()
+        self._batch_bytes = 0
+        self._most = 0
+        self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
+        self._ahead: weakref.WeakKeyDictionary[Any, Ahead | None] = weakref.WeakKeyDictionary()
+        self._given: dict[str, Any] = {}
+        self._remove = hooks.on_batches(self._begin, self._timed)
+
+    def look_anew(self) -> None:
+        """What was fetched so far did not feed a step, as what a sanity check of evaluation did."""
+        self._feeding.clear()
+        self._places.clear()
+        self._ways.clear()
+
+    def seen(self) -> Loading:
+        """What has fed the steps; it is looked at no more."""
+        from advisor.tuners.knobs import Loading
+
+        self._looking = False
+        if not self._ways:
+            return Loading()
+        workers, pinned, why = max(self._ways)
+        self._most = 0 if workers or why else _most(self._batch_bytes)
+        return Loading(workers=workers, pinned=pinned, most=self._most, why=why)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether there are to be workers."""
+        return bool(self._given)
+
+    def set(self, given: Mapping[str, Any]) -> None:
+        """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
+        without workers among them as it does by itself.
+
+        Workers start anew: what they have fetched ahead under another config is not this one's.
+        """
+        self._given = {}
+        for ahead in filter(None, list(self._ahead.values())):
+            ahead.end()
+        self._ahead.clear()
+        if workers := min(given.get("num_workers", 0), self._most):
+            self._given = {**given, "num_workers": workers}
+
+    def remove(self) -> None:
+        """Leave the loaders as they were found."""
+        self.set({})
+        self._remove()
+
+    def _begin(self, loader: DataLoader[Any], iterator: Any) -> None:
+        self._begun[iterator] = _Begun.of(loader)
+
+    def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return plain(iterator)
+        began = time.perf_counter()
+        try:
+            return self._fetched(iterator, plain)
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def _fetched(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
+        begun = self._begun.get(iterator)
+        if begun is not None and self._given:
+            try:
+                if (ahead := self._of(iterator, begun)) is not None:
+                    return ahead.next(plain)
+            except StopIteration:
+                pass  # that its data is over, its own iterator says
+            except Exception as exc:  # whatever it is: the loader fetches by itself
+                self.set({})
+                self._failed(exc)
+        batch = plain(iterator)
+        if begun is not None and self._looking and torch.is_grad_enabled():
+            self._saw(begun, batch)
+        return batch
+
+    def _saw(self, begun: _Begun, batch: Any) -> None:
+        loader, why = begun.loader, ""
+        self._batch_bytes = max(self._batch_bytes, _bytes(batch))
+        if loader is not None:
+            if loader in self._feeding:
+                return
+            self._feeding.add(loader)
+            self._places.add(begun.place)
+            why = _why_alone(loader)
+        self._ways.add((begun.workers, begun.pinned, why))
+
+    def _of(self, iterator: Any, begun: _Begun) -> Ahead | None:
+        """The workers of an iterator; None where it feeds no steps, or stays as it is."""
+        if iterator not in self._ahead:
+            loader, found = begun.loader, None
+            feeds = loader in self._feeding or begun.place in self._places
+            if loader is not None and feeds and not _why_alone(loader):
+                found = Ahead(iterator, loader, self._given)
+            self._ahead[iterator] = found
+        return self._ahead[iterator]
+
+
+class Indices:
+    """What a sampler has left to say; what was handed ahead of its time can be taken back."""
+
+    def __init__(self, left: Iterator[Any]) -> None:
+        self._left = left
+        self._back: deque[Any] = deque()
+        self._out: deque[Any] = deque()
+        self._raised: Exception | None = None
+        self.times = 0
+
+    def __iter__(self) -> Indices:
+        return self
+
+    def __next__(self) -> Any:
+        if self._back:
+            return self._back.popleft()
+        if self._raised is not None:
+            raise self._raised
+        return next(self._left)
+
+    def ahead(self) -> Iterator[Any]:
+        """Handed out before they are asked for."""
+        self.times += 1
+        while True:
+            try:
+                index = next(self)
+            except StopIteration:
+                return
+            except Exception as exc:  # of the script's own sampler: raised when it is its turn
+                self._raised = exc
+                return
+            self._out.append(index)
+            yield index
+
+    def delivered(self) -> None:
+        """The batch of the first that was handed ahead."""
+        self._out.popleft()
+
+    def take_back(self) -> None:
+        """All that were not delivered."""
+        self._back.extendleft(reversed(self._out))
+        self._out.clear()
+
+
+class Ahead:
+    """Workers that fetch ahead of one iterator of the script's.
+
+    Args:
+        given: keyword arguments of a DataLoader.
+    """
+
+    def __init__(self, iterator: Any, loader: DataLoader[Any], given: Mapping[str, Any]) -> None:
+        left = hooks.indices_of(iterator)
+        self._indices = left if isinstance(left, Indices) else Indices(left)
+        hooks.fetch_by(iterator, self._indices)
+        try:
+            self._batches = self._begun(loader, hooks.seed_of(iterator), given)
+        except Exception:
+            self._indices.take_back()
+            raise
+
+    def _begun(self, loader: DataLoader[Any], seed: int, given: Mapping[str, Any]) -> Any:
+        handed: Any = self._indices.ahead()
+        batched = loader.batch_sampler is not None
+        how: dict[str, Any] = {"batch_sampler": handed} if batched else {"sampler": handed}
+        found = iter(
+            DataLoader(
+                loader.dataset,
+                **(how if batched else how | {"batch_size": None}),
+                **{**given, "pin_memory": loader.pin_memory or given.get("pin_memory", False)},
+                collate_fn=loader.collate_fn,
+                worker_init_fn=loader.worker_init_fn,
+                timeout=PATIENCE_S,
+                # Not the script's: what it draws itself stays what it is.
+                generator=torch.Generator().manual_seed((seed + self._indices.times) % 2**63),
+                multiprocessing_context="fork",
+            )
+        )
+        hooks.miss_quietly(found)
+        return found
+
+    def next(self, plain: Callable[[Any], Any]) -> Any:
+        """The next batch; `plain` gives that of an iterator."""
+        batch = plain(self._batches)
+        self._indices.delivered()
+        return batch
+
+    def end(self) -> None:
+        """Send the workers away; what they have not delivered is left to fetch."""
+        hooks.send_away(self._batches)
+        self._indices.take_back()
+
+
+def _place() -> Place:
+    """Where the script is: a loader that is made anew at each epoch is begun there too."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _why_alone(loader: DataLoader[Any]) -> str:
+    """Why a loader without workers stays as it is; '' where it may have some."""
+    if settings.keeps_loader():
+        return "the loader: ADVISOR_KEEP_LOADER is set"
+    if isinstance(loader.dataset, IterableDataset | MapDataPipe):
+        return "the loader: of an IterableDataset every worker would read all"
+    # None: the script has not chosen; asking for the default would choose it.
+    if (method := multiprocessing.get_start_method(allow_none=True)) not in (None, "fork"):
+        return f"the loader: processes are started by {method!r} here, not forked"
+    if multiprocessing.current_process().daemon:
+        return "the loader: this process may start no other"
+    if files := host.files_read():
+        return f"the loader: {files[0]} is open, and workers would share the place in it"
+    return ""
+
+
+def _most(batch_bytes: int) -> int:
+    """Workers that make sense in one process of a job here."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    most = min(max(1, host.cores() // ranks - 1), MOST)
+    fits = SHARE * host.free_bytes() / (ranks * max(1, host.own_bytes()))
+    if batch_bytes:
+        fits = min(fits, SHARE * host.shared_bytes() / (ranks * PREFETCHED * batch_bytes))
+    # What is free is never the same twice: a power of two is more often.
+    return most if fits >= most else 1 << int(fits).bit_length() >> 1
+
+
+def _bytes(batch: Any) -> int:
+    return sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, Tensor))
