@@ -184,12 +184,13 @@ class Pilot:
             self._device,
             self._loaders.set,
             self._guide.failed,
-            spends=self._crew.spends,
         )
         self._obey(self._switch, order)
 
     def _step(self, switch: Switch) -> None:
         switch.began()
+        if self._crew.spends:
+            switch.spent()
         self._done += 1
         if not self._order.steps:
             return

@@ -76,7 +76,6 @@ class Switch:
         own: the config that the script itself has: what it sets is set back to that.
         feed: has its loaders work by these keyword arguments; by none as they are.
         failed: told of what a model's call raises under another config.
-        spends: as `Crew.spends`: gradients of a step need not outlive it.
 
     Attributes:
         counts_steps: whether what is set must be told where a step begins.
@@ -90,12 +89,9 @@ class Switch:
         device: torch.device,
         feed: Callable[[Mapping[str, Any]], None],
         failed: Callable[[BaseException], None],
-        *,
-        spends: bool = False,
     ) -> None:
         self.own = self.config = own
         self._feed = feed
-        self._spends = spends
         self._device = device
         self._optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
@@ -182,8 +178,11 @@ class Switch:
         """A step begins."""
         if self.counts_steps:
             self._replays.begin()
-            if self._spends:
-                self._replays.left_over(self._optimizers)
+
+    def spent(self) -> None:
+        """What gradients there are is of a step that is over, and need not outlive it."""
+        if self.counts_steps:
+            self._replays.left_over(self._optimizers)
 
     def stay(self) -> None:
         """No other config will be set: what acts on no call is out of its way."""
