@@ -21,7 +21,7 @@ def make_table(path: Path, seed: int) -> None:
         "channels_last": [False, True],
         "cudnn_benchmark": [False, True],
         "compile": ["none", "cudagraphs", "default", "reduce-overhead"],
-        "num_workers": [0, 2, 4],
+        "prefetch": [0, 2, 4],
         "batch_size": [64, 128, 256, 512],
     }
     single = {(n, str(v)): draw.gauss(0, 0.12) for n, vs in choices.items() for v in vs}

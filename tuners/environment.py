@@ -237,7 +237,10 @@ def _count(_asked: str | None) -> int:
         except nvml.NVMLError:
             pass
     # ROCm, or a container without the library: torch may know better.
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except ValueError:  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
+        return 0
 
 
 def _visible(nvml: Any) -> list[_Gpu]:

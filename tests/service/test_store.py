@@ -245,7 +245,8 @@ def test_a_server_that_is_down_is_a_miss_soon(tmp_path: Path) -> None:
     began = time.monotonic()
     said = ask_all(Records([down, local]))
     assert time.monotonic() - began < 20
-    assert said.chosen is not None and said.chosen.store is local
+    assert said.chosen is not None and said.chosen.held is not None
+    assert said.chosen.held.store is local
     assert "refused" in str(said.failed[0])
     assert ask_all(Records([local, down])).failed == []
 
