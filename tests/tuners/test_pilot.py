@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,33 @@ def test_the_loss_that_autocast_forbids_is_outside() -> None:
     loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
     loss.backward()
     assert loss.isfinite()
+    switch.release()
+
+
+@dataclass(frozen=True)
+class Output:
+    features: Tensor
+    more: dict[str, Tensor]
+
+
+def test_what_a_model_returns_is_as_it_always_was() -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Output:
+            features = self.conv(x)
+            return Output(features, {"mean": features.mean((2, 3))})
+
+    net = Returning()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch.set(OWN.replace(precision="bf16", channels_last=True))
+    found = net(torch.randn(4, 3, 8, 8))
+    assert isinstance(found, Output)
+    assert (found.features.dtype, found.more["mean"].dtype) == (torch.float32, torch.float32)
+    found.features.view(4, -1).sum().backward()
     switch.release()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from advisor.cache.config import Config
 from advisor.tuners.act import buckets
@@ -15,6 +14,7 @@ from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
+from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 
 RECOMPILATIONS = 64
@@ -294,29 +294,29 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
     """
     dtype, layouts = acting.autocast, acting.layouts
 
-    def placed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            for layout, wanted in layouts:
-                if (found := layout(value, wanted)) is not None:
-                    value = value.to(memory_format=found)
-        return value
+    def placed(tensor: Tensor) -> Tensor:
+        for layout, wanted in layouts:
+            if (found := layout(tensor, wanted)) is not None:
+                tensor = tensor.to(memory_format=found)
+        return tensor
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if layouts:
-            args, kwargs = tree_map(placed, (args, kwargs))
+            args, kwargs = mapped(placed, (args, kwargs))
         if dtype is None:
-            return inner(*args, **kwargs)
-        with torch.autocast(device.type, dtype=dtype):
             found = inner(*args, **kwargs)
-        return tree_map(_in_float32, found)
+        else:
+            with torch.autocast(device.type, dtype=dtype):
+                found = inner(*args, **kwargs)
+        return mapped(handed_back, found)
+
+    def handed_back(tensor: Tensor) -> Tensor:
+        if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor = tensor.float()
+        # A script may call `view` on what its model has always returned.
+        return tensor.contiguous() if layouts and tensor.dim() > 3 else tensor
 
     return call
-
-
-def _in_float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-        return value.float()
-    return value
 
 
 def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot import hooks
@@ -33,6 +32,7 @@ from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
+from advisor.tuners.act.pilot.trees import mapped, tensors
 from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import Distances
@@ -160,7 +160,7 @@ class Repeats:
         if len(self._made) >= CALLS:
             self._unhook()  # the losses of what is not made again are none of it
             return call.plain(*args, **kwargs)
-        given = tree_map_only(Tensor, _fresh, (args, kwargs))
+        given = mapped(_fresh, (args, kwargs))
         made = _Made(call, given, Drawn(), _autocast(self._device))
         result = call.plain(*args, **kwargs)
         self._draws |= made.drawn.passed()
@@ -227,7 +227,7 @@ class Repeats:
 
     def _call(self, made: _Made, seen: Point, of: str) -> Tensor:
         """Make one call again; what it holds for its backward pass is gone afterwards."""
-        args, kwargs = tree_map_only(Tensor, _fresh, made.given)
+        args, kwargs = mapped(_fresh, made.given)
         with made.autocast:
             found = _tensors(made.call.act(*args, **kwargs))
         seen.outputs.update({f"output {n} {of}": _taken(o) for n, o in enumerate(found)})
@@ -278,8 +278,7 @@ def _weights(trained: Sequence[Trained]) -> Named:
 
 def _tensors(value: Any) -> list[Tensor]:
     """The tensors in it that may have a gradient."""
-    leaves = tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
 
 
 def _fresh(tensor: Tensor) -> Tensor:
