@@ -9,12 +9,22 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
 from advisor.cache.kinds import Seconds
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import FLAGS, PILOT, RACED, Choice, Part, Record, Trial, Winner
+from advisor.cache.record import (
+    FLAGS,
+    PILOT,
+    RACED,
+    Choice,
+    Measurement,
+    Part,
+    Record,
+    Trial,
+    Winner,
+)
 from advisor.cache.records import Records
 from advisor.cache.shown import speedup, tells
 from advisor.cache.task import permitted
@@ -276,6 +286,25 @@ def _idle(part: Part) -> bool:
     return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
 
 
+class _Noting:
+    """A Runner that notes why a config could not be measured."""
+
+    def __init__(self, runner: Tester) -> None:
+        self._runner = runner
+        self.reasons: dict[Config, str] = {}
+
+    def measure(self, config: Config, **how: Any) -> Measurement:
+        """As `Runner.measure`."""
+        measured = self._runner.measure(config, **how)
+        if not measured.ok:
+            self.reasons[config] = measured.reason
+        return measured
+
+    def release(self) -> None:
+        """As `Runner.release`."""
+        self._runner.release()
+
+
 class _Again:
     """A record measured again, within a budget. `comparison_s`: as `Terms.compare_s`."""
 
@@ -299,13 +328,17 @@ class _Again:
             WorkerError: one of them does not run any more.
         """
         from advisor.tuners.knobs import described
+        from advisor.tuners.measure.runner import TOO_SOON
         from advisor.tuners.search.race import race
 
         configs = list(dict.fromkeys(configs))
         part = self._clock.part(share)
-        rates = race(self._worker, configs, part, stage=stage, drop=False)
+        runner = _Noting(self._worker)
+        rates = race(runner, configs, part, stage=stage, drop=False)
         for config in configs:
             if not rates.get(config):
+                if runner.reasons.get(config) == TOO_SOON:
+                    raise WorkerError(f"{TOO_SOON}; give it more to train on, as more epochs")
                 raise WorkerError(
                     f"{described(config)} does not run here any more, or not within the budget; "
                     "give --budget more, or tune again with --force"

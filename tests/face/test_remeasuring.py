@@ -19,10 +19,12 @@ from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, Choice, Measurement, Part, Record
 from advisor.cache.records import Records
+from advisor.errors import WorkerError
 from advisor.opening import open_records
 from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
+from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import Ratio
 from tests.cache import examples
@@ -228,6 +230,22 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
     assert loop.speedup == pytest.approx(2.0 if dropped else 1.5)
     revised = replace(simpler, revised=time.time())
     assert decode(encode(revised)) == revised
+
+
+class TooShort(OneSecondEach):
+    """A command that is through before bf16 is measured."""
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        if config["precision"] == "bf16":
+            return Measurement(outcome="failed", reason=TOO_SOON)
+        return super().measure(config, **how)
+
+
+def test_a_command_that_ends_too_soon_is_told_so() -> None:
+    record = replace(examples.record(), input=Config())
+    again = _Again(record, TooShort(), 40.0)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="ends before it is measured; give it more to train on"):
+        again.parts()
 
 
 @pytest.mark.parametrize(("budget_s", "parts"), [(4.0, 0), (40.0, 1)])
