@@ -9,12 +9,22 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
 from advisor.cache.kinds import Seconds
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import FLAGS, PILOT, RACED, Choice, Part, Record, Trial, Winner
+from advisor.cache.record import (
+    FLAGS,
+    PILOT,
+    RACED,
+    Choice,
+    Measurement,
+    Part,
+    Record,
+    Trial,
+    Winner,
+)
 from advisor.cache.records import Records
 from advisor.cache.shown import speedup, tells
 from advisor.cache.task import permitted
@@ -146,7 +156,8 @@ def verify(
 
     It holds where each use's winner is still surely faster than the baseline, its speed-up and its
     samples/s are about what the record says, and it still trains like strict fp32. A mark that is
-    there is taken away then. Where the intervals are too wide to say, nothing is changed.
+    there is taken away then. Where the intervals are too wide to say, or the baseline has become
+    slower by the same factor, as on a busy host, nothing is changed.
 
     Args and errors as `explain`.
     """
@@ -167,7 +178,7 @@ def verify(
             if config != base
         }
         numerics, wrong = again.compared(advised)
-        verdict, reason = judged(record, now, rates[advised], wrong)
+        verdict, reason = judged(record, now, rates[advised], rates[base], wrong)
         if verdict == UNTOLD:
             reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
         if verdict != UNTOLD and reason != record.stale:
@@ -194,17 +205,22 @@ def _uses(record: Record) -> Sequence[str]:
 
 
 def judged(
-    record: Record, now: Mapping[str, Ratio], rates: Sequence[float], wrong: str = ""
+    record: Record,
+    now: Mapping[str, Ratio],
+    rates: Sequence[float],
+    base: Sequence[float],
+    wrong: str = "",
 ) -> tuple[str, str]:
     """(Verdict, reason) of a record's winners, by the speed-ups that they have now.
 
-    `rates`: samples/s of each turn of the winner for `Record.use`; `wrong`: what the comparison
-    with strict fp32 found.
+    `rates`, `base`: samples/s of each turn of the winner for `Record.use`, of the baseline;
+    `wrong`: what the comparison with strict fp32 found.
     """
     then, middle = record.winner(record.use), statistics.median_high(rates)
     faults = [_fault(record, use, ratio) for use, ratio in now.items()]
-    faults += [_slower(then, max(rates), middle), wrong]
-    doubts = [_doubt(record, use, ratio) for use, ratio in now.items()]
+    busy = _busy(record, rates, base) if record.use in now else ""
+    faults += [wrong] if busy else [_slower(then, max(rates), middle), wrong]
+    doubts = [busy, *(_doubt(record, use, ratio) for use, ratio in now.items())]
     doubts += [_slower(then, middle, middle)]
     if fault := next(filter(None, faults), ""):
         return FAILS, fault
@@ -251,9 +267,42 @@ def _slower(then: Choice, rate: float, middle: float) -> str:
     return f"{middle:,.0f} samples/s now, {then.samples_per_s:,.0f} when it was tuned"
 
 
+def _busy(record: Record, rates: Sequence[float], base: Sequence[float]) -> str:
+    """What is to be said where the winner is much slower than its record, and the baseline by
+    about the same factor: it is the host that is slower; else ''."""
+    then, default = record.winner(record.use), record.baseline
+    middle, beside = statistics.median_high(rates), statistics.median_high(base)
+    ours, theirs = then.samples_per_s / middle, default.samples_per_s / beside
+    if ours * KEPT_ABSOLUTE < 1 or theirs < KEPT_ABSOLUTE * ours:
+        return ""
+    return (
+        f"{_slower(then, middle, middle)}: the host is {theirs:.2g}x slower than then, with "
+        f"{record.key.task.baseline} too"
+    )
+
+
 def _idle(part: Part) -> bool:
     """Whether a knob contributes nothing, as far as that could be told."""
     return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
+
+
+class _Noting:
+    """A Runner that notes why a config could not be measured."""
+
+    def __init__(self, runner: Tester) -> None:
+        self._runner = runner
+        self.reasons: dict[Config, str] = {}
+
+    def measure(self, config: Config, **how: Any) -> Measurement:
+        """As `Runner.measure`."""
+        measured = self._runner.measure(config, **how)
+        if not measured.ok:
+            self.reasons[config] = measured.reason
+        return measured
+
+    def release(self) -> None:
+        """As `Runner.release`."""
+        self._runner.release()
 
 
 class _Again:
@@ -279,13 +328,17 @@ class _Again:
             WorkerError: one of them does not run any more.
         """
         from advisor.tuners.knobs import described
+        from advisor.tuners.measure.runner import TOO_SOON
         from advisor.tuners.search.race import race
 
         configs = list(dict.fromkeys(configs))
         part = self._clock.part(share)
-        rates = race(self._worker, configs, part, stage=stage, drop=False)
+        runner = _Noting(self._worker)
+        rates = race(runner, configs, part, stage=stage, drop=False)
         for config in configs:
             if not rates.get(config):
+                if runner.reasons.get(config) == TOO_SOON:
+                    raise WorkerError(f"{TOO_SOON}; give it more to train on, as more epochs")
                 raise WorkerError(
                     f"{described(config)} does not run here any more, or not within the budget; "
                     "give --budget more, or tune again with --force"

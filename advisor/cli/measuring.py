@@ -93,11 +93,14 @@ def tune(
     out.print()
     for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not found.finished:
+    if found.finished:
+        for line in tables.start(found.record, cache):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+    else:
         out.print(
             f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
-            f"{found.record.key.task.baseline}. The same command goes on; a larger --budget gets "
-            "further.",
+            f"{found.record.key.task.baseline}. The same command goes on with what it has; a "
+            "larger --budget gets further.",
             highlight=False,
             soft_wrap=True,
         )

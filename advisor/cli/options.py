@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -83,7 +85,34 @@ class OrCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[COMMAND] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
+        python = any(Path(word).name.startswith("python") for word in args[:at])
+        with _dashes_named(ctx, args, options=python):
+            return super().parse_args(ctx, args[:at])
+
+
+class OfCommand(click.Command):
+    """A command of advisor's that is of another one alone, written after '--'."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _dashes_named(ctx, args, options=True):
+            return super().parse_args(ctx, list(args))
+
+
+@contextlib.contextmanager
+def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iterator[None]:
+    """Say of words too many, and with `options` of an unknown option, that '--' is missing."""
+    try:
+        yield
+    except click.UsageError as exc:
+        # click has no class of its own for words too many.
+        meant = type(exc) is click.UsageError or (options and type(exc) is click.NoSuchOption)
+        if not meant or "--" in args:
+            raise
+        named = (p for p in ctx.command.params if isinstance(p, click.Argument) and p.required)
+        keys = (p.human_readable_name for p in named if p.nargs == 1)
+        line = " ".join([ctx.command_path, *keys, "-- python train.py"])
+        said = exc.format_message().rstrip(".")
+        raise click.UsageError(f"{said}; put -- before your command, as in: {line}", ctx) from exc
 
 
 class Time(click.ParamType):  # type: ignore[type-arg] # generic in newer click only

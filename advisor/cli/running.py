@@ -7,12 +7,12 @@ import sys
 
 import click
 
-from advisor.cli.options import Time, cache_option
+from advisor.cli.options import OfCommand, Time, cache_option
 from advisor.tuners.measure.run.words import isolated, program
 from advisor.tuners.search.plan import Plan
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(cls=OfCommand)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @cache_option
 @click.option(

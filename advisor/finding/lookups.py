@@ -227,6 +227,8 @@ class Lookup:
 
     leaves: tuple[type[AdvisorError], ...] = ()
     """Misses that are not its to speak of."""
+    goes_on = "with torch's defaults"
+    """How training does where there is no advice."""
 
     def __init__(self, target: object, asked: Mapping[str, object]) -> None:
         self._target = target
@@ -345,7 +347,7 @@ class Lookup:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
         if not silent:
-            warn(f"{why}. Training goes on with torch's defaults")
+            warn(f"{why}. Training goes on {self.goes_on}")
         return Advice(
             Advised(TORCH),
             device=device,

@@ -154,6 +154,8 @@ def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Conf
 class _OfRun(Lookup):
     """A lookup with the model in hand, of which a running script shows what makes its key."""
 
+    goes_on = "as the script is"
+
     def __init__(
         self,
         seen: Seen,

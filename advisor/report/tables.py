@@ -49,7 +49,7 @@ def verdict(record: Record) -> Table:
 
 
 def summary(record: Record, cache: str | None) -> Iterator[str]:
-    """The lines below the verdict: the input pipeline, what it cost, and what to write."""
+    """The lines below the verdict: the input pipeline, and what it cost."""
     if record.stale:
         yield stale(record)
     yield from said(record)
@@ -57,6 +57,10 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
     if record.input:
         yield f"input pipeline: {_pipeline(record.input)}"
     yield f"record {record.id}: {cost(record)}"
+
+
+def start(record: Record, cache: str | None) -> Iterator[str]:
+    """What to write for a record to be followed, and where."""
     yield from ("", f"{where(record)}:", f"    {script_line(record, cache)}")
     for other in other_uses(record):
         yield f"    {other}"

@@ -123,6 +123,13 @@ def test_options(folder: Path, own_surroundings: Path, options: str, code: int, 
     assert found == code
 
 
+def test_an_option_that_is_wrong_of_a_target_is_no_commands(
+    folder: Path, own_surroundings: Path
+) -> None:
+    _, line = refused_early(folder, own_surroundings, "tune", "model.py", "--frobnicate")
+    assert "before your command" not in line
+
+
 def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> None:
     arguments = ("tune", "model.py", "--shape", SHAPE, "--device", "cuda:0")
     # A process, because what the driver shows is asked once.
@@ -147,6 +154,16 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
         (["forget", "key", "--all"], "name one KEY, or --all"),
         (["tune"], "give a TARGET and --shape, or your command after --, one of them"),
         (["tune", "model.py"], "shape: give your batch and the sample, e.g. 64x3x256x256"),
+        (
+            ["tune", "--budget", "10s", "python", "train.py"],
+            "before your command, as in: advisor tune -- python train.py",
+        ),
+        (["tune", "python", "train.py", "--epochs", "1"], "as in: advisor tune -- python train.py"),
+        (["verify", "key", "train.py"], "as in: advisor verify KEY -- python train.py"),
+        (
+            ["run", "python", "-c", "pass"],
+            "'-c'; put -- before your command, as in: advisor run -- python train.py",
+        ),
         (["completion", "csh"], "'csh' is not one of"),
         (["show", "--cache", "redis:localhost:1"], "'redis:localhost:1': expected redis://"),
     ],

@@ -19,10 +19,12 @@ from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, Choice, Measurement, Part, Record
 from advisor.cache.records import Records
+from advisor.errors import WorkerError
 from advisor.opening import open_records
 from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
+from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import Ratio
 from tests.cache import examples
@@ -155,13 +157,14 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
     assert held()[1].stale == ""
 
 
-def test_one_that_is_much_slower_than_it_was_does_not_hold(tuned: Path) -> None:
+def test_one_that_is_slower_as_its_default_is_cannot_be_told(tuned: Path) -> None:
     """Its speed-up is what it was: the samples a second are compared too."""
     records, record = held()
     fast = slower_host(record, record.winner(LOOP).samples_per_s / 1e7)
     records.put(replace(fast, revised=time.time()), revises=record)
     done = advisor(tuned, "verify", record.id, "--budget", "3s")
     assert done.returncode == 1 and "samples/s now, 10,000,000 when" in done.stdout, done.stderr
+    assert "could not tell" in done.stdout and held()[1].stale == ""
 
 
 def test_a_record_that_holds_says_so(tuned: Path) -> None:
@@ -227,6 +230,22 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
     assert loop.speedup == pytest.approx(2.0 if dropped else 1.5)
     revised = replace(simpler, revised=time.time())
     assert decode(encode(revised)) == revised
+
+
+class TooShort(OneSecondEach):
+    """A command that is through before bf16 is measured."""
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        if config["precision"] == "bf16":
+            return Measurement(outcome="failed", reason=TOO_SOON)
+        return super().measure(config, **how)
+
+
+def test_a_command_that_ends_too_soon_is_told_so() -> None:
+    record = replace(examples.record(), input=Config())
+    again = _Again(record, TooShort(), 40.0)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="ends before it is measured; give it more to train on"):
+        again.parts()
 
 
 @pytest.mark.parametrize(("budget_s", "parts"), [(4.0, 0), (40.0, 1)])
@@ -301,9 +320,10 @@ def won(speedup: float) -> Record:
 def test_a_fault_counts_before_a_doubt() -> None:
     then = won(2.0)
     now = {"flags": ratio(2.0, 0.5, 8.0), LOOP: ratio(1.2, 1.1, 1.3)}
-    assert judged(then, now, [2000.0])[0] == FAILS
+    base = then.baseline.rounds
+    assert judged(then, now, [2000.0], base)[0] == FAILS
     good = {LOOP: ratio(2.0, 1.9, 2.1)}
-    assert judged(then, good, [2000.0], "it no longer trains like fp32") == (
+    assert judged(then, good, [2000.0], base, "it no longer trains like fp32") == (
         FAILS,
         "it no longer trains like fp32",
     )
@@ -328,7 +348,8 @@ def test_a_fault_counts_before_a_doubt() -> None:
 def test_what_is_said_of_a_speed_up(
     then: float, now: tuple[float, float, float], verdict: str, said: str
 ) -> None:
-    found, reason = judged(won(then), {LOOP: ratio(*now)}, [2000.0])
+    record = won(then)
+    found, reason = judged(record, {LOOP: ratio(*now)}, [2000.0], record.baseline.rounds)
     assert found == verdict and said in reason
 
 
@@ -341,9 +362,26 @@ def test_what_is_said_of_a_speed_up(
     ],
 )
 def test_the_samples_a_second_count_too(rates: list[float], verdict: str) -> None:
-    found, reason = judged(won(1.5), {LOOP: ratio(1.5, 1.48, 1.52)}, rates)
+    record = won(1.5)
+    base = record.baseline.rounds
+    found, reason = judged(record, {LOOP: ratio(1.5, 1.48, 1.52)}, rates, base)
     assert found == verdict
     assert ("700 samples/s now, 2,000 when it was tuned" in reason) == (verdict != HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("now", "verdict"),
+    [((1.5, 1.48, 1.52), UNTOLD), ((1.5, 0.1, 9.0), UNTOLD), ((1.2, 1.1, 1.3), FAILS)],
+)
+def test_a_host_that_is_slower_as_a_whole_tells_nothing(
+    now: tuple[float, float, float], verdict: str
+) -> None:
+    """But a speed-up that fell is no host's."""
+    record = won(1.5)
+    base = [record.baseline.samples_per_s / 10]
+    found, reason = judged(record, {LOOP: ratio(*now)}, [200.0], base)
+    assert found == verdict
+    assert ("the host is 10x slower than then" in reason) == (verdict == UNTOLD)
 
 
 def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:

@@ -483,6 +483,7 @@ def test_a_run_of_which_nothing_is_known(folder: Path) -> None:
     assert (ran.returncode, ran.stdout) == (0, "through\n")
     assert ran.stderr.count("advisor: ") == 1
     assert "this run was not tuned" in ran.stderr
+    assert "Training goes on as the script is" in ran.stderr
 
 
 def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:

@@ -48,6 +48,13 @@ class Net(nn.Module):
         return out.mean((2, 3))
 
 
+class OnDevice(Tensor):
+    """Of the CPU, and moved there as another device's tensor is: into a new one."""
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor).clone()
+
+
 def unexpected(exc: BaseException) -> None:
     raise AssertionError("a config failed") from exc
 
@@ -125,6 +132,47 @@ def test_a_config_acts_and_leaves_nothing(
     switch.release()
     assert "_compiled_call_impl" not in vars(net)
     assert not IN_FORCE.config
+
+
+@pytest.mark.parametrize("own", [{}, {"fused": True}, {"foreach": True}])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_a_checkpoint_is_as_the_scripts_own(
+    kind: type[torch.optim.Adam | torch.optim.SGD], own: dict[str, bool]
+) -> None:
+    net = Net()
+    optimizer = kind(net.parameters(), lr=0.1, **own)
+    stepped(net, optimizer)
+    plain = optimizer.state_dict()
+    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch.set(OWN.replace(fused_optimizer=True))
+    stepped(net, optimizer)
+    saved = optimizer.state_dict()
+    assert optimizer.param_groups[0]["fused"] is True
+    assert saved["param_groups"] == plain["param_groups"]
+    assert {i: set(kept) for i, kept in saved["state"].items()} == {
+        i: set(kept) for i, kept in plain["state"].items()
+    }
+    other = Net()
+    later = kind(other.parameters(), lr=0.1, **own)
+    later.load_state_dict(copy.deepcopy(saved))
+    stepped(other, later)
+    assert later.param_groups[0]["fused"] == plain["param_groups"][0]["fused"]
+    switch.release()
+    assert not optimizer._optimizer_state_dict_post_hooks
+
+
+def test_a_step_on_the_device_is_saved_on_the_host() -> None:
+    """What is saved is a copy: the optimizer goes on with what it has."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    stepped(net, optimizer)
+    switch = switch_of(Trained(net, net, ()), optimizer)
+    for kept in optimizer.state.values():
+        kept["step"] = OnDevice(kept["step"])
+    saved = optimizer.state_dict()["state"]
+    assert all(type(kept["step"]) is Tensor for kept in saved.values())
+    assert all(isinstance(kept["step"], OnDevice) for kept in optimizer.state.values())
+    switch.release()
 
 
 def test_a_compilation_that_is_given_up_is_noticed(

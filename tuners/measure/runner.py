@@ -13,6 +13,9 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import UsageError
 
+TOO_SOON = "the command ends before it is measured"
+"""The reason of a config that a command leaves no steps for."""
+
 
 class Runner(Protocol):
     """Measures configs, one at a time. A failing config is a Measurement too, never an error."""

@@ -109,6 +109,7 @@ class Switch:
             for groups in self._groups
             for group in groups
         )
+        self._unsave = [one.register_state_dict_post_hook(self._saved) for one in optimizers]
         self._replays = Replays()
         self.counts_steps = False
         self._fallbacks: int | None = None
@@ -195,6 +196,8 @@ class Switch:
         self.set(self.own)
         for seat, call in self._calls.items():
             self._leave(seat, call)
+        for handle in self._unsave:
+            handle.remove()
         self._calls.clear()
         self._kept.clear()
 
@@ -235,6 +238,20 @@ class Switch:
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if found else "cpu")
 
+    def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint has of an optimizer: as the script's own, whatever is set in it now.
+
+        What `saved` shares with the optimizer is copied before it is changed.
+        """
+        groups = [dict(group) for group in saved["param_groups"]]
+        own_groups = self._groups[self._optimizers.index(optimizer)]
+        for group, own in zip(groups, own_groups, strict=False):
+            group |= {n: own[n] for n in ("fused", "foreach") if n in own}
+        state = saved["state"]
+        if self._steps_on_host:
+            state = {index: _step_on_host(kept) for index, kept in state.items()}
+        return saved | {"param_groups": groups, "state": state}
+
     def _act(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
         """What a model's training calls go through under a config."""
         called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
@@ -261,6 +278,12 @@ class Switch:
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         return found
+
+
+def _step_on_host(kept: Any) -> Any:
+    """One parameter's state, its step on the CPU."""
+    step = kept.get("step") if isinstance(kept, dict) else None
+    return kept | {"step": step.cpu()} if isinstance(step, Tensor) else kept
 
 
 def _nothing() -> None:

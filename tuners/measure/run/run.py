@@ -19,6 +19,7 @@ from advisor.tuners.knobs import loading
 from advisor.tuners.measure.run.command import Shown
 from advisor.tuners.measure.run.repeated import STEPS, comparison
 from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
+from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
@@ -134,7 +135,7 @@ class Run:
         if last.code:
             return Measurement(outcome=last.outcome, reason=str(last))
         if config != self.own:
-            return Measurement(outcome="failed", reason="the command ends before it is measured")
+            return Measurement(outcome="failed", reason=TOO_SOON)
         raise WorkerError(
             f"the command ends before a config is measured, {RESTARTS} times in a row; give it "
             "more to train on, as more epochs"
