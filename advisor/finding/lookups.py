@@ -227,6 +227,8 @@ class Lookup:
 
     leaves: tuple[type[AdvisorError], ...] = ()
     """Misses that are not its to speak of."""
+    left_out = False
+    """Whether a record's config is left out, of which all is said."""
 
     def __init__(self, target: object, asked: Mapping[str, object]) -> None:
         self._target = target
@@ -285,6 +287,8 @@ class Lookup:
                 f"same. To measure again: {tune_again(record, request.cache)}"
             )
         answered = dataclasses.replace(answered, reason=reason)
+        if self.left_out:
+            said.clear()
         status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 

@@ -149,6 +149,27 @@ def test_a_compilation_that_is_given_up_is_noticed(
     switch.release()
 
 
+def test_what_the_script_raises_is_its_own_and_the_advice_stays(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    net, _optimizer, switch = flown
+    struck: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), struck.append)
+
+    def refuses(*_: object) -> None:
+        raise ValueError("bad batch")
+
+    batch = torch.randn(4, 3, 8, 8)
+    hook = net.conv.register_forward_pre_hook(refuses)
+    with pytest.raises(ValueError, match="bad batch"):
+        net(batch)
+    hook.remove()
+    net(batch)
+    assert net.dtypes[-1] == torch.bfloat16
+    assert not struck
+    switch.release()
+
+
 def test_evaluation_is_left_to_the_script(
     flown: tuple[Net, torch.optim.Optimizer, Switch],
 ) -> None:
