@@ -430,14 +430,14 @@ def _device(asked: object) -> str:
 
 
 def warn(message: str) -> None:
-    """One warning for a whole job: rank 0 speaks for all. It names the user's own line."""
+    """One warning for a whole job: rank 0 speaks for all. It names the user's own line, if any."""
     group = Group.current()
     if (str(group.rank) if group else os.environ.get("RANK", "0")) != "0":
         _log.debug(message)
         return
     message = printable(message)  # a setting or a store may have said it
-    level, frame = 1, sys._getframe()
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
+    level, frame = 2, sys._getframe().f_back
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
         level, frame = level + 1, frame.f_back
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 

@@ -21,7 +21,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
@@ -168,6 +168,21 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(
     assert net.dtypes[-1] == torch.bfloat16
     assert not struck
     switch.release()
+
+
+def test_what_a_config_may_be_why_of() -> None:
+    class Own(RuntimeError):
+        pass
+
+    compiling = torch._dynamo.exc.InternalTorchDynamoError("in the compiler")
+    for exc in (compiling, torch.OutOfMemoryError("no memory left")):
+        assert of_config(exc)
+        assert plausible(exc)
+    for exc in (RuntimeError("view size"), NotImplementedError("on this device")):
+        assert not of_config(exc)
+        assert plausible(exc)
+    for exc in (ValueError("bad batch"), Own("the same")):
+        assert not plausible(exc)
 
 
 def test_evaluation_is_left_to_the_script(
