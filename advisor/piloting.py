@@ -68,6 +68,10 @@ class _Later:
         if self._made is not None or isinstance(exc, Unclear):
             self._guide.failed(exc)
 
+    def ended(self, exc: BaseException, order: Order) -> None:
+        """As `Guide.ended`."""
+        self._guide.ended(exc, order)
+
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
         self._guide.gave_up(exc)

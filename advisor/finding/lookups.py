@@ -229,6 +229,8 @@ class Lookup:
     """Misses that are not its to speak of."""
     goes_on = "with torch's defaults"
     """How training does where there is no advice."""
+    left_out = False
+    """Whether a record's config is left out, of which all is said."""
 
     def __init__(self, target: object, asked: Mapping[str, object]) -> None:
         self._target = target
@@ -287,6 +289,8 @@ class Lookup:
                 f"same. To measure again: {tune_again(record, request.cache)}"
             )
         answered = dataclasses.replace(answered, reason=reason)
+        if self.left_out:
+            said.clear()
         status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 
@@ -428,14 +432,14 @@ def _device(asked: object) -> str:
 
 
 def warn(message: str) -> None:
-    """One warning for a whole job: rank 0 speaks for all. It names the user's own line."""
+    """One warning for a whole job: rank 0 speaks for all. It names the user's own line, if any."""
     group = Group.current()
     if (str(group.rank) if group else os.environ.get("RANK", "0")) != "0":
         _log.debug(message)
         return
     message = printable(message)  # a setting or a store may have said it
-    level, frame = 1, sys._getframe()
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
+    level, frame = 2, sys._getframe().f_back
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
         level, frame = level + 1, frame.f_back
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 

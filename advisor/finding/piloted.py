@@ -21,13 +21,16 @@ from advisor.tuners import knobs
 from advisor.tuners.act.following import followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.crew import Unclear
-from advisor.tuners.act.pilot.orders import Lap, Order, told
+from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
 from advisor.tuners.act.pilot.seen import Seen
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
 
 _log = logging.getLogger("advisor")
+
+NOTED = "advisor: "
+"""What a note on an exception begins with."""
 
 
 class Found:
@@ -114,24 +117,31 @@ class Found:
                 raise NoRecord(str(exc)) from exc
             warn(f"{exc}. Training goes on as it is")
 
+    def ended(self, exc: BaseException, order: Order) -> None:
+        """As `Guide.ended`; of what was lost in backward all is said."""
+        said = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
+        if plausible(exc) and not said:
+            warn(f"the script ended {self._blamed(exc, order)}")
+
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
         warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on without it")
 
     def lost(self, exc: Exception, order: Order) -> None:
         """As `Guide.lost`."""
-        assert self._seen is not None
-        then = "it is not tried again"
-        if not order.steps:
+        exc.add_note(f"{NOTED}backward raised this {self._blamed(exc, order)}")
+
+    def _blamed(self, exc: BaseException, order: Order) -> str:
+        """What is said of a config under which a script failed; advice that may be why is kept as
+        failed."""
+        said = f"under advice, which may be why: {knobs.described(order.config, order.own)}"
+        if plausible(exc) and not order.steps:
+            assert self._seen is not None
             task = self._seen.task(self._command, self._given)
             failures = Failures(self._cache, self._seen.model, task)
             kept = failures.keep(order.config, told(exc)[1])
-            then = "the next start does without it" if kept else "that could not be kept"
-        exc.add_note(
-            "advisor: backward raised this under advice, which may be why: "
-            f"{knobs.described(order.config, order.own)}; {then}. ADVISOR_DISABLE=1 runs the "
-            "script as it is"
-        )
+            said += "; the next start does without it" if kept else "; that could not be kept"
+        return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
 
 
 def in_force(config: Config, own: Config, reason: str) -> Order:
@@ -203,5 +213,6 @@ class _OfRun(Lookup):
                 f"the advice is left out: this run failed with it ({why}). Training goes on as the "
                 f"script is. To measure again: {line}"
             )
+            self.left_out = True
             answered = Answer(config=own, reason=f"{knobs.described(config, own)} failed: {why}")
         return super()._served(request, match, answered)

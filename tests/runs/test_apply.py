@@ -216,6 +216,58 @@ def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
     assert now.dtypes[-1] == torch.bfloat16
 
 
+class Poisoned(RuntimeError):
+    """A script's own."""
+
+
+@pytest.mark.usefixtures("known")
+def test_what_a_script_raises_itself_in_backward_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_gradient: Tensor) -> None:
+        raise Poisoned
+
+    monkeypatch.setattr(Net, "backward", staticmethod(fails))
+    for _ in range(2):
+        advisor.apply()
+        with pytest.raises(Poisoned) as caught:
+            trained(Net())
+        (note,) = caught.value.__notes__
+        assert "may be why: channels_last, bf16. ADVISOR_DISABLE=1" in note
+        advisor.release()
+
+
+@pytest.mark.usefixtures("known")
+def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _kind, exc, _trace: printed.append(exc))
+    advisor.apply()
+    trained(net := Net())
+    with pytest.raises(RuntimeError, match="view size") as caught:
+        net.conv.weight.view(-1)
+    for own in (ValueError("the script's"), Poisoned()):
+        sys.excepthook(type(own), own, None)
+    with pytest.warns(advisor.AdvisorWarning) as said:
+        sys.excepthook(RuntimeError, caught.value, caught.tb)
+    assert len(printed) == 3
+    assert [str(one.message) for one in said] == [
+        "advisor: the script ended under advice, which may be why: channels_last, bf16; the next "
+        "start does without it. ADVISOR_DISABLE=1 runs the script as it is"
+    ]
+    advisor.release()
+    records = open_records(None)
+    (record,) = records.all()
+    records.put(replace(record, stale="it is slower now"))
+    advisor.apply()
+    with pytest.warns(advisor.AdvisorWarning) as said:
+        trained(net := Net())
+    assert len(said) == 1
+    assert "is left out: this run failed" in str(said[0].message)
+    net.conv.weight.view(-1)
+
+
 @pytest.mark.usefixtures("known")
 def test_what_is_not_permitted_is_not_served() -> None:
     advice = advisor.apply(precisions=["default"])

@@ -22,7 +22,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
@@ -196,6 +196,42 @@ def test_a_compilation_that_is_given_up_is_noticed(
     switch.set(OWN)
     assert not switch.fell_back
     switch.release()
+
+
+def test_what_the_script_raises_is_its_own_and_the_advice_stays(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    net, _optimizer, switch = flown
+    struck: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), struck.append)
+
+    def refuses(*_: object) -> None:
+        raise ValueError("bad batch")
+
+    batch = torch.randn(4, 3, 8, 8)
+    hook = net.conv.register_forward_pre_hook(refuses)
+    with pytest.raises(ValueError, match="bad batch"):
+        net(batch)
+    hook.remove()
+    net(batch)
+    assert net.dtypes[-1] == torch.bfloat16
+    assert not struck
+    switch.release()
+
+
+def test_what_a_config_may_be_why_of() -> None:
+    class Own(RuntimeError):
+        pass
+
+    compiling = torch._dynamo.exc.InternalTorchDynamoError("in the compiler")
+    for exc in (compiling, torch.OutOfMemoryError("no memory left")):
+        assert of_config(exc)
+        assert plausible(exc)
+    for exc in (RuntimeError("view size"), NotImplementedError("on this device")):
+        assert not of_config(exc)
+        assert plausible(exc)
+    for exc in (ValueError("bad batch"), Own("the same")):
+        assert not plausible(exc)
 
 
 def test_evaluation_is_left_to_the_script(

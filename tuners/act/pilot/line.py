@@ -78,6 +78,9 @@ class Line:
         with contextlib.suppress(OSError):
             self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said}})
 
+    def ended(self, exc: BaseException, order: Order) -> None:
+        """As `Guide.ended`: it was told that the script failed."""
+
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`: the tuning process has no part in what comes after it."""
 

@@ -84,7 +84,10 @@ class Guide(Protocol):
         """The next one, once the steps of the last are over."""
 
     def failed(self, exc: BaseException) -> None:
-        """The script ends with this."""
+        """The script, or the pilot, ends with this."""
+
+    def ended(self, exc: BaseException, order: Order) -> None:
+        """The script has ended of this, which was printed; an order's config was in force."""
 
     def gave_up(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on as it is."""
@@ -92,6 +95,19 @@ class Guide(Protocol):
     def lost(self, exc: Exception, order: Order) -> None:
         """A careful order's config was in force when backward raised this. No step is made again:
         it is the script's now, which is as it was, and most likely ends of it."""
+
+
+def of_config(exc: BaseException) -> bool:
+    """Whether an exception is one that a config raises, and hardly a script by itself."""
+    compiling = ("torch._dynamo", "torch._inductor")
+    compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
+    return compiled or isinstance(exc, torch.OutOfMemoryError)
+
+
+def plausible(exc: BaseException) -> bool:
+    """Whether a config may be why: also of what PyTorch raises where it cannot do something. What
+    a script raises by itself is most often of another class."""
+    return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 
 def told(exc: BaseException) -> tuple[str, str]:

@@ -85,10 +85,8 @@ class Pilot:
         self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
-        self._removes: list[Callable[[], None]] = [
-            EVERY_STEP.tell(self._guarded(self._stepped)),
-            hooks.on_failure(guide.failed),
-        ]
+        self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
+        self._outlive = hooks.on_failure(self._ended)
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
@@ -106,7 +104,8 @@ class Pilot:
             self._switch.release()
             self._switch = None
         self._loaders.remove()
-        self._let_go()
+        self._count_no_more()
+        self._outlive()
 
     def _guarded(self, told: Callable[P, None]) -> Callable[P, None]:
         """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
@@ -123,9 +122,11 @@ class Pilot:
 
         return hook
 
-    def _let_go(self) -> None:
-        for remove in self._removes:
-            remove()
+    def _ended(self, exc: BaseException) -> None:
+        """The script has ended of this."""
+        self._guide.failed(exc)
+        if self._switch is not None and self._order.config != self._switch.own:
+            self._guide.ended(exc, self._order)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
@@ -248,7 +249,9 @@ class Pilot:
             if not self._loaders.at_work:
                 self._loaders.remove()
             if not switch.counts_steps:
-                self._let_go()
+                self._count_no_more()
+            if order.config == switch.own:
+                self._outlive()
         self._synchronize()
         self._began = time.perf_counter()
 
@@ -268,7 +271,6 @@ class Pilot:
         switch.give_up()
         self._gave_up(exc)
         if self._device.type == "cuda":
-            exc.__traceback__ = None  # its frames hold what the call has taken
             torch.cuda.empty_cache()
 
     def _unfed(self, exc: Exception) -> None:

@@ -14,6 +14,7 @@ from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
+from advisor.tuners.act.pilot.orders import of_config
 from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 
@@ -37,7 +38,8 @@ class Call:
 
     Attributes:
         failed: told at once of what `act` raises: the script may catch it, and go on.
-        struck: told of it instead, and has `act` be `plain` from then on; None: it is raised.
+        struck: told of it instead, and has `act` be `plain` from then on; None: it is raised. Not
+            told of what `plain` raises too: that is the script's own.
     """
 
     def __init__(
@@ -65,8 +67,13 @@ class Call:
             if self.struck is None:
                 self._failed(exc)
                 raise
-            self.struck(exc)
-        return self.plain(*args, **kwargs)
+            raised = exc.with_traceback(None)  # its frames hold what the call has taken
+        if of_config(raised):
+            self.struck(raised)
+            return self.plain(*args, **kwargs)
+        found = self.plain(*args, **kwargs)
+        self.struck(raised)
+        return found
 
 
 class Switch:
