@@ -11,9 +11,9 @@ import click
 
 from advisor.cli.options import json_option
 from advisor.errors import UsageError
+from advisor.service.roles import ROLES
 
 NEEDS = "pip install 'advisor[serve]'"
-ROLES = ("read", "submit", "worker", "admin")
 
 Command = Callable[..., None]
 

@@ -24,6 +24,7 @@ from advisor.report.sections import report
 from advisor.service import records, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.records import Fleet, Kept, Question
+from advisor.service.roles import ROLES
 from advisor.service.routes import EVENTS
 from advisor.service.tokens import Caller
 
@@ -259,7 +260,7 @@ def _tokens(
     request: Request, here: Service, caller: Caller, made: str = "", wrong: str = ""
 ) -> HTMLResponse:
     with here.database.reading() as session:
-        page = {"tokens": tokens.listed(session), "roles": tokens.ROLES, "now": time.time()}
+        page = {"tokens": tokens.listed(session), "roles": ROLES, "now": time.time()}
         return shown(request, "tokens.html", caller, made=made, wrong=wrong, **page)
 
 

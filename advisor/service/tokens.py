@@ -14,10 +14,8 @@ from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.service import schema
+from advisor.service.roles import ROLES
 
-ROLES = ("read", "submit", "worker", "admin")
-"""Each may do all that the one before it may: look up; ask for tunings; write records; make tokens.
-"""
 PREFIX = "adv_"
 SESSION_S = 12 * 3600.0
 _USE_NOTED_S = 60.0

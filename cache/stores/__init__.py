@@ -198,6 +198,20 @@ def one_by_one(
     return found
 
 
+def by_many(
+    get_many: Callable[[Iterable[str]], Mapping[str, bytes | RecordDamaged]], key: str
+) -> bytes | None:
+    """`Store.get` for a store that has an exchange of its own for several.
+
+    Raises:
+        RecordDamaged: what is there is too large, or no plain file.
+    """
+    found = get_many([key]).get(key)
+    if isinstance(found, RecordDamaged):
+        raise found
+    return found
+
+
 def note_on(store: Store) -> str:
     """What a person should know of where a store lies, or ''."""
     place = store.studies

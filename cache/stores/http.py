@@ -24,6 +24,7 @@ import msgpack
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.name import MARKS, PREFIX
 from advisor.cache.seal import own_folder
+from advisor.cache.stores import by_many
 from advisor.cache.stores.filesystem import open_regular
 from advisor.cache.stores.patience import go_on, left
 from advisor.cache.stores.url import RemoteUrl
@@ -133,10 +134,7 @@ class HttpStore:
                 return found
 
     def get(self, key: str) -> bytes | None:
-        found = self.get_many([key]).get(key)
-        if isinstance(found, RecordDamaged):
-            raise found
-        return found
+        return by_many(self.get_many, key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         wanted = [key for key in keys if _KEY.fullmatch(key)]

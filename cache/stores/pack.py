@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.cache.codec import MAX_BYTES
-from advisor.cache.stores import one_by_one
+from advisor.cache.stores import by_many, one_by_one
 from advisor.cache.stores.filesystem import open_regular, place
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
@@ -74,10 +74,7 @@ class PackStore:
         return list(self._names)
 
     def get(self, key: str) -> bytes | None:
-        found = self.get_many([key]).get(key)
-        if isinstance(found, RecordDamaged):
-            raise found
-        return found
+        return by_many(self.get_many, key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         there = {*keys} & {*self.keys()}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from advisor.cache.codec import MAX_BYTES
+from advisor.cache.stores import by_many
 from advisor.cache.stores.url import PATIENCE_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
@@ -74,10 +75,7 @@ class RedisStore:
         return sorted(_text(name) for name in found)
 
     def get(self, key: str) -> bytes | None:
-        found = self.get_many([key]).get(key)
-        if isinstance(found, RecordDamaged):
-            raise found
-        return found
+        return by_many(self.get_many, key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         wanted = list(keys)

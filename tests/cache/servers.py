@@ -8,9 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 BUCKET = "records"
 AWS = {
@@ -99,6 +102,20 @@ def postgresql_server(folder: Path) -> Server | None:
     command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
     command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
     return Server([*command, "-c", "fsync=off"], port, **who)
+
+
+@contextlib.contextmanager
+def postgresql() -> Iterator[Server]:
+    """A PostgreSQL that runs, in a folder that its user can reach; skips where there is none."""
+    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
+    try:
+        server = postgresql_server(folder)
+        if server is None:
+            pytest.skip("PostgreSQL is not installed")
+        with running(server):
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_bucket(port: int) -> None:

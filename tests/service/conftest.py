@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +13,8 @@ from tests.service.serving import Served, fresh, serving
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[servers.Server]:
-    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
-    try:
-        server = servers.postgresql_server(folder)
-        if server is None:
-            pytest.skip("PostgreSQL is not installed")
-        with servers.running(server):
-            yield server
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with servers.postgresql() as server:
+        yield server
 
 
 def emptied(server: servers.Server) -> str:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -197,26 +196,19 @@ def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
 
 
 def test_postgresql_comes_back() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
-    try:
-        server = servers.postgresql_server(folder)
-        if server is None:
-            pytest.skip("PostgreSQL is not installed")
-        with servers.running(server):
-            url = f"postgresql+psycopg://advisor@127.0.0.1:{server.port}/postgres"
-            with serving(url) as served:
-                key, data = written(1)
-                served.ask("PUT", f"/api/records/{quote(key)}", "worker", data)
-                server.kill()
-                assert served.ask("GET", "/readyz").status == 503
-                assert served.ask("GET", "/healthz").status == 200
-                server.start()
-                limit = time.monotonic() + 60
-                while served.ask("GET", "/readyz").status != 200 and time.monotonic() < limit:
-                    time.sleep(0.05)
-                assert served.ask("GET", "/api/records", "read").json["keys"] == [key]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with servers.postgresql() as server:
+        url = f"postgresql+psycopg://advisor@127.0.0.1:{server.port}/postgres"
+        with serving(url) as served:
+            key, data = written(1)
+            served.ask("PUT", f"/api/records/{quote(key)}", "worker", data)
+            server.kill()
+            assert served.ask("GET", "/readyz").status == 503
+            assert served.ask("GET", "/healthz").status == 200
+            server.start()
+            limit = time.monotonic() + 60
+            while served.ask("GET", "/readyz").status != 200 and time.monotonic() < limit:
+                time.sleep(0.05)
+            assert served.ask("GET", "/api/records", "read").json["keys"] == [key]
 
 
 def test_a_newer_schema_is_refused(database_url: str) -> None:

@@ -166,7 +166,7 @@ class Search:
             if self._space.holds(near):
                 self._try(near, "near record")
         self._feed(self._space.default)
-        guessed = [Config(config | self._loading) for config in guesses.first(self._space)]
+        guessed = [config | self._loading for config in guesses.first(self._space)]
         for config in guessed[:LEADING]:
             self._try(config, "guess")
         self._probe_large()

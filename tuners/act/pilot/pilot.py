@@ -81,7 +81,7 @@ class Pilot:
         self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
-        self._loaders = Loaders(self._unfed)
+        self._loaders = Loaders(self._gave_up)
         self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )
@@ -273,11 +273,8 @@ class Pilot:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _unfed(self, exc: Exception) -> None:
-        """The loader's workers have failed; it loads by itself again."""
-        self._gave_up(exc)
-
     def _gave_up(self, exc: Exception) -> None:
+        """The script goes on without what has failed: a model's call, or the loader's workers."""
         self._outcome, self._reason = told(exc)
         if not self._order.steps:
             self._guide.gave_up(exc)

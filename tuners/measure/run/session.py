@@ -160,17 +160,6 @@ class Flight:
         """Have it train on with a config; no order comes after this one."""
         self._tell(Order(config=config, own=own))
 
-    def let_go(self, config: Config, own: Config) -> tuple[int, str]:
-        """Have it train on with a config until it ends by itself.
-
-        Returns:
-            Its exit code, and the last line that it printed.
-        """
-        self.leave(config, own)
-        while not self._command.ended:
-            time.sleep(LOOK_S)
-        return self._command.obituary()
-
     def end(self) -> None:
         """End it, and everything it started."""
         for pipe in self._pipes:
