@@ -49,7 +49,8 @@ class Count(TrainerCallback):
 
 def main() -> None:
     args = options(__doc__, batch_size=32, size=128)
-    by_hand = args.by_hand is not None
+    hand = args.by_hand
+    hand.set_flags()
     set_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
@@ -63,9 +64,9 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
             dataloader_num_workers=args.workers,
-            bf16=by_hand,
-            tf32=True if by_hand and torch.cuda.is_available() else None,
-            torch_compile_mode=None if args.by_hand == "none" else args.by_hand,
+            bf16=hand.bf16,
+            tf32=True if hand.tf32 else None,
+            torch_compile_mode=hand.compiled or None,
         )
         trainer = Trainer(
             model=BertForSequenceClassification(BertConfig(num_labels=2)),

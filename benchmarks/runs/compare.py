@@ -1,9 +1,10 @@
 """Tune a command as it is, then hold `advisor run` against it as it is and as written by hand.
 
-    python benchmarks/runs/compare.py --results runs.jsonl --by-hand reduce-overhead -- \\
+    python benchmarks/runs/compare.py --results runs.jsonl --by-hand -- \\
         python benchmarks/runs/resnet50.py
 
-The jobs print their own samples/s and losses; what is compared is what they print.
+By hand the job has written into it what the record advises. Starts come in turn, as many rounds as
+the time holds. The jobs print their own samples/s and losses; what is compared is what they print.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 METER = Path(__file__).with_name("meter")
 RATE = re.compile(r"([0-9.,]+) (?:samples|steps)/s over")
@@ -44,7 +45,46 @@ def spoken(words: list[str], environment: dict[str, str], limit_s: float) -> tup
 
 def speed(text: str) -> float:
     found = RATE.findall(text)
-    return float(found[-1].replace(",", "")) if found else 0.0
+    return float(found[-1].replace(",", "")) if found else float("nan")
+
+
+def shown(config: dict[str, object], default: dict[str, object]) -> dict[str, object]:
+    """What of a config is not as it is."""
+    return {name: value for name, value in config.items() if default.get(name) != value}
+
+
+def said(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record holds of this run, without its trials."""
+    default = record["baseline"]["config"]
+    [winner] = [one["choice"] for one in record["winners"] if one["use"] == "pilot"]
+    figures = ("speedup", "speedup_low", "speedup_high")
+    trials = record["trials"]
+    return {
+        "winner": shown(winner["config"], default) | {name: winner[name] for name in figures},
+        "raced": [
+            shown(one["config"], default) | {name: one[name] for name in figures}
+            for one in record["raced"]
+        ],
+        "compared": [
+            [shown(one["config"], default), one["measurement"]["reason"], round(one["seconds"], 1)]
+            for one in trials
+            if one["stage"] == "numerics"
+        ],
+        "trials": sum(one["stage"] == "compute" for one in trials),
+        "torch": record["key"]["environment"]["software"]["torch"],
+        "device": record["key"]["environment"]["device"]["name"],
+    }
+
+
+def by_hand(config: dict[str, object]) -> list[str]:
+    """The options of a job of this folder that is to have a config written into it."""
+    words = [config["compile"]] if config.get("compile", "none") != "none" else []
+    words += [config["precision"]] if config.get("precision") in ("bf16", "tf32") else []
+    words += [name for name in ("cudnn_benchmark", "channels_last") if config.get(name)]
+    words += ["fused"] if config.get("fused_optimizer") else []
+    options = ["--by-hand", ",".join(map(str, words))]
+    workers = config.get("num_workers")
+    return [*options, "--workers", str(workers)] if workers is not None else options
 
 
 def main() -> None:
@@ -53,14 +93,18 @@ def main() -> None:
     parser.add_argument("--budget", default="150s")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--by-hand", nargs="*", default=[], metavar="MODE")
+    parser.add_argument(
+        "--by-hand", action="store_true", help="the command is a job of this folder"
+    )
+    parser.add_argument("--hand", metavar="COMMAND", help="the same, by hand as $HAND says")
+    parser.add_argument("--until", type=float, default=1e9, help="seconds; no round begins after")
     parser.add_argument(
         "--meter", action="store_true", help="the command counts no steps itself: see meter/"
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    command = args.command[1:]
+    command, began = args.command[1:], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = {"ADVISOR_CACHE": str(Path(folder) / "store")}
         advisor = [sys.executable, "-m", "advisor"]
@@ -70,6 +114,7 @@ def main() -> None:
         listed = subprocess.run(
             [*advisor, "show", "--json"], env=os.environ | store, capture_output=True, text=True
         ).stdout
+        records = [said(one) for one in json.loads(listed or "{}").get("records", [])]
         steps = [] if args.meter else ["--steps", str(args.steps)]
         if args.meter:
             behind = os.environ.get("PYTHONPATH", "")
@@ -77,27 +122,43 @@ def main() -> None:
         ways = {
             "as it is": [*command, *steps],
             "advisor run": [*advisor, "run", "--", *command, *steps],
-            **{f"by hand, {m}": [*command, *steps, "--by-hand", m] for m in args.by_hand},
         }
+        if args.by_hand and records:
+            ways["by hand"] = [*command, *steps, *by_hand(records[0]["winner"])]
+        if args.hand and records:
+            ways["by hand"] = shlex.split(args.hand)
+            store["HAND"] = by_hand(records[0]["winner"])[1]
         rates: dict[str, list[float]] = {way: [] for way in ways}
         losses: dict[str, list[float]] = {}
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
+            if number and time.monotonic() - began > args.until:
+                break
             for way, words in ways.items():
                 text, _ = spoken(words, store, args.limit)
                 rates[way].append(speed(text))
                 losses[way] = [float(one) for one in LOSS.findall(text)][:8]
-    plain = statistics.median(rates["as it is"]) or float("nan")
     row = {
         "command": shlex.join(command),
+        "budget": args.budget,
         "tuned_s": round(took, 1),
-        "samples_per_s": rates,
-        "over_as_it_is": {w: round(statistics.median(r) / plain, 3) for w, r in rates.items()},
+        "per_s": rates,
+        "over_as_it_is": over(rates, "as it is"),
+        "over_by_hand": over(rates, "by hand"),
         "losses": losses,
-        "records": json.loads(listed or "null"),
+        "records": records,
     }
     with args.results.open("a") as file:
         file.write(json.dumps(row) + "\n")
-    print(json.dumps({k: v for k, v in row.items() if k != "records"}, indent=1))
+    print(json.dumps(row, indent=1))
+
+
+def over(rates: dict[str, list[float]], base: str) -> dict[str, list[float]]:
+    """Each way's rates over those of one of them, round by round."""
+    return {
+        way: [round(one / plain, 3) for one, plain in zip(rates[way], rates[base], strict=True)]
+        for way in rates
+        if way != base and base in rates
+    }
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python benchmarks/runs/dcgan.py
 """
 
 import torch
-from job import Pictures, Speed, autocast, fast_math, normalized, options
+from job import Pictures, Speed, normalized, options
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,7 +49,8 @@ def start(module: nn.Module) -> None:
 
 def main() -> None:
     args = options(__doc__, batch_size=128)
-    by_hand = args.by_hand is not None
+    hand = args.by_hand
+    hand.set_flags()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
 
@@ -62,13 +63,9 @@ def main() -> None:
         drop_last=True,
     )
     net_g, net_d = generator().apply(start).to(device), discriminator().apply(start).to(device)
-    if by_hand:
-        fast_math()
-        for net in (net_g, net_d):
-            net.to(memory_format=torch.channels_last)
-            if args.by_hand != "none":
-                net.compile(mode=args.by_hand)
-    settings = {"lr": 0.0002, "betas": (0.5, 0.999), "fused": by_hand or None}
+    for net in (net_g, net_d):
+        hand.prepare(net)
+    settings = {"lr": 0.0002, "betas": (0.5, 0.999), "fused": hand.fused or None}
     optimizer_g = torch.optim.Adam(net_g.parameters(), **settings)
     optimizer_d = torch.optim.Adam(net_d.parameters(), **settings)
     criterion = nn.BCELoss()
@@ -78,17 +75,15 @@ def main() -> None:
     speed = Speed(args.steps, args.batch_size)
     while True:
         for pictures, _ in loader:
-            real = normalized(pictures.to(device, non_blocking=True))
-            if by_hand:
-                real = real.contiguous(memory_format=torch.channels_last)
+            real = hand.laid_out(normalized(pictures.to(device, non_blocking=True)))
 
             net_d.zero_grad()
-            with autocast(device, by_hand=by_hand):
+            with hand.autocast(device):
                 output = net_d(real)
             loss_real = criterion(output.float().view(-1), real_label)
             loss_real.backward()
             noise = torch.randn(args.batch_size, NOISE, 1, 1, device=device)
-            with autocast(device, by_hand=by_hand):
+            with hand.autocast(device):
                 fake = net_g(noise)
                 output = net_d(fake.detach())
             loss_fake = criterion(output.float().view(-1), fake_label)
@@ -96,7 +91,7 @@ def main() -> None:
             optimizer_d.step()
 
             net_g.zero_grad()
-            with autocast(device, by_hand=by_hand):
+            with hand.autocast(device):
                 output = net_d(fake)
             loss_g = criterion(output.float().view(-1), real_label)
             loss_g.backward()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-from job import Speed, autocast, fast_math, options
+from job import Speed, options
 
 from gpt2 import GPT2, VOCABULARY
 
@@ -46,7 +46,8 @@ def rate(step: int) -> float:
 
 def main() -> None:
     args = options(__doc__, batch_size=8, size=1024)
-    by_hand = args.by_hand is not None
+    hand = args.by_hand
+    hand.set_flags()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
 
@@ -58,13 +59,9 @@ def main() -> None:
         pin_memory=device.type == "cuda",
         drop_last=True,
     )
-    model = GPT2().to(device)
-    if by_hand:
-        fast_math()
-        if args.by_hand != "none":
-            model.compile(mode=args.by_hand)
+    model = hand.prepare(GPT2().to(device))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=by_hand or None
+        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=hand.fused or None
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
@@ -76,7 +73,7 @@ def main() -> None:
         for tokens, following in itertools.islice(batches, GATHERED):
             tokens = tokens.to(device, non_blocking=True)
             following = following.to(device, non_blocking=True)
-            with autocast(device, by_hand=by_hand):
+            with hand.autocast(device):
                 logits = model(tokens)
                 loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
             (loss / GATHERED).backward()

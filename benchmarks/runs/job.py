@@ -1,8 +1,8 @@
 """What the jobs in this folder share: their options, made-up data, and their own samples/s.
 
 The jobs are ordinary training scripts, each as its framework's users write it, and know nothing of
-advisor. With `--by-hand MODE` the same job has bf16, TF32, a fused optimizer, channels_last where
-it convolves, and torch.compile in that mode written into it: what advice is to be compared with.
+advisor. With `--by-hand bf16,channels_last,reduce-overhead` the same job has these written into it:
+what advice is to be compared with.
 """
 
 from __future__ import annotations
@@ -11,12 +11,60 @@ import argparse
 import contextlib
 import os
 import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-MODES = ("none", "default", "reduce-overhead", "max-autotune")
+WORDS = ("bf16", "tf32", "cudnn_benchmark", "channels_last", "fused")
+MODES = ("default", "reduce-overhead", "max-autotune", "cudagraphs")
+
+
+@dataclass(frozen=True)
+class Hand:
+    """What is written into a job by hand; `compiled` by this mode, or '' for not at all."""
+
+    bf16: bool = False
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+    fused: bool = False
+    compiled: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Hand:
+        words = {word for word in text.split(",") if word}
+        if unknown := words - {*WORDS, *MODES}:
+            raise argparse.ArgumentTypeError(f"{unknown}: expected some of {WORDS}, one of {MODES}")
+        compiled = "".join(words & {*MODES})
+        return cls(compiled=compiled, **{word: word in words for word in WORDS})
+
+    def set_flags(self) -> None:
+        """TF32 for what stays fp32, and cuDNN's fastest convolutions for the shapes at hand."""
+        if self.tf32:
+            torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Its weights laid out and its calls compiled."""
+        if self.channels_last:
+            module.to(memory_format=torch.channels_last)
+        if self.compiled == "cudagraphs":
+            module.compile(backend="cudagraphs")
+        elif self.compiled:
+            module.compile(mode=self.compiled)
+        return module
+
+    def laid_out(self, pictures: Tensor) -> Tensor:
+        if not self.channels_last:
+            return pictures
+        return pictures.contiguous(memory_format=torch.channels_last)
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """bf16 around a forward pass if asked for, else nothing at all."""
+        on = self.bf16
+        return torch.autocast(device.type, torch.bfloat16) if on else contextlib.nullcontext()
 
 
 def options(description: str, *, batch_size: int, size: int | None = None) -> argparse.Namespace:
@@ -27,22 +75,13 @@ def options(description: str, *, batch_size: int, size: int | None = None) -> ar
     if size is not None:
         parser.add_argument("--size", type=int, default=size, help="of a picture's side or a text")
     parser.add_argument("--workers", type=int, default=8, help="the data loader's")
-    parser.add_argument("--by-hand", choices=MODES, help="fast, compiled in this mode")
+    parser.add_argument(
+        "--by-hand", type=Hand.of, default=Hand(), metavar="WORDS", help="written into the job"
+    )
     args = parser.parse_args()
     if args.steps < 2:
         parser.error(f"--steps must be at least 2, not {args.steps}")
     return args
-
-
-def fast_math() -> None:
-    """TF32 for what stays fp32, and cuDNN's fastest convolutions for the shapes at hand."""
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-
-
-def autocast(device: torch.device, *, by_hand: bool) -> contextlib.AbstractContextManager[None]:
-    """bf16 around a forward pass if asked for, else nothing at all."""
-    return torch.autocast(device.type, torch.bfloat16) if by_hand else contextlib.nullcontext()
 
 
 class Pictures(Dataset):

@@ -8,30 +8,24 @@ from typing import Any
 import lightning
 import torch
 import torchvision
-from job import Pictures, Speed, fast_math, normalized, options
+from job import Hand, Pictures, Speed, normalized, options
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, by_hand: str | None) -> None:
+    def __init__(self, hand: Hand) -> None:
         super().__init__()
-        self.by_hand = by_hand
-        self.net = torchvision.models.mobilenet_v3_large(weights=None)
-        if by_hand:
-            self.net = self.net.to(memory_format=torch.channels_last)
-        if by_hand not in (None, "none"):
-            self.net.compile(mode=by_hand)
+        self.hand = hand
+        self.net = hand.prepare(torchvision.models.mobilenet_v3_large(weights=None))
 
     def training_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
-        pictures, labels = normalized(batch[0]), batch[1]
-        if self.by_hand:
-            pictures = pictures.contiguous(memory_format=torch.channels_last)
+        pictures, labels = self.hand.laid_out(normalized(batch[0])), batch[1]
         return functional.cross_entropy(self.net(pictures), labels)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        fused = True if self.by_hand else None
+        fused = True if self.hand.fused else None
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, fused=fused)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1_000_000)
         return {
@@ -53,8 +47,7 @@ class Count(lightning.Callback):
 def main() -> None:
     args = options(__doc__, batch_size=64, size=224)
     lightning.seed_everything(0)
-    if args.by_hand:
-        fast_math()
+    args.by_hand.set_flags()
     loader = DataLoader(
         Pictures(args.size),
         batch_size=args.batch_size,
@@ -66,7 +59,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         max_steps=args.steps,
         devices=1,
-        precision="bf16-mixed" if args.by_hand else "32-true",
+        precision="bf16-mixed" if args.by_hand.bf16 else "32-true",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 import torchvision
-from job import Pictures, Speed, autocast, fast_math, normalized, options
+from job import Pictures, Speed, normalized, options
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 def main() -> None:
     args = options(__doc__, batch_size=64, size=224)
-    by_hand = args.by_hand is not None
+    hand = args.by_hand
+    hand.set_flags()
     distributed, local_rank = "LOCAL_RANK" in os.environ, int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -39,18 +40,13 @@ def main() -> None:
         drop_last=True,
     )
 
-    model = torchvision.models.resnet50(weights=None).to(device)
-    if by_hand:
-        fast_math()
-        model = model.to(memory_format=torch.channels_last)
-        if args.by_hand != "none":
-            model.compile(mode=args.by_hand)
+    model = hand.prepare(torchvision.models.resnet50(weights=None).to(device))
     if distributed:
         device_ids = [local_rank] if device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=by_hand or None
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=hand.fused or None
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90 * len(loader))
 
@@ -62,10 +58,8 @@ def main() -> None:
         for pictures, labels in loader:
             pictures = normalized(pictures.to(device, non_blocking=True))
             labels = labels.to(device, non_blocking=True)
-            if by_hand:
-                pictures = pictures.contiguous(memory_format=torch.channels_last)
-            with autocast(device, by_hand=by_hand):
-                loss = criterion(model(pictures), labels)
+            with hand.autocast(device):
+                loss = criterion(model(hand.laid_out(pictures)), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

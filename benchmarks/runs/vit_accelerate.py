@@ -8,15 +8,16 @@ import torch
 import torchvision
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from job import Pictures, Speed, fast_math, normalized, options
+from job import Pictures, Speed, normalized, options
 from torch import nn
 from torch.utils.data import DataLoader
 
 
 def main() -> None:
     args = options(__doc__, batch_size=64, size=224)
-    by_hand = args.by_hand is not None
-    accelerator = Accelerator(mixed_precision="bf16" if by_hand else None)
+    hand = args.by_hand
+    hand.set_flags()
+    accelerator = Accelerator(mixed_precision="bf16" if hand.bf16 else None)
     set_seed(0)
 
     loader = DataLoader(
@@ -27,14 +28,10 @@ def main() -> None:
         pin_memory=accelerator.device.type == "cuda",
         drop_last=True,
     )
-    model = torchvision.models.vit_b_16(weights=None, image_size=args.size)
-    if by_hand:
-        fast_math()
-        if args.by_hand != "none":
-            model.compile(mode=args.by_hand)
+    model = hand.prepare(torchvision.models.vit_b_16(weights=None, image_size=args.size))
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.05, fused=by_hand or None
+        model.parameters(), lr=3e-4, weight_decay=0.05, fused=hand.fused or None
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300 * len(loader))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -43,7 +40,7 @@ def main() -> None:
     while True:
         model.train()
         for pictures, labels in loader:
-            loss = criterion(model(normalized(pictures)), labels)
+            loss = criterion(model(hand.laid_out(normalized(pictures))), labels)
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
