@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -10,12 +11,15 @@ from typing import Annotated
 from fastapi import BackgroundTasks, Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
-from advisor.service import tokens
+from advisor.service import archives, attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
+from advisor.service.lookups import Lookups
 from advisor.service.metrics import Metrics
+from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 READS = Rate(a_second=500, at_once=2000)
@@ -37,6 +41,9 @@ class Service:
         reader: what a record may be, and whose signatures are asked for.
         behind_proxy: the one who connects is a proxy, and says who the client is.
         tls: the server itself speaks it.
+        stopping: it answers what it is asked, and no more.
+        streams: how many look at a job as it goes on.
+        lookups: those that are not in the database yet.
     """
 
     database: Database
@@ -47,6 +54,9 @@ class Service:
     reads: Rates = field(default_factory=lambda: Rates(READS))
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
     guesses: Rates = field(default_factory=lambda: Rates(GUESSES))
+    stopping: threading.Event = field(default_factory=threading.Event)
+    streams: int = 0
+    lookups: Lookups = field(default_factory=Lookups)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -72,6 +82,19 @@ class Service:
                 raise _busy("too many tokens that are none")
             raise unknown()
         return caller
+
+    def most(self, request: Request) -> int:
+        """Bytes that the body of a request may have: many from nobody but who may send them."""
+        _scheme, _blank, token = request.headers.get("authorization", "").partition(" ")
+        role, most = ("submit", archives.MOST_BYTES)
+        if request.url.path.startswith("/api/attempt/"):
+            role, most = ("worker", attempts.MOST_STUDY)
+        try:
+            with self.database.reading() as session:
+                caller = tokens.find(session, token.strip(), "")
+        except StoreError:  # the route says so
+            caller = None
+        return most if caller is not None and caller.may(role) else MAX_BYTES
 
     def note(self, caller: Caller) -> None:
         """Note that a token is in use, where the database takes it: no answer waits for that."""
@@ -116,6 +139,44 @@ def needs(role: str) -> Callable[..., Caller]:
 Reads = Annotated[Caller, Depends(needs("read"))]
 Works = Annotated[Caller, Depends(needs("worker"))]
 Administers = Annotated[Caller, Depends(needs("admin"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempting:
+    """A worker, and the attempt whose token it has."""
+
+    caller: Caller
+    attempt: Attempt
+
+
+def _not_over(here: Here, bearer: _Bearer) -> None:
+    """Tell a worker whose attempt was ended that it was, and not that it has no token."""
+    with here.database.reading() as session:
+        if bearer is not None and attempts.over(session, bearer.credentials):
+            raise HTTPException(409, "this attempt is over")
+
+
+def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -> Attempting:
+    """A dependency: the attempt that this token was made for."""
+    with here.database.reading() as session:
+        attempt = attempts.of_token(session, caller.token)
+    if attempt is None:
+        raise HTTPException(403, "this token is of no attempt; an attempt's own worker asks this")
+    return Attempting(caller, attempt)
+
+
+def submits(here: Here, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
+    """A dependency: who may ask for tunings. An attempt may not, whatever its code gets hold of."""
+    with here.database.reading() as session:
+        if attempts.of_token(session, caller.token) is not None:
+            raise HTTPException(403, "this token is an attempt's; it asks for no jobs")
+    return caller
+
+
+submits.role = "submit"  # type: ignore[attr-defined]
+Submits = Annotated[Caller, Depends(submits)]
+own.role = "worker"  # type: ignore[attr-defined] # for who walks over the routes
+Own = Annotated[Attempting, Depends(own)]
 
 
 def unknown(why: str = "this token is none, or holds no more") -> HTTPException:

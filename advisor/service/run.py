@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import Database
+from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,7 +38,12 @@ _LEAVES_S = 0.05
 class Server(uvicorn.Server):
     """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
 
+    def __init__(self, config: uvicorn.Config, stopping: threading.Event) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping.set()
         self._leave()
         await super().shutdown(sockets)
 
@@ -119,7 +126,8 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        Server(config).run(sockets=[listening])
+        with upkeep(service):
+            Server(config, service.stopping).run(sockets=[listening])
     finally:
         listening.close()
         database.close()

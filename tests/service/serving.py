@@ -93,7 +93,7 @@ def fresh(served: Served) -> None:
                 session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy"):
+    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups"):
         setattr(service, name, getattr(began, name))
 
 
@@ -109,7 +109,7 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
     config = uvicorn.Config(
         application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
     )
-    server = Server(config)
+    server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     limit = time.monotonic() + 60
