@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from sqlalchemy import Connection, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, Float, create_engine, event, make_url, select, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.expression import FunctionElement
 
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
-from advisor.service.schema import VERSION, Base, Schema
+from advisor.service import migrations
+from advisor.service.schema import Schema
 
 WAITS_S = 10
 """For a lock, a statement or a connection."""
+_UPGRADES_S = 1800
+"""For the tables to be changed, by this server or by another."""
 _CONNECTIONS = 16
 _STARTING = 0x61647669
 """The advisory lock that PostgreSQL's servers start under, one after another."""
@@ -59,7 +64,8 @@ class Database:
         self._writer = self._engine.execution_options(writes=True)
 
     def start(self, first: Callable[[Session], None]) -> None:
-        """Make what is missing; where nothing was there, `first` fills it, in the same transaction.
+        """Make what is missing, or upgrade what a version before made; where nothing was there,
+        `first` fills it. All in one transaction, in which one server at a time is.
 
         Raises:
             StoreError: it cannot be reached or written, or a newer version of advisor made it.
@@ -70,18 +76,22 @@ class Database:
             except OSError as exc:
                 raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
         with self.writing() as session:
+            connection = session.connection()
             if not self._lite:
-                session.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
-            Base.metadata.create_all(session.connection())
-            there = session.get(Schema, 1)
-            if there is None:
-                session.add(Schema(id=1, version=VERSION))
-                first(session)
-            elif there.version > VERSION:
+                for limit in ("lock_timeout", "statement_timeout"):
+                    connection.execute(text(f"SET LOCAL {limit} = '{_UPGRADES_S}s'"))
+                connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
+            there = migrations.revision_of(connection)
+            if there > migrations.LAST:
                 raise StoreError(
-                    f"database {self.url}: schema {there.version} is newer than {VERSION}, which "
-                    "this version knows; upgrade advisor"
+                    f"database {self.url}: schema {int(there)} is newer than "
+                    f"{int(migrations.LAST)}, which this version knows; upgrade advisor"
                 )
+            if there < migrations.LAST:
+                migrations.upgrade(connection, there)
+            if not there:
+                session.add(Schema(id=1, version=int(migrations.LAST)))
+                first(session)
         if self._lite:
             self._path.chmod(0o600)
 
@@ -121,6 +131,28 @@ class Database:
             why = getattr(exc, "orig", None) or exc
             reason = (str(why).splitlines() or [""])[0][:200] or type(why).__name__
             raise StoreError(f"database {self.url}: {reason}") from exc
+
+
+class _Now(FunctionElement[float]):
+    """The database's clock: those of several servers differ."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(_Now, "sqlite")
+def _lite_now(*_how: Any, **_more: Any) -> str:
+    return "(julianday('now') - 2440587.5) * 86400.0"
+
+
+@compiles(_Now, "postgresql")
+def _postgresql_now(*_how: Any, **_more: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+def now(session: Session) -> float:
+    """The time by the database's clock, in Unix seconds."""
+    return session.execute(select(_Now())).scalar_one()
 
 
 _POSTGRESQL: dict[str, Any] = {
