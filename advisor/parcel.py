@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from advisor.cache.shown import size
+from advisor.cache.stores.patience import go_on
 from advisor.errors import StoreError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def _walked(root: Path, left_out: dict[str, str]) -> Iterator[str]:
     """The files of a folder that git does not know; nothing is looked for in what is ignored."""
     default, own = _spec(DEFAULTS.split()), _own(root)
     for place, folders, files in os.walk(root, onerror=_raise):
+        go_on()
         below = PurePosixPath(Path(place).relative_to(root).as_posix())
         for name in list(folders):
             path = str(below / name)

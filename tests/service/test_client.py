@@ -328,6 +328,7 @@ def test_submit_follows(team: Served, project: Path) -> None:
     worker.join(30)
     assert said.returncode == 0 and said.stdout.splitlines()[-1] == "trial 1"
     assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
+    assert told(advisor(project, "logs", "-f", "1", "--json"))["log"] == "trial 1\n"
     again = advisor(project, "submit", *RUN)
     assert again.stdout.splitlines()[-1] == "job 1: done before, the same; --force measures again"
     assert told(advisor(project, "submit", "--force", "--json", *RUN))["id"] == 2
