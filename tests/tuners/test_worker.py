@@ -130,6 +130,7 @@ def test_a_mean_config_costs_one_trial(
     assert measured.outcome == outcome
     assert reason in measured.reason
     assert "\n" not in measured.reason
+    assert "nanobind" not in measured.reason, "what is said as an interpreter ends"
     good = measure(worker, 4)
     assert good.ok and good.samples_per_s > 0
 
