@@ -19,7 +19,7 @@ FINE = (0, 1, 2)
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[hostile.Case]:
-    monkeypatch.setattr(disk, "_BUSY_S", 1.0)  # of ten, which each command would wait
+    monkeypatch.setattr(disk, "_BUSY_S", 0.1)  # of ten, which each command would wait
     yield request.param
     while hostile.HELD:
         hostile.HELD.pop().close()

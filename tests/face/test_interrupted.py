@@ -25,7 +25,7 @@ TUNE = (
     "--batches",
     "8,16",
     "--budget",
-    "14s",
+    "7s",
     "--effort",
     "quick",
 )
@@ -88,10 +88,16 @@ def tried(folder: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-def test_kill_9_and_go_on(folder: Path) -> None:
+def test_two_at_once_and_kill_9_and_go_on(folder: Path) -> None:
     with tuning(folder) as process:
         workers = children(process.pid)
         assert workers
+        os.killpg(process.pid, signal.SIGSTOP)  # however long the second one takes
+        second = advisor(folder, *TUNE)
+        assert second.returncode == 1
+        assert second.stderr.splitlines()[-1].startswith(
+            "advisor: another advisor tune measures this very key now"
+        )
         process.kill()
         process.wait()
         until(lambda: not any(map(alive, workers)))
@@ -122,16 +128,6 @@ def test_ctrl_c_and_go_on(folder: Path) -> None:
     again = advisor(folder, *TUNE)
     assert again.returncode == 0, again.stderr
     assert "trial 0:" not in again.stderr
-
-
-def test_two_at_once(folder: Path) -> None:
-    with tuning(folder) as process:
-        os.killpg(process.pid, signal.SIGSTOP)  # however long the second one takes
-        second = advisor(folder, *TUNE)
-    assert second.returncode == 1
-    assert second.stderr.splitlines()[-1].startswith(
-        "advisor: another advisor tune measures this very key now"
-    )
 
 
 @pytest.mark.gpu

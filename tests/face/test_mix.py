@@ -17,7 +17,7 @@ from tests.face.commands import LAYERED, MODEL, advisor, own, script, take_over
 
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
 GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
-QUICK = ("--budget", "15s", "--trials", "3", "--effort", "quick")
+QUICK = ("--budget", "10s", "--trials", "3", "--effort", "quick")
 TEXT = """
 from torch import nn
 

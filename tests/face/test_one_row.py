@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,33 +42,75 @@ SLEEPY = MODEL.replace("import torch\n", "import os, time, torch\n").replace(
 )
 
 
+COMMANDS = """
+import contextlib, json, sys
+from pathlib import Path
+from tests.face.commands import advisor
+from tests.face.unmeasured import unmeasured
+
+for line in sys.stdin:
+    words, measured = json.loads(line)
+    with contextlib.nullcontext() if measured else unmeasured():
+        done = advisor(Path.cwd(), *words)
+    print(json.dumps([done.returncode, done.stdout, done.stderr]), flush=True)
+"""
+"""One process for all commands of a test: most of what each would take is importing torch."""
+
+
+class Copy:
+    """A copy of the sources, as they lie in the checkout, in place of the installed package."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sources, self.work = folder / "src", folder / "work"
+        for name in ("advisor", "tuners", "cache"):
+            shutil.copytree(ROOT / name, self.sources / name, symlinks=True)
+        self.work.mkdir()
+        path = f"{self.sources}{os.pathsep}{ROOT}"  # the tests' own modules lie beside ours
+        self._env = os.environ | {"PYTHONPATH": path, "SLACK": "0"}
+        self._commands: subprocess.Popen[str] | None = None
+
+    def insert(self, name: str, before: str, text: str) -> None:
+        file = self.sources / name
+        source = file.read_text()
+        assert before in source
+        file.write_text(source.replace(before, text + before))
+
+    def script(self, source: str) -> str:
+        """What a script prints."""
+        words = [sys.executable, "-W", "always", "-c", source]
+        ran = subprocess.run(
+            words, cwd=self.work, env=self._env, capture_output=True, text=True, timeout=240
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    def advisor(self, *words: str, measured: bool = True) -> str:
+        """What a command prints; a tuning is `measured`, or remembers a made-up record."""
+        if self._commands is None:
+            self._commands = subprocess.Popen(
+                [sys.executable, "-c", COMMANDS],
+                cwd=self.work,
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._commands.stdin and self._commands.stdout
+        print(json.dumps([words, measured]), file=self._commands.stdin, flush=True)
+        code, out, err = json.loads(self._commands.stdout.readline())
+        assert code == 0, err
+        return str(out)
+
+    def end(self) -> None:
+        if self._commands is not None:
+            self._commands.communicate()
+
+
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the sources, as they lie in the checkout."""
-    for folder in ("advisor", "tuners", "cache"):
-        shutil.copytree(ROOT / folder, tmp_path / "src" / folder, symlinks=True)
-    (tmp_path / "work").mkdir()
-    return tmp_path
-
-
-def insert(file: Path, before: str, text: str) -> None:
-    source = file.read_text()
-    assert before in source
-    file.write_text(source.replace(before, text + before))
-
-
-def run(copy: Path, *words: str) -> str:
-    """What a command prints, with the copy in place of the installed package."""
-    ran = subprocess.run(
-        [sys.executable, *words],
-        cwd=copy / "work",
-        env=os.environ | {"PYTHONPATH": str(copy / "src"), "SLACK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+def copy(tmp_path: Path) -> Iterator[Copy]:
+    made = Copy(tmp_path)
+    yield made
+    made.end()
 
 
 def test_the_public_signatures_have_every_row() -> None:
@@ -82,65 +125,55 @@ def test_the_public_signatures_have_every_row() -> None:
     assert applied == dict(inspect.signature(advisor.lookup).parameters)
 
 
-def test_a_field_of_the_task(copy: Path) -> None:
-    sources = copy / "src"
-    insert(sources / "cache/task.py", "\n    @classmethod\n    def of(", FIELD)
+def test_a_field_of_the_task(copy: Copy) -> None:
+    copy.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
     for file in ("advisor/tuning.py", "advisor/finding/lookups.py"):
-        insert(
-            sources / file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n"
-        )
-    (copy / "work" / "model.py").write_text(MODEL)
-    assert "--flavour [plain|sour]" in run(copy, "-m", "advisor", "tune", "--help")
-    assert "--flavour [plain|sour]" in run(copy, "-m", "advisor", "why", "--help")
+        copy.insert(file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n")
+    (copy.work / "model.py").write_text(MODEL)
+    assert "--flavour [plain|sour]" in copy.advisor("tune", "--help")
+    assert "--flavour [plain|sour]" in copy.advisor("why", "--help")
 
-    tune = ("-m", "advisor", "tune", "model.py", "--shape", SHAPE, "--device", "cpu")
-    quick = ("--budget", "8s", "--trials", "2", "--fixed-batch", "--no-compile", "--no-verify")
-    plain = json.loads(run(copy, *tune, *quick, "--json"))
-    sour = json.loads(run(copy, *tune, *quick, "--flavour", "sour", "--json"))
+    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
+    quick = ("--budget", "3s", "--trials", "2", "--fixed-batch", "--no-compile", "--no-verify")
+    sour = json.loads(copy.advisor(*tune, *quick, "--flavour", "sour"))
+    plain = json.loads(copy.advisor(*tune, *quick, measured=False))
     assert (plain["status"], sour["status"]) == ("tuned", "tuned")
     assert plain["record"]["id"] != sour["record"]["id"]
-    again = json.loads(run(copy, *tune, *quick, "--flavour", "sour", "--json"))
+    again = json.loads(copy.advisor(*tune, *quick, "--flavour", "sour", measured=False))
     assert (again["status"], again["record"]["id"]) == ("known", sour["record"]["id"])
 
     line = sour["record"]["script"]
     assert 'flavour="sour"' in line and "flavour" not in plain["record"]["script"]
-    told = run(
-        copy,
-        *("-W", "always", "-c"),
+    told = copy.script(
         f"import sys, advisor\n{line}\nprint(advice.record.id)\n"
         "print(advisor.lookup('model.py:Net', shape='4x3x8x8').record.id)\n"
         "sys.stderr = sys.stdout\n"
-        "advisor.lookup('model.py:Net', shape='4x3x9x9', flavour='sour')",
+        "advisor.lookup('model.py:Net', shape='4x3x9x9', flavour='sour')"
     )
     assert told.split()[:2] == [sour["record"]["id"], plain["record"]["id"]]
     assert "--flavour sour" in told
-    why = run(copy, "-m", "advisor", "why", "model.py", "--shape", SHAPE, "--flavour", "sour")
+    why = copy.advisor("why", "model.py", "--shape", SHAPE, "--flavour", "sour")
     assert "flavour plain -> sour" in why
 
 
-def test_a_knob(copy: Path) -> None:
+def test_a_knob(copy: Copy) -> None:
     """Of whole numbers from 0 on, which is what is read, by a mistake, as nothing at all."""
-    knobs = copy / "src" / "tuners" / "knobs.py"
-    insert(knobs, '    Knob(\n        name="threads",', KNOB)
-    (copy / "work" / "model.py").write_text(SLEEPY)
-    tune = ("-m", "advisor", "tune", "model.py", "--shape", SHAPE, "--device", "cpu")
-    options = ("--budget", "20s", "--fixed-batch", "--no-compile", "--precisions", "default")
-    found = json.loads(run(copy, *tune, *options, "--json"))["record"]
+    copy.insert("tuners/knobs.py", '    Knob(\n        name="threads",', KNOB)
+    (copy.work / "model.py").write_text(SLEEPY)
+    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
+    options = ("--budget", "8s", "--fixed-batch", "--no-compile", "--precisions", "default")
+    found = json.loads(copy.advisor(*tune, *options))["record"]
     chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
     assert chosen == {"flags": 9, "pilot": 9, "loop": 9, "capture": 9}
     assert found["baseline"]["config"]["slack"] == 0
 
-    explained = run(copy, "-m", "advisor", "explain", found["id"], "--budget", "10s")
-    assert "slack=9" in explained
-    shown = run(copy, "-m", "advisor", "show", found["id"])
-    assert "slack=9" in shown
-    served = run(
-        copy,
-        "-c",
+    assert "slack=9" in copy.advisor("explain", found["id"], "--budget", "4s")
+    assert "slack=9" in copy.advisor("show", found["id"])
+    served = copy.script(
         "import os, advisor\n"
         f"{found['script']}\n"
         "print(os.environ['SLACK'], advice.config.slack)\n"
         "missed = advisor.apply('model.py:Net', shape='4x3x9x9')\n"
-        "print(missed.config.slack)",
+        "print(missed.config.slack)"
     )
     assert served.split() == ["9", "9", "0"]

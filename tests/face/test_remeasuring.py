@@ -39,7 +39,7 @@ BUSY = LAYERED.replace(
 )
 """As fast as LAYERED, but where a file says that the machine is busy: then as fast as chance is."""
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
-TRIALS = ("--budget", "15s", "--fixed-batch", "--trials", "3", "--effort", "quick")
+TRIALS = ("--budget", "10s", "--fixed-batch", "--trials", "3", "--effort", "quick")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def verified(folder: Path, *arguments: str) -> Done:
 
 def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
     record = advise({"precision": "bf16"})
-    done = advisor(tuned, "explain", record.id, "--budget", "30s", "--plot", "why.png")
+    done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
     assert done.returncode == 0, done.stderr
     assert "Set back to torch's default, as no slower: precision" in done.stdout
     assert (tuned / "why.png").stat().st_size > 1000

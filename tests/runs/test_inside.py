@@ -29,9 +29,11 @@ from tests.runs.forked import left_behind, space_of
 
 SCRIPT = """
 import sys, time
+from pathlib import Path
 
 import advisor
 
+enough = Path("enough")
 tune = sys.argv[2] if len(sys.argv) > 2 else None
 advice = advisor.apply(tune=tune, compile=False)
 
@@ -41,7 +43,7 @@ from torch import nn
 net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
 optimizer = torch.optim.AdamW(net.parameters())
 until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until and "in force" not in advice.report():
+while time.monotonic() < until and not (enough.exists() or "in force" in advice.report()):
     loss = net(torch.randn(8, 3, 8, 8)).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -99,17 +101,17 @@ def ends(pid: int) -> bool:
 
 
 def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
-    process = begun(script, "60", "8s")
+    process = begun(script, "60", "5s")
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "AdvisorWarning" not in err
     assert out.startswith("in force: ")
     assert "found in this run" in out
     (record,) = open_records(None).all()
-    assert record.target.name == "python train.py 60 8s"
+    assert record.target.name == "python train.py 60 5s"
     assert len(record.trials) > 1
     assert record.provenance.how == "within its own run"
-    assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 8s"
+    assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 5s"
     assert not suffices(record.provenance.effort, "quick")
     assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
     modes = {one.config.get("compile", "none") for one in record.trials}
@@ -165,7 +167,7 @@ def test_every_process_goes_on_alike(tmp_path: Path) -> None:
 
 
 def test_under_advisor_run(script: Path) -> None:
-    by = [sys.executable, "-m", "advisor", "run", "--tune", "8s", "--"]
+    by = [sys.executable, "-m", "advisor", "run", "--tune", "5s", "--"]
     process = begun(script, "60", by=by)
     out, err = process.communicate()
     assert process.returncode == 0, err
@@ -174,9 +176,13 @@ def test_under_advisor_run(script: Path) -> None:
 
 
 def test_the_script_goes_on_without_the_search(script: Path) -> None:
-    process = begun(script, "20", "5m")
+    process = begun(script, "60", "5m")
     os.kill(conductor_of(process), signal.SIGKILL)
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    script.with_name("enough").touch()
     out, err = process.communicate()
+    err = told + err
     assert process.returncode == 0, err
     assert err.count("AdvisorWarning") == 1
     assert "the search within this run has ended" in err

@@ -130,23 +130,24 @@ def test_a_mean_config_costs_one_trial(
     assert measured.outcome == outcome
     assert reason in measured.reason
     assert "\n" not in measured.reason
+    assert "nanobind" not in measured.reason, "what is said as an interpreter ends"
     good = measure(worker, 4)
     assert good.ok and good.samples_per_s > 0
 
 
 def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
-    worker.deadline_s = 3
+    worker.deadline_s = 1
     try:
         measured = measure(worker, 6)
     finally:
         worker.deadline_s = 60
-    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 3 s")
+    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 1 s")
     assert measure(worker, 4).ok
 
 
 def test_a_measurement_has_a_deadline_of_its_own(worker: Worker) -> None:
-    measured = worker.measure(config(6), seconds=0.1, deadline_s=2.0)
-    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 2 s")
+    measured = worker.measure(config(6), seconds=0.1, deadline_s=1.0)
+    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 1 s")
     assert measure(worker, 4).ok
 
 
