@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from advisor.finding.in_command import InCommand
     from advisor.tuners.act.pilot.orders import Guide, Lap, Order
     from advisor.tuners.act.pilot.seen import Seen
 
@@ -41,12 +43,16 @@ class _Later:
     def _guide(self) -> Guide:
         if self._made is None:
             from advisor.finding.conducted import Conducted
+            from advisor.finding.in_command import InCommand
             from advisor.finding.piloted import Found
             from advisor.tuners.act.pilot.line import RUN
 
             told = json.loads(os.environ[RUN])
             command, tune_s = told["command"], told["tune_s"]
-            self._made = Conducted(command, tune_s=tune_s) if tune_s else Found(command)
+            options = InCommand(**told["options"]) if told["options"] else None
+            self._made = (
+                Conducted(command, tune_s=tune_s) if tune_s else Found(command, options=options)
+            )
         return self._made
 
     def takes_over(self) -> bool:
@@ -81,8 +87,21 @@ class _Later:
         self._guide.lost(exc, order)
 
 
-def environment(command: list[str], tune_s: float) -> dict[str, str]:
-    """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
+def environment(
+    command: list[str], tune_s: float, options: InCommand | None = None
+) -> dict[str, str]:
+    """What `advisor run` adds to its command's environment.
+
+    Args:
+        command: as it was typed.
+        tune_s: 0 for no tuning.
+        options: of it, that are set otherwise.
+    """
     from advisor.tuners.act.pilot.line import RUN, bringing
 
-    return {RUN: json.dumps({"command": command, "tune_s": tune_s}), **bringing(INJECTED)}
+    told = {
+        "command": command,
+        "tune_s": tune_s,
+        "options": dataclasses.asdict(options) if options is not None else None,
+    }
+    return {RUN: json.dumps(told), **bringing(INJECTED)}

@@ -100,8 +100,9 @@ class Loaders:
         if not self._ways:
             return Loading()
         workers, pinned, why = max(self._ways)
-        self._most = 0 if workers or why else _most(self._batch_bytes)
-        return Loading(workers=workers, pinned=pinned, most=self._most, why=why)
+        room = _most(self._batch_bytes)
+        self._most = 0 if workers or why else room
+        return Loading(workers=workers, pinned=pinned, most=self._most, room=room, why=why)
 
     @property
     def at_work(self) -> bool:
