@@ -434,14 +434,16 @@ class OfRun(_Tuning):
             batches: tuple[int, ...] = (task.batch,)
             if BATCH in run.mapped:
                 batches = _batches(task, facts, key.environment.device.memory_gib)
+            fed_by_option = bool(set(knobs.FEEDS) & set(run.mapped))
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, batches),
                 use=PILOT,
-                workers=seen.room if set(knobs.FEEDS) & set(run.mapped) else seen.workers,
+                workers=seen.room if fed_by_option else seen.workers,
                 mapped=run.mapped,
                 varies=seen.varies,
                 own=seen.own,
-                kept=seen.kept,
+                # Workers that the script starts itself are none of the pilot's.
+                kept=(*seen.kept, *knobs.FEEDS) if fed_by_option else seen.kept,
             )
             space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes

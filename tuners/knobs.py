@@ -406,6 +406,10 @@ def _own_workers(script: Script) -> Own | None:
     return None if loading.most else Own(None, why=loading.why)
 
 
+def _own_prefetching(script: Script) -> Own | None:
+    return None if script.loading.most else Own(None)
+
+
 def _own_pinning(script: Script) -> Own | None:
     if script.loading.pinned:
         return Own(True)
@@ -579,6 +583,21 @@ KNOBS: tuple[Knob, ...] = (
         mapped="num_workers",
         script=_own_workers,
         loader=lambda value: {"num_workers": value},
+    ),
+    Knob(
+        name="prefetch_factor",
+        summary="batches that each loader worker of a run fetches ahead",
+        domain=Domain(most=2**10),
+        default=None,
+        # PyTorch's own first. More evens out samples that take longer than others.
+        values=lambda here: (2, 4, 8) if here.workers else (),
+        needs=lambda _value: PILOT,
+        conflicts={"num_workers": (0,)},
+        guess="",
+        shown=lambda value: f"{value} batches ahead",
+        feeds=True,
+        script=_own_prefetching,
+        loader=lambda value: {"prefetch_factor": value},
     ),
     Knob(
         name="pin_memory",

@@ -99,8 +99,8 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
     assert "this command was not tuned with --map batch=--batch-size; run: advisor tune --map" in (
         nothing.stderr
     )
-    words = (*QUICK, "--budget", "40s", "--trials", "2", "--json", *MAP, "--", *TRAIN)
-    done = advisor(folder, "tune", *words)
+    plan = ("tune", *QUICK, "--budget", "40s", "--trials", "2", "--json")
+    done = advisor(folder, *plan, *MAP, "--", *TRAIN)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)["record"]
     won = {
@@ -117,7 +117,7 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
     assert asked.stderr == said
     unasked = run(folder, "--", *TRAIN, "--epochs", "1")
     assert (unasked.stdout, unasked.stderr) == ("batch 4\n", "")
-    again = advisor(folder, "tune", *words[:-4], "--", *TRAIN)
+    again = advisor(folder, *plan, "--", *TRAIN)
     assert json.loads(again.stdout)["status"] == "known"
 
 

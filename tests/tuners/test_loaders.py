@@ -222,6 +222,32 @@ def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None
     assert not fed.seen().room
 
 
+class Said:
+    """A sampler that tells what it was asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(24):
+            self.numbers.append(number)
+            yield number
+
+
+@pytest.mark.parametrize(("shared_bytes", "ahead"), [(2**30, 4), (24, 2)])
+def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
+) -> None:
+    monkeypatch.setattr(host, "shared_bytes", lambda: shared_bytes)
+    said = Said()
+    loader = DataLoader(Numbered(), batch_size=None, sampler=said)
+    assert looked_at(fed, loader).most
+    said.numbers.clear()
+    fed.set({"num_workers": 1, "prefetch_factor": 4})
+    next(iter(loader))
+    assert len(said.numbers) == 1 + ahead
+
+
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
