@@ -247,7 +247,7 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice("nothing was raced beside torch's default yet; goes on")
+            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
         if more := set(key.task.map) - set(known.key.task.map):
             self._progress.notice(f"tuned without --map {', '.join(sorted(more))}; goes on with it")

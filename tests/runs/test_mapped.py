@@ -11,8 +11,11 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.errors import UsageError
+from advisor.piloting import INJECTED
 from advisor.tuners.measure.run.mapped import Mapped
+from advisor.tuners.measure.run.run import Run
 from tests.face.commands import PACE, Done, advisor
+from tests.runs.forked import space_of
 
 OWN = Config(batch_size=64, num_workers=2)
 BATCH = {"batch": "--batch-size"}
@@ -63,13 +66,14 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--workers", type=int)
+parser.add_argument("--loaders", type=int, default=0)
 parser.add_argument("--epochs", type=int, default=10**6)
 given = parser.parse_args()
 net = nn.Linear(8, 4)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 data = TensorDataset(torch.randn(256, 8), torch.randint(4, (256,)))
 for _ in range(given.epochs):
-    for x, y in DataLoader(data, batch_size=given.batch_size):
+    for x, y in DataLoader(data, given.batch_size, num_workers=given.loaders):
         keep_pace(net, 0.01)
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
@@ -119,6 +123,23 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
     assert (unasked.stdout, unasked.stderr) == ("batch 4\n", "")
     again = advisor(folder, *plan, "--", *TRAIN)
     assert json.loads(again.stdout)["status"] == "known"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--loaders", ""), ("--workers", "the script has 0 loader workers, not 1")],
+)
+def test_workers_of_the_script_are_set_at_a_start_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    how = {"injected": INJECTED, "log": folder / "log", "deadline_s": 60.0}
+    with Run(TRAIN, options={"num_workers": option}, **how) as run:
+        run.own = Config(space_of(run.describe()).default | {"num_workers": 0})
+        assert run.measure(run.own, seconds=0.2).ok
+        measured = run.measure(run.own.replace(num_workers=1), seconds=0.2)
+        assert (measured.ok, measured.reason) == (not said, said)
+        assert run.measure(run.own, seconds=0.2).ok
 
 
 @pytest.mark.parametrize(
