@@ -103,7 +103,7 @@ class Found:
         advice = served(lookup, device=seen.device, strict=self._strict)
         record = advice.record
         if self._options is not None:
-            _warn_of_another(self._options, record, seen)
+            _warn_of_another(self._options, record, lookup.batch)
         if record is None or (searches and not record.compares):
             return None
         config, own = _followed(record, advice.config, seen)
@@ -161,12 +161,12 @@ def in_force(config: Config, own: Config, reason: str) -> Order:
     return Order(config=config, own=own, careful=True)
 
 
-def _warn_of_another(options: InCommand, record: Record | None, seen: Seen) -> None:
+def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> None:
     """What was put into the command by its words alone is held against what it trains."""
     if record is not None and record.id != options.record:
         what = f"is of record {record.id}"
-    elif options.batch and seen.shape[0] != options.batch:
-        what = f"has {seen.shape[0]} samples a step, not {options.batch}"
+    elif options.batch and batch != options.batch:
+        what = f"has {batch} samples a step, not {options.batch}"
     elif record is None:
         what = "is none that was tuned"
     else:

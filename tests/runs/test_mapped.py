@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.config import Config
-from advisor.errors import UsageError
+from advisor.errors import AdvisorWarning, UsageError
+from advisor.finding.in_command import InCommand
+from advisor.finding.piloted import _warn_of_another
 from advisor.piloting import INJECTED
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.run import Run
@@ -123,6 +125,16 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
     assert (unasked.stdout, unasked.stderr) == ("batch 4\n", "")
     again = advisor(folder, *plan, "--", *TRAIN)
     assert json.loads(again.stdout)["status"] == "known"
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"), [(16, "is none that was tuned"), (4, "has 4 samples a step, not 16")]
+)
+def test_options_that_were_set_for_another_run_are_told(batch: int, said: str) -> None:
+    options = InCommand(record="ae1b@4", said="--batch-size 16", batch=16, own_batch=4)
+    line = f"--batch-size 16 was set as record ae1b@4 advises, and this run {said}"
+    with pytest.warns(AdvisorWarning, match=line):
+        _warn_of_another(options, None, batch)
 
 
 @pytest.mark.parametrize(
