@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from advisor.finding.in_command import InCommand
     from advisor.tuners.act.pilot.orders import Guide, Lap, Order
     from advisor.tuners.act.pilot.seen import Seen
 
@@ -42,16 +44,18 @@ class _Later:
     def _guide(self) -> Guide:
         if self._made is None:
             from advisor.finding.conducted import Conducted
+            from advisor.finding.in_command import InCommand
             from advisor.finding.piloted import Found
             from advisor.tuners.act.pilot.line import RUN
 
             told = json.loads(os.environ[RUN])
             command, tune_s = told["command"], told["tune_s"]
             folder = Path(told["folder"]) if told["folder"] else None
+            options = InCommand(**told["options"]) if told["options"] else None
             self._made = (
                 Conducted(command, tune_s=tune_s, folder=folder)
                 if tune_s
-                else Found(command, folder=folder)
+                else Found(command, folder=folder, options=options)
             )
         return self._made
 
@@ -87,12 +91,25 @@ class _Later:
         self._guide.lost(exc, order)
 
 
-def environment(command: list[str], tune_s: float) -> dict[str, str]:
-    """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
+def environment(
+    command: list[str], tune_s: float, options: InCommand | None = None
+) -> dict[str, str]:
+    """What `advisor run` adds to its command's environment.
+
+    Args:
+        command: as it was typed.
+        tune_s: 0 for no tuning.
+        options: of it, that are set otherwise.
+    """
     from advisor.tuners.act.pilot.line import RUN, bringing
 
     folder = ""
     with contextlib.suppress(OSError):  # it is gone
         folder = str(Path.cwd())
-    told = {"command": command, "tune_s": tune_s, "folder": folder}
+    told = {
+        "command": command,
+        "tune_s": tune_s,
+        "folder": folder,
+        "options": dataclasses.asdict(options) if options is not None else None,
+    }
     return {RUN: json.dumps(told), **bringing(INJECTED)}

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import WITHIN, Record
+from advisor.cache.record import PILOT, WITHIN, Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
@@ -29,17 +30,30 @@ DEEPEST = 3
 MOST_FOLDERS = 500
 
 
-def script_line(record: Record, cache: Cache = None) -> str:
+def script_line(record: Record, cache: Cache = None, *, free: bool = False) -> str:
     """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
-    takes it."""
+    takes it; `free`: of a run, with the batch free."""
     task = here(record)
     if task.command:
-        return shlex.join(["advisor", "run", *_elsewhere(cache), "--", *task.command])
+        words = [*_options(record, free=free), *_elsewhere(cache)]
+        return shlex.join(["advisor", "run", *words, "--", *task.command])
     given = [_python_text(task.target), *python(task)]
     if cache is not None and _urls(cache) != _urls(None):
         urls = _urls(cache)
         given.append(f"cache={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
     return f"advice = advisor.apply({', '.join(given)})"
+
+
+def _options(record: Record, *, free: bool) -> list[str]:
+    """The options that name what of a run's advice is set through its command's own."""
+    from advisor.tuners.knobs import KNOBS
+
+    changed = record.winner(PILOT, free=free).config.changed(record.baseline.config)
+    wanted = {
+        knob.mapped for knob in KNOBS if knob.name in changed or (free and knob.name == BATCH)
+    }
+    options = record.key.task.map.only(*wanted)
+    return [word for name, option in options.items() for word in ("--map", f"{name}={option}")]
 
 
 def _python_text(text: str) -> str:
@@ -73,7 +87,7 @@ def tune_again(record: Record, cache: Cache = None) -> str:
 def about(command: str, record: Record, cache: Cache = None) -> str:
     """The line of a command that measures a KEY again: 'advisor explain ae1bff61eea5@64'."""
     run = record.key.task.command
-    words = ["advisor", command, record.id, *_elsewhere(cache)]
+    words = ["advisor", command, record.id, *_options(record, free=False), *_elsewhere(cache)]
     return shlex.join([*words, *(["--", *run] if run else [])])
 
 

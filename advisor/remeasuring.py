@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.kinds import Seconds
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import (
@@ -106,6 +106,7 @@ def explain(
     *,
     target: str | None = None,
     command: Sequence[str] = (),
+    options: Mapping[str, Value] | None = None,
     budget: float | str = EXPLAIN,
     cache: Cache = None,
     progress: Progress | None = None,
@@ -120,7 +121,7 @@ def explain(
         key: of the record, 'ae1bff61eea5@64', or the start of it.
         target: where the record's target is now; default: its file, if it is under this folder.
         command: of the record of a run, as `advisor tune -- COMMAND` took it: nothing that a
-            record names is started.
+            record names is started. `options` of it as `advisor tune --map` takes them.
         budget: wall seconds, or '40s', of all measuring; the first start is not counted.
 
     Raises:
@@ -132,7 +133,7 @@ def explain(
     records = _records(cache)
     record = records.get(key)
     _refuse(record, about("explain", record, cache), target, command)
-    subject = _Subject(records, record, target, command, progress or Progress())
+    subject = _Subject(records, record, target, command, options, progress or Progress())
     with subject.measured(budget_s) as again:
         parts = again.parts()
         idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
@@ -148,6 +149,7 @@ def verify(
     *,
     target: str | None = None,
     command: Sequence[str] = (),
+    options: Mapping[str, Value] | None = None,
     budget: float | str = VERIFY,
     cache: Cache = None,
     progress: Progress | None = None,
@@ -167,7 +169,7 @@ def verify(
     records = _records(cache)
     record = records.get(key)
     _refuse(record, about("verify", record, cache), target, command)
-    subject = _Subject(records, record, target, command, progress or Progress())
+    subject = _Subject(records, record, target, command, options, progress or Progress())
     with subject.measured(budget_s) as again:
         base, advised = record.baseline.config, record.winner(record.use).config
         winners = {use: record.winner(use).config for use in _uses(record)}
@@ -566,7 +568,7 @@ def _refuse(record: Record, line: str, target: str | None, command: Sequence[str
         )
 
 
-def _refuse_fed_otherwise(record: Record, seen: Seen) -> None:
+def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> None:
     """Refuse a run whose loader, no part of its key, cannot work as the record's did.
 
     Raises:
@@ -575,7 +577,7 @@ def _refuse_fed_otherwise(record: Record, seen: Seen) -> None:
     from advisor.tuners.knobs import FEEDS, described
 
     feeds = record.winner(record.use).config.changed(record.baseline.config).only(*FEEDS)
-    if feeds and not seen.workers:
+    if feeds.without(*mapped) and not seen.workers:
         why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
         raise UsageError(
             f"record {record.id} is of another run than this: it has {described(feeds, Config())}, "
@@ -585,13 +587,14 @@ def _refuse_fed_otherwise(record: Record, seen: Seen) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """A record, and what is run for it: a target, or a command. `progress` is told of the latter's
-    side effects."""
+    """A record, and what is run for it: a target, or a command with its `options`. `progress` is
+    told of the latter's side effects."""
 
     records: Records
     record: Record
     target: str | None
     command: Sequence[str]
+    options: Mapping[str, Value] | None
     progress: Progress
 
     @contextlib.contextmanager
@@ -609,7 +612,13 @@ class _Subject:
     def _run(self) -> Iterator[tuple[Tester, float]]:
         """The command at its first steps, and the least seconds of a comparison with fp32."""
         record = self.record
-        with begun(self.command, self.records, self.progress, deadline_s=DEADLINE_S) as run:
+        with begun(
+            self.command,
+            self.records,
+            self.progress,
+            deadline_s=DEADLINE_S,
+            options=self.options,
+        ) as run:
             seen = run.describe()
             key = key_of(seen, self.command, permitted(record.key.task))
             kind, differs = compare(key, record.key)
@@ -618,7 +627,7 @@ class _Subject:
             if kind == "miss" or key.task.batch != record.batch:
                 listed = ", ".join(map(str, differs))
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
-            _refuse_fed_otherwise(record, seen)
+            _refuse_fed_otherwise(record, seen, run.mapped)
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
             steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
             yield run, COMPARE_S + steps_s

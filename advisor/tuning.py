@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
-from advisor.cache.config import Config, Value
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
@@ -159,7 +159,7 @@ def measured_run(
 
     Args:
         command: its words, as ['torchrun', '--nproc-per-node', '4', 'train.py'].
-        permitted: fields of a Task by name, checked: precisions, tolerance and their like.
+        permitted: fields of a Task by name, checked: precisions, tolerance, map and their like.
         show: called with what the command prints, as it comes, from another thread.
 
     Raises:
@@ -247,8 +247,11 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice("nothing was raced beside torch's default yet; goes on")
+            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
+        if more := set(key.task.map) - set(known.key.task.map):
+            self._progress.notice(f"tuned without --map {', '.join(sorted(more))}; goes on with it")
+            return _Before()
         if not suffices(known.provenance.effort, plan.effort):
             self._progress.notice(f"tuned {known.provenance.how}; goes on with {plan.effort}")
         elif length_of(known) == plan.length(key.task.batch):
@@ -269,6 +272,7 @@ class _Tuning(ABC):
             target=asked.target,
             model_args=asked.model_args,
             command=asked.command,
+            map=asked.map or known.key.task.map,
         )
         key = dataclasses.replace(known.key, task=task)
         # Of several versions under one name the one that was revised last counts.
@@ -416,6 +420,8 @@ class OfRun(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
+        from advisor.tuners import knobs
+
         with self.begun() as run:
             began = time.monotonic()
             seen = run.describe()
@@ -425,16 +431,23 @@ class OfRun(_Tuning):
             key = key_of(seen, self._command, self._permitted)
             task = key.task
             facts = _facts(seen, task, key.environment)
+            batches: tuple[int, ...] = (task.batch,)
+            if BATCH in run.mapped:
+                batches = _batches(task, facts, key.environment.device.memory_gib)
+            fed_by_option = bool(set(knobs.FEEDS) & set(run.mapped))
             situation = dataclasses.replace(
-                _situation(key, self._plan, facts, (task.batch,)),
+                _situation(key, self._plan, facts, batches),
                 use=PILOT,
-                workers=seen.workers,
+                workers=seen.room if fed_by_option else seen.workers,
+                mapped=run.mapped,
                 varies=seen.varies,
                 own=seen.own,
-                kept=seen.kept,
+                # Workers that the script starts itself are none of the pilot's.
+                kept=(*seen.kept, *knobs.FEEDS) if fed_by_option else seen.kept,
             )
             space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes
+            self._try_options(run, space)
             yield _Subject(
                 worker=run,
                 facts=facts,
@@ -447,6 +460,20 @@ class OfRun(_Tuning):
                 draws=seen.draws,
             )
 
+    def _try_options(self, run: Run, space: Space) -> None:
+        """See that options set what they are to, before anything is measured for it.
+
+        Raises:
+            UsageError: one does not.
+        """
+        for name in run.mapped:
+            if name not in space.choices:
+                raise UsageError(f"map: {name}: the steps are fed by no DataLoader here")
+            others = space.choices[name][1:]
+            # One that the command gives itself is taken; that of workers may never be needed.
+            if others and (name == BATCH or not run.gives(name)):
+                run.try_option(name, others[0])
+
     def begun(self) -> Run:
         """What is measured, once it is entered."""
         return begun(
@@ -454,6 +481,7 @@ class OfRun(_Tuning):
             self._records,
             self._progress,
             deadline_s=self._deadline_s,
+            options=self._permitted.get("map"),
             show=self._show,
         )
 
@@ -470,9 +498,14 @@ def begun(
     progress: Progress,
     *,
     deadline_s: float,
+    options: Mapping[str, Value] | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Run:
-    """A command that is measured once this is entered; what becomes of it is said before."""
+    """A command that is measured once this is entered; what becomes of it is said before.
+
+    Args:
+        options: as `Run` takes them.
+    """
     from advisor.piloting import INJECTED
     from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.run.words import measurable
@@ -484,7 +517,9 @@ def begun(
         "itself are saved, reports to wandb, comet, mlflow and their like are off"
     )
     progress.notice(f"its output: {log}")
-    return Run(command, injected=INJECTED, log=log, deadline_s=deadline_s, show=show)
+    return Run(
+        command, injected=INJECTED, log=log, deadline_s=deadline_s, show=show, options=options
+    )
 
 
 def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:

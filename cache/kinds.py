@@ -363,6 +363,51 @@ class Arguments(_Plain[Config]):
         return f"{{{', '.join(f'{_quoted(name)}: {_quoted(v)}' for name, v in value.items())}}}"
 
 
+class Options(_Plain[Config]):
+    """Options of a script by what they set, as a mapping or as texts 'batch=--batch-size'."""
+
+    metavar = "KNOB=OPTION"
+    repeats = True
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def checked(self, what: str, value: object) -> Config:
+        if isinstance(value, Mapping):
+            pairs = list(value.items())
+        elif isinstance(value, str | Sequence):
+            texts = [value] if isinstance(value, str) else value
+            pairs = [self._pair(what, text) for text in texts]
+        else:
+            raise UsageError(f"{what} {value!r}: expected {self.metavar}, e.g. {self._example}")
+        found: dict[str, Value] = {}
+        for name, option in pairs:
+            if name not in self.names:
+                raise UsageError(f"{what} {name!r}: expected one of {', '.join(self.names)}")
+            if name in found:
+                raise UsageError(f"{what}: {name} is given twice; give it once")
+            if not isinstance(option, str) or not re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", option):
+                raise UsageError(f"{what} {option!r}: expected an option, e.g. {self._example}")
+            found[name] = option
+        return Config(found)
+
+    @property
+    def _example(self) -> str:
+        return "batch=--batch-size"
+
+    def _pair(self, what: str, text: object) -> tuple[str, str]:
+        name, equals, option = str(text).partition("=")
+        if not equals:
+            raise UsageError(f"{what} {text!r}: expected {self.metavar}, e.g. {self._example}")
+        return name, option
+
+    def texts(self, value: Config) -> list[str]:
+        return [f"{name}={option}" for name, option in value.items()]
+
+    def literal(self, value: Config) -> str:
+        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(o)}' for name, o in value.items())}}}"
+
+
 def _written(value: Value) -> str:
     """As `_value` reads it back."""
     if isinstance(value, str):

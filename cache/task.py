@@ -24,6 +24,8 @@ PERMITTED = ("default", "tf32", "bf16", "fp16")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
+MAPPED = ("batch", "num_workers")
+"""What an option of a run's script may set, as `--map` calls it."""
 VOCABULARY = 1000
 TOLERANCE = 0.02
 
@@ -187,6 +189,14 @@ class Task:
         switched="Leave the comparison with strict fp32 out.",
         narrows=True,
     )
+    map: Config = row(  # noqa: RUF009 # a row is no default
+        kinds.Options(MAPPED),
+        "Of a run: what an option of the script sets, e.g. batch=--batch-size; repeat for more.",
+        NONE,
+        decides=False,
+        asked=False,
+        given=False,
+    )
 
     command: tuple[str, ...] = seen(
         kinds.Words(), "The command that was tuned as it is.", (), decides=False
@@ -218,6 +228,8 @@ class Task:
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
         task = cls(target=target, **found)
+        if task.map:
+            raise UsageError("map: a TARGET has no options; give your command after --")
         if len(task.shapes) > 1 and task.batches:
             raise UsageError(
                 "batches: a mix of shapes is tuned at the batches given; leave them out"

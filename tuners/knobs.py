@@ -57,6 +57,8 @@ class Situation:
     """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
     workers: int = 0
     """That the loader of a running script may be given at most."""
+    mapped: tuple[str, ...] = ()
+    """Knobs that options of a run's command set, at a start each."""
     varies: bool = False
     """Whether the inputs of a running script vary in shape."""
     own: Config = Config()  # noqa: RUF009 # immutable
@@ -118,11 +120,13 @@ class Loading:
         workers: processes of its loader's, 0 for none.
         pinned: whether its loader pins memory.
         most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
+        room: workers that make sense, whoever starts them.
     """
 
     workers: int = 0
     pinned: bool = False
     most: int = 0
+    room: int = 0
     why: str = ""
 
 
@@ -208,6 +212,8 @@ class Knob:
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
     that advice sets whatever it was, others stay as the user has them."""
+    mapped: str = ""
+    """What `--map` calls it, where an option of a run's script may set it."""
     script: Callable[[Script], Own | None] | None = None
     """What a running script has set itself, None where that is nothing."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
@@ -388,8 +394,9 @@ def _threads(here: Situation) -> tuple[Value, ...]:
 
 def _workers(here: Situation) -> tuple[Value, ...]:
     """Few first: what gains no more by more is left at that."""
-    most = here.workers
-    return (0, *sorted({most, most // 2, most // 4} - {0})) if most else ()
+    most, own = here.workers, int(here.own.get("num_workers") or 0)
+    more = sorted({most, most // 2, most // 4})
+    return (own, *(number for number in more if number > own)) if most else ()
 
 
 def _own_workers(script: Script) -> Own | None:
@@ -397,6 +404,10 @@ def _own_workers(script: Script) -> Own | None:
     if loading.workers:
         return Own(loading.workers)
     return None if loading.most else Own(None, why=loading.why)
+
+
+def _own_prefetching(script: Script) -> Own | None:
+    return None if script.loading.most else Own(None)
 
 
 def _own_pinning(script: Script) -> Own | None:
@@ -485,6 +496,7 @@ KNOBS: tuple[Knob, ...] = (
         default=None,
         values=lambda here: here.batches,
         guess="",
+        mapped="batch",
         loader=lambda value: {"batch_size": value},
     ),
     Knob(
@@ -568,8 +580,24 @@ KNOBS: tuple[Knob, ...] = (
         guess="",
         shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
         feeds=True,
+        mapped="num_workers",
         script=_own_workers,
         loader=lambda value: {"num_workers": value},
+    ),
+    Knob(
+        name="prefetch_factor",
+        summary="batches that each loader worker of a run fetches ahead",
+        domain=Domain(most=2**10),
+        default=None,
+        # PyTorch's own first. More evens out samples that take longer than others.
+        values=lambda here: (2, 4, 8) if here.workers else (),
+        needs=lambda _value: PILOT,
+        conflicts={"num_workers": (0,)},
+        guess="",
+        shown=lambda value: f"{value} batches ahead",
+        feeds=True,
+        script=_own_prefetching,
+        loader=lambda value: {"prefetch_factor": value},
     ),
     Knob(
         name="pin_memory",

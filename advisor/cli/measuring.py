@@ -23,6 +23,8 @@ from advisor.cli.options import (
     complete_files,
     console,
     json_option,
+    map_option,
+    mapped,
     row_options,
 )
 from advisor.errors import UsageError
@@ -141,6 +143,7 @@ def _budget(default: str) -> Callable[[Command], Command]:
 )
 @_budget(EXPLAIN)
 @target_option
+@map_option
 @cache_option
 @json_option
 @click.pass_context
@@ -150,6 +153,7 @@ def explain(
     plot: Path | None,
     budget: float,
     target: str | None,
+    map: tuple[str, ...],
     cache: str | None,
     as_json: bool,
 ) -> None:
@@ -168,6 +172,7 @@ def explain(
         key,
         target=target,
         command=ctx.meta[COMMAND],
+        options=mapped(map),
         budget=budget,
         cache=cache,
         progress=_said(budget),
@@ -201,6 +206,7 @@ _LAST = {
 @click.argument("key")
 @_budget(VERIFY)
 @target_option
+@map_option
 @cache_option
 @json_option
 @click.pass_context
@@ -209,6 +215,7 @@ def verify(
     key: str,
     budget: float,
     target: str | None,
+    map: tuple[str, ...],
     cache: str | None,
     as_json: bool,
 ) -> None:
@@ -226,6 +233,7 @@ def verify(
         key,
         target=target,
         command=ctx.meta[COMMAND],
+        options=mapped(map),
         budget=budget,
         cache=cache,
         progress=_said(budget),

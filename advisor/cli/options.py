@@ -13,7 +13,7 @@ from rich.console import Console
 
 from advisor.cache.kinds import Choice, Seconds, Several
 from advisor.cache.records import Records
-from advisor.cache.task import Row, rows
+from advisor.cache.task import Row, permissions, rows
 from advisor.errors import UsageError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -133,7 +133,23 @@ cache_option = click.option(
     help="Where records are kept, or several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
+map_option = click.option(
+    "--map",
+    metavar="KNOB=OPTION",
+    multiple=True,
+    help="An option of the command that sets batch or num_workers, as batch=--batch-size; repeat "
+    "for more.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+def mapped(given: tuple[str, ...]) -> dict[str, Any]:
+    """What `map_option` was given, by what it calls the knob.
+
+    Raises:
+        UsageError: one is no such pair.
+    """
+    return dict(permissions({"map": given})["map"]) if given else {}
 
 
 def complain(records: Records) -> None:

@@ -7,7 +7,8 @@ import sys
 
 import click
 
-from advisor.cli.options import OfCommand, Time, cache_option
+from advisor.cli.options import OfCommand, Time, cache_option, map_option, mapped
+from advisor.errors import NoRecord, UsageError
 from advisor.tuners.measure.run.words import isolated, program
 from advisor.tuners.search.plan import Plan
 
@@ -23,7 +24,10 @@ from advisor.tuners.search.plan import Plan
     help="Nothing known yet: so much of the run's first time tries configs at its step boundaries, "
     "then it goes on with the best. What changes numerics cannot be compared with fp32 so.",
 )
-def run(command: tuple[str, ...], cache: str | None, tune_s: float | None) -> None:
+@map_option
+def run(
+    command: tuple[str, ...], cache: str | None, tune_s: float | None, map: tuple[str, ...]
+) -> None:
     """Run COMMAND as it is, with the advice for it in force.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
@@ -34,10 +38,22 @@ def run(command: tuple[str, ...], cache: str | None, tune_s: float | None) -> No
     path = program(command)
     if option := isolated(command):
         click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
+    named = mapped(map)
     if tune_s:
         Plan.of({"budget": tune_s})
-    told = piloting.environment(list(command), tune_s or 0.0)
+        if named:
+            raise UsageError("--map takes starts of its own, --tune has one; give one of them")
+    words, options = command, None
+    if named:
+        from advisor.finding.in_command import with_advice
+
+        try:
+            words, options = with_advice(command, named, cache)
+            click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
+        except NoRecord as exc:
+            click.echo(f"advisor: {exc}. It runs as it is", err=True)
+    told = piloting.environment(list(command), tune_s or 0.0, options)
     if cache is not None:
         told["ADVISOR_CACHE"] = cache
     sys.stdout.flush()
-    os.execve(path, list(command), {**os.environ, **told})
+    os.execve(path, list(words), {**os.environ, **told})

@@ -14,6 +14,7 @@ from advisor.cache.record import PILOT, Record
 from advisor.errors import NoRecord
 from advisor.finding.answer import Answer
 from advisor.finding.failures import Failures
+from advisor.finding.in_command import InCommand
 from advisor.finding.lookups import Lookup, served, set_up_logging, warn
 from advisor.finding.request import Request
 from advisor.opening import Cache
@@ -42,6 +43,7 @@ class Found:
         given: fields of a Task that the user permits.
         on_miss, strict: as `apply` takes them.
         folder: where it was started.
+        options: what a record has set of the command's options.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Found:
         on_miss: str | None = None,
         strict: bool = False,
         folder: Path | None = None,
+        options: InCommand | None = None,
     ) -> None:
         self._command = tuple(command)
+        self._options = options
         self._cache = cache
         self._given = dict(given or {})
         self._on_miss, self._strict, self._where = on_miss, strict, folder
@@ -97,9 +101,13 @@ class Found:
         self._seen = seen
         lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
         lookup.started_in = self._where
+        if self._options is not None and self._options.batch == lookup.batch:
+            lookup.take_free(self._options.own_batch)
         lookup.leaves = (NoRecord,) if searches else ()
         advice = served(lookup, device=seen.device, strict=self._strict)
         record = advice.record
+        if self._options is not None:
+            _warn_of_another(self._options, record, lookup.batch)
         if record is None or (searches and not record.compares):
             return None
         config, own = _followed(record, advice.config, seen)
@@ -157,6 +165,19 @@ def in_force(config: Config, own: Config, reason: str) -> Order:
     return Order(config=config, own=own, careful=True)
 
 
+def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> None:
+    """What was put into the command by its words alone is held against what it trains."""
+    if record is not None and record.id != options.record:
+        what = f"is of record {record.id}"
+    elif options.batch and batch != options.batch:
+        what = f"has {batch} samples a step, not {options.batch}"
+    elif record is None:
+        what = "is none that was tuned"
+    else:
+        return
+    warn(f"{options.said} was set as record {options.record} advises, and this run {what}")
+
+
 def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Config]:
     """(What a run comes to with a config of a record, what it has itself)."""
     base = record.baseline.config
@@ -183,15 +204,26 @@ class _OfRun(Lookup):
         self._seen, self._command, self._given = seen, command, given
         self._cache, self._on_miss = cache, on_miss
         self._task = seen.task(command, given)
+        self._shapes, self._free = self._task.shapes, False
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, as the run is."""
+        return self._task.batch
+
+    def take_free(self, own_batch: int) -> None:
+        """Look for the record of that batch, and take its best config with the batch free."""
+        self._shapes, self._free = ((own_batch, *self._task.sample),), True
 
     def _requested(self) -> Request:
         task = self._task
         shown = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
+        seen = {name: getattr(task, name) for name in shown} | {"shapes": self._shapes}
         return Request(
             target=None,
-            given={**{name: getattr(task, name) for name in shown}, **self._given},
-            batch=task.batch,
-            free=False,
+            given=seen | self._given,
+            batch=self._shapes[0][0],
+            free=self._free,
             use=PILOT,
             device=self._seen.device,
             on_miss=self._on_miss,

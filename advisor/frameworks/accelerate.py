@@ -64,6 +64,7 @@ FRAMEWORK = Framework(
         "compile": _compile,
         "threads": rows.threads,
         "num_workers": rows.num_workers,
+        "prefetch_factor": rows.prefetch_factor,
         "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {}, "cpu": {"cpu": True}},

@@ -52,6 +52,10 @@ def _num_workers(value: Value, _scene: Scene) -> Words:
     return Words(settings={"dataloader_num_workers": value})
 
 
+def _prefetch_factor(value: Value, _scene: Scene) -> Words:
+    return Words(settings={"dataloader_prefetch_factor": value}) if value != 2 else NOTHING
+
+
 def _pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(settings={"dataloader_pin_memory": bool(value)})
 
@@ -82,6 +86,7 @@ FRAMEWORK = Framework(
         "compile": _compile,
         "threads": rows.threads,
         "num_workers": _num_workers,
+        "prefetch_factor": _prefetch_factor,
         "pin_memory": _pin_memory,
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},

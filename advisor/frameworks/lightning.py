@@ -85,6 +85,7 @@ FRAMEWORK = Framework(
         "compile": rows.compile_in_place,
         "threads": rows.threads,
         "num_workers": rows.num_workers,
+        "prefetch_factor": rows.prefetch_factor,
         "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {"accelerator": "gpu"}, "cpu": {"accelerator": "cpu"}},

@@ -84,6 +84,10 @@ def num_workers(value: Value, _scene: Scene) -> Words:
     return Words(loader={"num_workers": value}) if value else NOTHING
 
 
+def prefetch_factor(value: Value, _scene: Scene) -> Words:
+    return Words(loader={"prefetch_factor": value}) if value not in (None, 2) else NOTHING
+
+
 def pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(loader={"pin_memory": True}) if value else NOTHING
 

@@ -61,7 +61,10 @@ def _sections(record: Record, cache: str | None) -> Iterator[Section]:
     yield Section(
         name="script",
         title=tables.where(record),
-        code=(script_line(record, cache), *(f"# {one}" for one in tables.other_uses(record))),
+        code=(
+            script_line(record, cache),
+            *(f"# {one}" for one in tables.other_uses(record, cache)),
+        ),
     )
 
 

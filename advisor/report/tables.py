@@ -8,7 +8,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, LOOP, Choice, Measurement, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, Choice, Measurement, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
@@ -62,7 +62,7 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 def start(record: Record, cache: str | None) -> Iterator[str]:
     """What to write for a record to be followed, and where."""
     yield from ("", f"{where(record)}:", f"    {script_line(record, cache)}")
-    for other in other_uses(record):
+    for other in other_uses(record, cache):
         yield f"    {other}"
 
 
@@ -140,9 +140,10 @@ def _pipeline(config: Config) -> str:
     return "DataLoader default" if said == "torch default" else said
 
 
-def other_uses(record: Record) -> Iterator[str]:
+def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
     """What the script can ask for instead, where it gains by that."""
     if record.key.task.command:
+        yield from _free_run(record, cache)
         return
     loop, default = record.winner(LOOP), record.baseline
     captured, flags, free = (
@@ -158,6 +159,15 @@ def other_uses(record: Record) -> Iterator[str]:
         yield (
             f'or, with the batch free: batch="free" ({free.batch} samples a step; another '
             "batch is another optimisation)"
+        )
+
+
+def _free_run(record: Record, cache: str | None) -> Iterator[str]:
+    free = record.winner(PILOT, free=True)
+    if free.batch != record.batch:
+        yield (
+            f"or, with the batch free ({free.batch} samples a step; another batch is another "
+            f"optimisation): {script_line(record, cache, free=True)}"
         )
 
 

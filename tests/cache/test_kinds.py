@@ -65,6 +65,8 @@ MOST = 2**31 - 1
         (kinds.Shapes(), [[2, 3], "4x3", (3, 4)], ((3, 4), (4, 3), (2, 3))),
         (kinds.Shapes(), f"{MOST}x1", ((MOST, 1),)),
         (kinds.Arguments(), "width=8", Config(width=8)),
+        (kinds.Options(("batch",)), ["batch=--size"], Config(batch="--size")),
+        (kinds.Options(("batch",)), {"batch": "-b"}, Config(batch="-b")),
         (kinds.Arguments(), {"width": 8}, Config(width=8)),
         (
             kinds.Arguments(),
@@ -155,6 +157,14 @@ NO_SHAPE = f": expected a batch and a sample, each number from 1 to {MOST}, e.g.
             kinds.Shapes(),
             [f"{n}x3" for n in range(1, 10)],
             f"shapes {', '.join(f'{n}x3' for n in range(1, 10))}: expected one to 8, got 9",
+        ),
+        (kinds.Options(("batch",)), 3, "it 3: expected KNOB=OPTION, e.g. batch=--batch-size"),
+        (kinds.Options(("batch",)), "lr=--lr", "it 'lr': expected one of batch"),
+        (kinds.Options(("batch",)), 2 * ["batch=-b"], "it: batch is given twice; give it once"),
+        (
+            kinds.Options(("batch",)),
+            {"batch": "$(x)"},
+            "it '$(x)': expected an option, e.g. batch=--batch-size",
         ),
         (kinds.Arguments(), 3, "it 3: expected NAME=VALUE, e.g. num_classes=10"),
         (kinds.Arguments(), "width", "it 'width': expected NAME=VALUE, e.g. num_classes=10"),

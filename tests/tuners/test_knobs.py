@@ -49,7 +49,7 @@ def test_the_rows() -> None:
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
         *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
-        *("threads", "num_workers", "pin_memory"),
+        *("threads", "num_workers", "prefetch_factor", "pin_memory"),
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -154,6 +154,8 @@ OFF, FIXED_ON = (False,), (True,)
         ("num_workers", on_cpu(), ()),
         ("num_workers", on_cpu(workers=1), (0, 1)),
         ("num_workers", on_cpu(workers=15), (0, 3, 7, 15)),
+        ("prefetch_factor", on_cpu(), ()),
+        ("prefetch_factor", on_cpu(workers=1), (2, 4, 8)),
         ("pin_memory", on_cuda(), OFF_ON),
         ("pin_memory", on_cuda(use="pilot"), ()),
         ("pin_memory", on_cuda(use="pilot", workers=1), OFF_ON),
@@ -197,6 +199,7 @@ FOLLOWING = {
     ("step_graph", True): ("capture", True, 1),
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
+    ("prefetch_factor", 4): ("pilot", False, 1),
     ("pin_memory", True): ("pilot", False, 1),
 }
 
@@ -227,9 +230,14 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers")
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers", "prefetch_factor")
     }
-    assert names(lambda knob: knob.feeds) == set(knobs.FEEDS) == {"num_workers", "pin_memory"}
+    assert (
+        names(lambda knob: knob.feeds)
+        == set(knobs.FEEDS)
+        == {*("num_workers", "prefetch_factor", "pin_memory")}
+    )
+    assert names(lambda knob: knob.mapped) == {BATCH, "num_workers"}
     assert names(lambda knob: knob.strict is not None) == {"precision"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
     assert names(lambda knob: knob.chosen) == {"threads"}
@@ -246,6 +254,7 @@ def test_what_does_not_go_together() -> None:
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
         },
+        "prefetch_factor": {"num_workers": (0,)},
         "pin_memory": {"num_workers": (0,)},
     }
 

@@ -219,16 +219,42 @@ def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: L
 def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None:
     epoch(DataLoader(Numbered(), batch_size=3))
     fed.look_anew()
-    assert fed.seen() == Loading()
+    assert not fed.seen().room
+
+
+class Said:
+    """A sampler that tells what it was asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(24):
+            self.numbers.append(number)
+            yield number
+
+
+@pytest.mark.parametrize(("shared_bytes", "ahead"), [(2**30, 4), (24, 2)])
+def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
+) -> None:
+    monkeypatch.setattr(host, "shared_bytes", lambda: shared_bytes)
+    said = Said()
+    loader = DataLoader(Numbered(), batch_size=None, sampler=said)
+    assert looked_at(fed, loader).most
+    said.numbers.clear()
+    fed.set({"num_workers": 1, "prefetch_factor": 4})
+    next(iter(loader))
+    assert len(said.numbers) == 1 + ahead
 
 
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1)),
+        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1, room=2)),
         (
             lambda: DataLoader(Streamed()),
-            Loading(why="the loader: of an IterableDataset every worker would read all"),
+            Loading(room=2, why="the loader: of an IterableDataset every worker would read all"),
         ),
     ],
 )
@@ -248,7 +274,7 @@ def test_it_may_be_asked_to_leave_loaders_alone(
 ) -> None:
     monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
     why = "the loader: ADVISOR_KEEP_LOADER is set"
-    assert looked_at(fed, DataLoader(Numbered())) == Loading(why=why)
+    assert looked_at(fed, DataLoader(Numbered())) == Loading(room=2, why=why)
 
 
 def test_as_many_as_there_are_cores_for_and_as_memory_holds(

@@ -432,6 +432,19 @@ def test_what_a_script_does_itself_is_kept() -> None:
     assert len(space.choices["precision"]) > 1
 
 
+def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
+    net = Net()
+    wrapped = nn.DataParallel(net)
+    wrapped.device_ids = [0, 1]
+    crew = Crew()
+    crew.called[wrapped] = Trained(wrapped, net, ())
+    crew.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
+    one = Seen.of(crew, 4, Loading())
+    (line,) = one.lines()
+    assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
+    assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
+
+
 def test_half_precision_is_no_choice_under_lbfgs() -> None:
     net = Net()
     one = seen(net, torch.optim.LBFGS(net.parameters()))

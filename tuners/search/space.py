@@ -25,6 +25,7 @@ class Space:
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
         conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
         dear: Iterable[str] = (),
+        anew: Iterable[str] = (),
         reference: Config | None = None,
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
@@ -32,6 +33,8 @@ class Space:
         self._conflicts = conflicts or {}
         self.dear = tuple(name for name in dear if name in self.choices)
         """Knobs that are tried on leaders only."""
+        self.anew = frozenset(anew)
+        """Knobs each of whose values takes a start anew."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
         """What torch does by itself, at the user's batch."""
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
@@ -51,6 +54,7 @@ class Space:
             inputs=by_stage[INPUT],
             conflicts={knob.name: knob.conflicts for knob in knobs.KNOBS if knob.conflicts},
             dear=(knob.name for knob in knobs.KNOBS if knob.dear),
+            anew=here.mapped,
         )
         strict = knobs.strict(found.default)
         # A CPU's own float32 is strict.
@@ -171,6 +175,8 @@ def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
     if found and knob.name in here.own:
         own = here.own[knob.name]
         found = (own, *(value for value in found if not _same(value, own)))
+    if knob.name in here.mapped:
+        return found
     if knob.name in here.kept:
         return found[:1]
     widest = USES.index(here.use)

@@ -376,7 +376,7 @@ class Search:
         user = self._space.batch
         widest, *lesser = self._space.uses
         patience = {_Aim(widest, user): PATIENCE}
-        if len(self._space.batches) > 1:
+        if len(self._space.batches) > 1 and BATCH not in self._space.anew:
             patience[_Aim(widest, None)] = PATIENCE
         patience |= {_Aim(use, user): PATIENCE_LESS for use in lesser}
         # Two of its trials at the user's batch for each one beside: that is what is served.

@@ -245,7 +245,7 @@ class _Decision:
         return list(dict.fromkeys(one.choice.config for one in ordered))
 
     def _named(self, config: Config) -> str:
-        return knobs.described(config, self.default)
+        return knobs.described(config, self.default, nothing=self.terms.baseline)
 
     def _started(self, choice: Choice) -> Choice:
         fresh = self.starts.fresh.get(choice.config, 0.0)

@@ -32,7 +32,7 @@ class Seen:
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
         limits: knobs that cannot be tuned here, and why, for people.
         rank, processes: of the job.
-        workers: that its loader may be given.
+        workers: that its loader may be given; `room`: as in `Loading`.
         draws: its models draw random numbers, as for dropout.
     """
 
@@ -55,6 +55,7 @@ class Seen:
     device: str
     threads: int
     workers: int
+    room: int
     draws: bool
 
     @classmethod
@@ -88,6 +89,7 @@ class Seen:
             device=_device(main.model),
             threads=torch.get_num_threads(),
             workers=loading.most,
+            room=loading.room,
             draws=crew.draws,
         )
 

@@ -84,7 +84,8 @@ class Inside(Run):
         """
         del stage, keep, deadline_s
         try:
-            return self._measured(config, seconds, floor, time.monotonic() + PATIENT_S)
+            until = time.monotonic() + PATIENT_S
+            return self._measured(self._ensured(config), config, seconds, floor, until)
         except Struck as exc:
             return Measurement(outcome=exc.outcome, reason=str(exc))
         except Ended as exc:
@@ -108,12 +109,13 @@ class Inside(Run):
 
     def leave(self, config: Config) -> None:
         """Have the script train on with a config, as long as it likes."""
-        self._ensured().leave(config, self.own)
+        self._ensured(config).leave(config, self.own)
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    def _ensured(self) -> Flight:
+    def _ensured(self, config: Config) -> Flight:
+        del config
         if self._flight is None:
             self._flight = Flight(self._running, log=self._log, careful=True)
         return self._flight

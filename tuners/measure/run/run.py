@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -10,13 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
-from advisor.cache.config import Config
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Measurement
-from advisor.errors import TargetFailed, WorkerError
+from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import loading
+from advisor.tuners.knobs import described, loading
 from advisor.tuners.measure.run.command import Shown
+from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.repeated import STEPS, comparison
 from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
 from advisor.tuners.measure.runner import TOO_SOON
@@ -34,7 +36,12 @@ HOPELESS_BLOCKS = 5
 RESTARTS = 3
 """Times in a row that a command may end before a config is measured."""
 TOGETHER = 0.7
-"""Of the device's memory that two starts may take at once."""
+"""Of the device's memory that starts may take at once."""
+MOST_TOGETHER = 3
+"""Starts that wait for their turns at once: what an option of the script sets takes one each."""
+NEAR = 0.25
+"""A batch that differs by a smaller share is the one that was asked for: an epoch's last is less.
+"""
 
 
 class Run:
@@ -45,6 +52,7 @@ class Run:
         injected: the folder with the sitecustomize that brings the pilot.
         deadline_s: seconds until a trial is given up and the command ended.
         show: called with what the command prints, as it comes, from another thread.
+        options: of the command that set knobs, by what `--map` calls these.
 
     Attributes:
         own: what the script does itself; set once its space is known.
@@ -64,17 +72,21 @@ class Run:
         log: Path,
         deadline_s: float,
         show: Callable[[str], None] | None = None,
+        options: Mapping[str, Value] | None = None,
     ) -> None:
-        self._words = tuple(command)
+        self._command = Mapped(command, options or {})
         self._injected = injected
         self._log = log
         self.deadline_s = deadline_s
         self.own = Config()
         self.memory = 0
-        self._session: Session | None = None
+        self._sessions: dict[tuple[str, ...], Session] = {}
+        """By the words of the command, the one that was used last at the end."""
+        self._processes = 1
         self._settled: dict[Config, float] = {}
-        """Seconds of a step of what this session has measured."""
+        """Seconds of a step of what these sessions have measured."""
         self._peak_bytes = 0
+        """Of a step at the script's own batch."""
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
@@ -93,11 +105,38 @@ class Run:
             WorkerError: none came in time.
         """
         try:
-            return self._ensured().seen
+            seen = self._ensured(self.own).seen
         except Ended as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
             raise TargetFailed(str(exc), "") from exc
+        self._processes = seen.processes
+        return seen
+
+    def try_option(self, name: str, value: Value) -> None:
+        """See that an option of the command sets a knob to a value.
+
+        Raises:
+            UsageError: it does not, or the command does not take it.
+        """
+        config = self.own.replace(**{name: value})
+        try:
+            self._ensured(config)
+        except Ended as exc:
+            if exc.outcome in ("out_of_memory", "timed_out"):
+                return  # it was taken
+            numbers = self._command.numbers(config, self.own, self._processes)
+            said = self._command.described({name: numbers[name]})
+            raise UsageError(f"map: with {said} {exc.said or exc}") from exc
+
+    @property
+    def mapped(self) -> tuple[str, ...]:
+        """Knobs that options of the command set."""
+        return self._command.names
+
+    def gives(self, name: str) -> bool:
+        """Whether the command as it is gives the option that sets a knob."""
+        return self._command.given(name)
 
     def measure(
         self,
@@ -118,19 +157,21 @@ class Run:
         most = seconds + self.deadline_s if deadline_s is None else deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
-            until = time.monotonic() + most
+            until = math.inf
             try:
-                measured = self._measured(config, seconds, floor, until)
+                session = self._ensured(config)
+                until = time.monotonic() + most
+                return self._measured(session, config, seconds, floor, until)
             except Ended as exc:
-                self.stop()
+                self._end(config)
                 last = exc
-                if time.monotonic() >= until or (exc.code and config != self.own):
+                if exc.outcome == "out_of_memory" and self._sessions:
+                    self.stop()  # once more with all of the memory
+                elif time.monotonic() >= until or (exc.code and config != self.own):
                     break
-                continue  # it was through, was killed, or hung as it is: once more from the start
+                # Else it was through, was killed, or hung as it is: once more from the start.
             except Struck as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
-            self._peak_bytes = max(self._peak_bytes, measured.peak_bytes)
-            return measured
         assert last is not None
         if last.code:
             return Measurement(outcome=last.outcome, reason=str(last))
@@ -147,11 +188,11 @@ class Run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
-            if self._alone():
-                self.stop()
+            self._make_room(config)
             try:
-                session = self._started({f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}, until)
-                first = session.lap(config, self.own, 1, until)
+                caches = {f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}
+                session = self._started(config, caches, until)
+                first = self._lap(session, config, 1, until)
                 return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
             except (Ended, Struck) as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
@@ -175,12 +216,12 @@ class Run:
         del steps
         seconds = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + seconds
-        asked = comparison(config, against, tolerance, tf32=self.memory > 0)
+        asked = comparison(self._within(config), against, tolerance, tf32=self.memory > 0)
         for _ in range(RESTARTS):
             try:
                 return self._compared(asked, until)
             except Ended as exc:
-                self.stop()
+                self._end(self.own)
                 last = exc
                 if exc.outcome == "timed_out":
                     last = Ended("timed_out", f"it was not over within {seconds:.0f} s")
@@ -193,45 +234,84 @@ class Run:
 
     def stop(self) -> None:
         """End the command and everything it started."""
-        if self._session is not None:
-            self._session.end()
-            self._session = None
-            self._settled.clear()
+        while self._sessions:
+            self._end_one(next(iter(self._sessions)))
+
+    def _end(self, config: Config) -> None:
+        """End the start of the command that a config takes."""
+        self._end_one(self._words(config))
+
+    def _end_one(self, words: tuple[str, ...]) -> None:
+        session = self._sessions.pop(words, None)
+        if session is not None:
+            session.end()
+            self._settled = {c: s for c, s in self._settled.items() if self._words(c) != words}
 
     def _compared(self, asked: Comparison, until: float) -> Measurement:
         try:
-            reason = self._ensured().compare(asked, self.own, STEPS, until)
+            reason = self._ensured(self.own).compare(asked, self.own, STEPS, until)
         except Struck as exc:
             return Measurement(outcome=exc.outcome, reason=str(exc))
         return Measurement(outcome="ok", reason=reason, steps=STEPS)
 
-    def _ensured(self) -> Flight:
-        if self._session is None or self._session.over:
-            self.stop()
-            self._session = Session(
-                self._words, injected=self._injected, log=self._log, start_s=self.start_s
-            )
-        return self._session
+    def _words(self, config: Config) -> tuple[str, ...]:
+        return self._command.at(config, self.own, self._processes)
 
-    def _alone(self) -> bool:
-        """Whether no other start may run beside the session: a launcher of several processes holds
-        a port, and the device's memory is for both."""
-        several = self._session is not None and self._session.seen.processes > 1
-        return several or bool(self.memory and 2 * self._peak_bytes > TOGETHER * self.memory)
+    def _within(self, config: Config) -> Config:
+        return self._command.within(config, self.own)
 
-    def _started(self, more: Mapping[str, str], until: float) -> Session:
+    def _ensured(self, config: Config) -> Flight:
+        """The command at its first steps, as its options set it for a config.
+
+        Raises:
+            Ended: it did not come so far, or its options set something else.
+        """
+        words = self._words(config)
+        session = self._sessions.pop(words, None)
+        if session is not None and session.over:
+            session.end()
+            session = None
+        if session is None:
+            self._make_room(config)
+            session = Session(words, injected=self._injected, log=self._log, start_s=self.start_s)
+        self._sessions[words] = session
+        for name in self._command.changed(config, self.own):
+            _check_shown(session.seen, name, config[name])
+        return session
+
+    def _make_room(self, config: Config) -> None:
+        """End the starts, what was not used for longest first, that may not run beside another."""
+        while self._sessions and not self._has_room(config):
+            self._end_one(next(iter(self._sessions)))
+
+    def _has_room(self, config: Config) -> bool:
+        """Whether one more start may run: a launcher of several processes holds a port, and the
+        device's memory is for all."""
+        if self._processes > 1 or len(self._sessions) >= MOST_TOGETHER:
+            return False
+        own = self.own.batch or 1
+        batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
+        taken = self._peak_bytes * sum(max(1.0, batch / own) for batch in batches)
+        return not self.memory or taken <= TOGETHER * self.memory
+
+    def _started(self, config: Config, more: Mapping[str, str], until: float) -> Session:
         left = max(0.1, until - time.monotonic())
         try:
             return Session(
-                self._words, injected=self._injected, log=self._log, more=more, start_s=left
+                self._words(config),
+                injected=self._injected,
+                log=self._log,
+                more=more,
+                start_s=left,
             )
         except Ended as exc:
             if exc.outcome != "timed_out":
                 raise
             raise Ended("timed_out", f"{left:.0f} s were left for another start of it") from exc
 
-    def _measured(self, config: Config, seconds: float, floor: float, until: float) -> Measurement:
-        session = self._ensured()
+    def _measured(
+        self, session: Flight, config: Config, seconds: float, floor: float, until: float
+    ) -> Measurement:
         first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
         steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config)
@@ -241,6 +321,9 @@ class Run:
             blocks.append(self._lap(session, config, steps, until))
         rate, low, high = _rate(blocks, varies=session.seen.varies)
         self._settled[config] = statistics.median(one.step_s for one in blocks)
+        peak_bytes = max(one.peak_bytes for one in (first, warm, *blocks))
+        if config.batch == self.own.batch:
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return Measurement(
             outcome="ok",
             samples_per_s=rate,
@@ -248,7 +331,7 @@ class Run:
             high=high,
             step_s=self._settled[config],
             first_step_s=_whole(first),
-            peak_bytes=max(one.peak_bytes for one in (first, warm, *blocks)),
+            peak_bytes=peak_bytes,
             steps=sum(one.steps for one in blocks),
             blocks=tuple(one.step_s for one in blocks),
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
@@ -259,7 +342,7 @@ class Run:
         backward passes, half an hour by NCCL's own clock. One step may compile."""
         if session.seen.processes > 1 and (steps > 1 or config == self.own):
             until = min(until, time.monotonic() + self.hangs_s)
-        return session.lap(config, self.own, steps, until)
+        return session.lap(self._within(config), self.own, steps, until)
 
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then.
@@ -279,6 +362,20 @@ class Run:
                 break
             before = now.step_s
         return now
+
+
+def _check_shown(seen: Seen, name: str, value: Value) -> None:
+    """See that a start has what an option was to set.
+
+    Raises:
+        Ended: it has something else.
+    """
+    assert isinstance(value, int)
+    if name == BATCH:
+        if abs(seen.shape[0] / value - 1) >= NEAR:
+            raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
+    elif (has := seen.own.get(name, 0)) != value:
+        raise Ended("failed", f"the script has {described(Config({name: has}))}, not {value}")
 
 
 def _whole(first: Block) -> float:

@@ -31,11 +31,12 @@ END_S = 15.0
 
 
 class Ended(Exception):
-    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well."""
+    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well, and `said`
+    how it ended before its first steps."""
 
-    def __init__(self, outcome: str, reason: str, code: int = 1) -> None:
+    def __init__(self, outcome: str, reason: str, code: int = 1, said: str = "") -> None:
         super().__init__(reason)
-        self.outcome, self.code = outcome, code
+        self.outcome, self.code, self.said = outcome, code, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ class Flight:
         code, said = self._command.obituary()
         if not self._pipes:
             ended = f"it ended with {how(code)}{f': {said}' if said else ''}"
-            return Ended("failed", self._never(ended), code or 1)
+            return Ended("failed", self._never(ended), code or 1, ended)
         return Ended("crashed", f"the command ended with {how(code)}: {said}", code)
 
     def _never(self, so_far: str) -> str:

@@ -1,0 +1,169 @@
+"""Options of a command that set knobs: `--map batch=--batch-size`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.errors import AdvisorWarning, UsageError
+from advisor.finding.in_command import InCommand
+from advisor.finding.piloted import _warn_of_another
+from advisor.piloting import INJECTED
+from advisor.tuners.measure.run.mapped import Mapped
+from advisor.tuners.measure.run.run import Run
+from tests.face.commands import PACE, Done, advisor
+from tests.runs.forked import space_of
+
+OWN = Config(batch_size=64, num_workers=2)
+BATCH = {"batch": "--batch-size"}
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "expected"),
+    [
+        ("train.py --batch-size 64 data", 1, "train.py --batch-size 128 data"),
+        ("train.py --batch-size=64", 1, "train.py --batch-size=128"),
+        ("torchrun train.py --batch-size 32", 2, "torchrun train.py --batch-size 64"),
+        ("train.py --batch-size 16", 1, "train.py --batch-size 32"),  # of four micro-batches
+        ("train.py", 2, "train.py --batch-size 64"),
+        ("train.py --batch-sizes 9", 1, "train.py --batch-sizes 9 --batch-size 128"),
+        ("train.py --batch-size 1 --batch-size 64", 1, "train.py" + 2 * " --batch-size 128"),
+    ],
+)
+def test_a_batch_is_put_in_proportion(words: str, processes: int, expected: str) -> None:
+    mapped = Mapped(words.split(), BATCH)
+    assert mapped.at(OWN.at(128), OWN, processes) == tuple(expected.split())
+    assert mapped.at(OWN.replace(num_workers=8), OWN, processes) == tuple(words.split())
+
+
+def test_workers_are_put_as_they_are_and_are_none_of_the_pilots() -> None:
+    mapped = Mapped(("train.py",), {"num_workers": "-w"})
+    config = OWN.replace(num_workers=8, precision="bf16")
+    assert mapped.at(config, OWN, 4) == ("train.py", "-w", "8")
+    assert mapped.within(config, OWN) == OWN.replace(precision="bf16")
+
+
+def test_a_command_is_known_but_for_numbers() -> None:
+    mapped = Mapped(["train.py", "--batch-size", "64", "--arch", "r50"], BATCH)
+    assert mapped.alike(["train.py", "--epochs", "90", "--arch", "r50", "--lr=1e-3"])
+    assert not mapped.alike(["train.py", "--batch-size", "64", "--arch", "r18"])
+
+
+def test_what_is_given_in_the_command_is_a_number() -> None:
+    with pytest.raises(UsageError, match="map: --batch-size 'auto' in the command: expected a"):
+        Mapped(("train.py", "--batch-size", "auto"), BATCH)
+
+
+SCRIPT = f"""
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+{PACE}
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--workers", type=int)
+parser.add_argument("--loaders", type=int, default=0)
+parser.add_argument("--epochs", type=int, default=10**6)
+given = parser.parse_args()
+net = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+data = TensorDataset(torch.randn(256, 8), torch.randint(4, (256,)))
+for _ in range(given.epochs):
+    for x, y in DataLoader(data, given.batch_size, num_workers=given.loaders):
+        keep_pace(net, 0.01)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+print("batch", given.batch_size)
+"""
+QUICK = ("--effort", "quick", "--no-verify", "--precisions", "default", "--quiet")
+MAP = ("--map", "batch=--batch-size")
+TRAIN = ("python", "train.py", "--batch-size", "4")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # and nothing else is to be tuned
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> Done:
+    return advisor(folder, "run", *words, process=True)
+
+
+def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
+    nothing = run(folder, *MAP, "--", *TRAIN, "--epochs", "1")
+    assert nothing.stdout == "batch 4\n"
+    assert "this command was not tuned with --map batch=--batch-size; run: advisor tune --map" in (
+        nothing.stderr
+    )
+    plan = ("tune", *QUICK, "--budget", "40s", "--trials", "2", "--json")
+    done = advisor(folder, *plan, *MAP, "--", *TRAIN)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["record"]
+    won = {
+        one["free"]: one["choice"]["batch"] for one in record["winners"] if one["use"] == "pilot"
+    }
+    assert won[False] == 4
+    assert won[True] in (8, 16)
+    assert record["key"]["task"]["map"] == BATCH
+    shown = advisor(folder, "show", record["id"]).stdout
+    assert "advisor run --map batch=--batch-size -- python train.py --batch-size 4" in shown
+    asked = run(folder, *MAP, "--", "python", "train.py", "--epochs", "2")
+    assert asked.stdout == f"batch {won[True]}\n"
+    said = f"advisor: --batch-size {won[True]}, as record {record['id']} advises\n"
+    assert asked.stderr == said
+    unasked = run(folder, "--", *TRAIN, "--epochs", "1")
+    assert (unasked.stdout, unasked.stderr) == ("batch 4\n", "")
+    again = advisor(folder, *plan, "--", *TRAIN)
+    assert json.loads(again.stdout)["status"] == "known"
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"), [(16, "is none that was tuned"), (4, "has 4 samples a step, not 16")]
+)
+def test_options_that_were_set_for_another_run_are_told(batch: int, said: str) -> None:
+    options = InCommand(record="ae1b@4", said="--batch-size 16", batch=16, own_batch=4)
+    line = f"--batch-size 16 was set as record ae1b@4 advises, and this run {said}"
+    with pytest.warns(AdvisorWarning, match=line):
+        _warn_of_another(options, None, batch)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--loaders", ""), ("--workers", "the script has 0 loader workers, not 1")],
+)
+def test_workers_of_the_script_are_set_at_a_start_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, option: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    how = {"injected": INJECTED, "log": folder / "log", "deadline_s": 60.0}
+    with Run(TRAIN, options={"num_workers": option}, **how) as run:
+        run.own = Config(space_of(run.describe()).default | {"num_workers": 0})
+        assert run.measure(run.own, seconds=0.2).ok
+        measured = run.measure(run.own.replace(num_workers=1), seconds=0.2)
+        assert (measured.ok, measured.reason) == (not said, said)
+        assert run.measure(run.own, seconds=0.2).ok
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("batch=--bs", "map: with --bs 8 it ended with exit code 2: train.py: error: unrec"),
+        ("batch=--workers", "map: with --workers 8 a step has 4 samples, not 8"),
+        ("batch", "map 'batch': expected KNOB=OPTION, e.g. batch=--batch-size"),
+        ("width=--width", "map 'width': expected one of batch, num_workers"),
+    ],
+)
+def test_what_is_no_such_option(folder: Path, option: str, said: str) -> None:
+    done = advisor(folder, "tune", *QUICK, "--budget", "5s", "--map", option, "--", *TRAIN)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"advisor: {said}")
