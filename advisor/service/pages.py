@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from importlib import resources
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
@@ -31,6 +32,11 @@ from advisor.service.tokens import Caller
 ON_A_PAGE = 50
 """Records in a list."""
 _PACKAGE = "advisor.service"
+_STATIC = {
+    "icon.svg": "image/svg+xml",
+    "htmx-4.0.1.min.js": "text/javascript",
+    "hx-sse-4.0.1.min.js": "text/javascript",
+}
 _DAY_S = 86_400.0
 _MOST_FIELDS = 20
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
@@ -109,6 +115,16 @@ def style() -> Response:
     texts = [template(name, _PACKAGE) for name in ("style.css", "service.css")]
     headers = {"Cache-Control": "public, max-age=300"}
     return Response("\n".join(filter(None, texts)), media_type="text/css", headers=headers)
+
+
+@site.get("/static/{name}")
+def static(name: str) -> Response:
+    """A file that pages name; a script's name holds its version."""
+    kind = _STATIC.get(name)
+    if kind is None:
+        raise HTTPException(404, "there is no such file")
+    data = resources.files(_PACKAGE).joinpath("static", name).read_bytes()
+    return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=86400"})
 
 
 @site.get("/login")

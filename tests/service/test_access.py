@@ -22,6 +22,7 @@ from tests.service.serving import Served, serving, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
+    ("GET", "/static/{name}"),
     ("GET", "/login"),
     ("POST", "/login"),
 }
@@ -48,7 +49,7 @@ def routes(served: Served) -> list[tuple[str, str]]:
 def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
-    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64", "{name}": "icon.svg"}
     return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
 
 
