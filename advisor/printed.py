@@ -32,7 +32,18 @@ MOST_FOLDERS = 500
 def script_line(record: Record, cache: Cache = None) -> str:
     """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
     takes it."""
-    task = here(record)
+    return _applies(here(record), cache)
+
+
+def line_anywhere(record: Record) -> str:
+    """As `script_line`, for a reader whose folder and device are not known, and whose ADVISOR_CACHE
+    names where it is."""
+    device = "cpu" if record.key.environment.device.kind == "cpu" else ""
+    task = dataclasses.replace(record.key.task, target=record.target.name, device=device)
+    return _applies(task, None)
+
+
+def _applies(task: Task, cache: Cache) -> str:
     if task.command:
         return shlex.join(["advisor", "run", *_elsewhere(cache), "--", *task.command])
     given = [_python_text(task.target), *python(task)]
