@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from advisor.report.text import rate
 from advisor.service import jobs, tokens
 from advisor.service.access import COOKIE, Here, Service
 from advisor.service.limits import HEADERS
+from advisor.service.live import EVERY_S, LASTS_S, streaming
 from advisor.service.pages import ON_A_PAGE, Own, Reader, Submitter, rendered, shown, url_of
 from advisor.service.schema import Job
 from advisor.service.tokens import Caller
@@ -28,10 +30,6 @@ MOST_SHOWN = 200
 """Trials in a table; a chart has all of them."""
 MOST_LOG = 2**16
 """Characters of the end of a log, on a page that is loaded."""
-LOOKS_S = 1.0
-"""Between two looks at the database, for a page that follows a job."""
-SILENT_S = 15.0
-"""After which a comment is sent, so that nobody on the way takes the connection for dead."""
 _SCRIPTED = HEADERS["Content-Security-Policy"] + "; script-src 'self'; connect-src 'self'"
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
@@ -184,8 +182,7 @@ def live(
         after = int(told)
     with here.database.reading() as session:
         _job(session, number)
-    parts = _parts(request, here, number, after)
-    return StreamingResponse(parts, media_type="text/event-stream")
+    return streaming(here, _parts(request, here, number, after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +195,14 @@ class _Seen:
 
 
 async def _parts(request: Request, here: Service, number: int, after: int) -> AsyncIterator[str]:
-    seen, silent = _Seen(None, 0, after), 0.0
-    while True:
+    """Until the job is over, the server stops or it lasted long enough."""
+    seen, goes_on, until = _Seen(None, 0, after), True, time.monotonic() + LASTS_S
+    while goes_on and not here.stopping.is_set() and time.monotonic() < until:
         text, seen, goes_on = await run_in_threadpool(_news, request, here, number, seen)
-        if text:
-            yield _event(text, seen.after)
-        elif silent >= SILENT_S:
-            yield ":\n\n"
-        silent = 0.0 if text or silent >= SILENT_S else silent + LOOKS_S
-        if not goes_on:
-            yield "event: ended\ndata:\n\n"
-            return
-        await asyncio.sleep(LOOKS_S)
+        yield _event(text, seen.after) if text else ": \n\n"  # whoever hung up is noticed
+        await asyncio.sleep(EVERY_S if goes_on else 0)
+    if not goes_on:
+        yield "event: ended\ndata:\n\n"
 
 
 def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[str, _Seen, bool]:

@@ -29,7 +29,7 @@ from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
 from advisor.service.records import Fleet, Kept, Question
 from advisor.service.roles import ROLES
-from advisor.service.routes import EVENTS
+from advisor.service.routes.admin import EVENTS
 from advisor.service.tokens import Caller
 
 ON_A_PAGE = 50
@@ -125,13 +125,13 @@ def style() -> Response:
     return Response("\n".join(filter(None, texts)), media_type="text/css", headers=headers)
 
 
-@site.get("/static/{name}")
-def static(name: str) -> Response:
+@site.get("/static/{file}")
+def static(file: str) -> Response:
     """A file that pages name; a script's name holds its version."""
-    kind = _STATIC.get(name)
+    kind = _STATIC.get(file)
     if kind is None:
         raise HTTPException(404, "there is no such file")
-    data = resources.files(_PACKAGE).joinpath("static", name).read_bytes()
+    data = resources.files(_PACKAGE).joinpath("static", file).read_bytes()
     return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=86400"})
 
 
