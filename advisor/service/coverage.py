@@ -105,7 +105,7 @@ def missed(session: Session, most: int = 10) -> list[Wanted]:
     called = select(Item.model, func.max(Item.called)).where(
         Item.model.in_([model for _device, model, _count in rows if model]), Item.called != ""
     )
-    names = dict(session.execute(called.group_by(Item.model)).tuples().all())
+    names = {model: name for model, name in session.execute(called.group_by(Item.model))}
     return [
         Wanted(
             device=device, model=model, target=names.get(model, ""), record="", lookups=int(count)

@@ -1,5 +1,5 @@
-"""The pages of jobs: all of them, and one as it goes on. Without scripts a page stays as it was when
-it was loaded."""
+"""The pages of jobs: all of them, and one as it goes on. Without scripts, as it was when it was
+loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from advisor.service import jobs, tokens
 from advisor.service.access import COOKIE, Here, Service
 from advisor.service.limits import HEADERS
 from advisor.service.live import EVERY_S, LASTS_S, streaming
-from advisor.service.pages import ON_A_PAGE, Own, Reader, Submitter, rendered, shown, url_of
+from advisor.service.pages import ON_A_PAGE, Own, Reader, Submitter, day, rendered, shown, url_of
 from advisor.service.schema import Job
 from advisor.service.tokens import Caller
 
@@ -52,6 +52,7 @@ def listed(
         "jobs.html",
         caller,
         lines=lines,
+        where=where,
         more=more,
         state=state,
         states=jobs.STATES,
@@ -67,8 +68,8 @@ def one(request: Request, here: Here, caller: Reader, number: Number) -> HTMLRes
         what = _now(session, job, caller)
         log = jobs.tail(session, number, MOST_LOG)
         asked = list(_asked(json.loads(job.asked)))
-    live = not what["ended"]
-    page = shown(request, "job.html", caller, **what, log=log, asked=asked, live=live)
+    live, cut = not what["ended"], job.logged > len(log.text)
+    page = shown(request, "job.html", caller, **what, log=log, cut=cut, asked=asked, live=live)
     page.headers["Content-Security-Policy"] = _SCRIPTED
     return page
 
@@ -89,10 +90,28 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
         "job": told,
         "ended": ended,
         "may_cancel": not ended and caller.may("submit") and (own or caller.may("admin")),
+        "facts": list(_facts(told)),
         "tries": told["tries"][::-1],
         "chart": throughput(told),
         "table": _trials(told["trials"]),
     }
+
+
+def where(job: Mapping[str, Any]) -> str:
+    """'4 x H100', 'any GPU', 'CPU'."""
+    if not job["gpus"]:
+        return "CPU"
+    kind = job["gpu"] or "any GPU"
+    return f"{job['gpus']} x {kind}" if job["gpus"] > 1 else str(kind)
+
+
+def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "asked for by", told["by"]
+    yield "asked for", f"{day(told['created'])} UTC"
+    yield told["state"], f"since {day(told['changed'])} UTC"
+    yield "where", where(told)
+    if told["tries"] and told["tries"][-1]["device"]:
+        yield "on", told["tries"][-1]["device"]
 
 
 def throughput(told: Mapping[str, Any]) -> Timeline | None:

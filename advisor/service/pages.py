@@ -108,10 +108,10 @@ def rendered(request: Request, name: str, caller: Caller | None = None, **what: 
     """The text of a page, or of a part of one."""
     key = tokens.form_key(request.cookies.get(COOKIE, "")) if caller else ""
     page = rendering(_PACKAGE).get_template(name)
-    return page.render(caller=caller, form_key=key, path=request.url.path, day=_day, **what)
+    return page.render(caller=caller, form_key=key, path=request.url.path, day=day, **what)
 
 
-def _day(seconds: float | None) -> str:
+def day(seconds: float | None) -> str:
     """A time as a page has it, '-' for none."""
     if seconds is None:
         return "-"
@@ -221,7 +221,7 @@ def _devices(devices: list[Fleet], covered: list[Covered]) -> Table:
     asked = {one.device: one for one in covered}
     for one in devices:
         speedup = f"{one.mean:.2f}x"
-        table.row(one.device, f"{one.records:,}", speedup, _day(one.newest), *_use(asked, one))
+        table.row(one.device, f"{one.records:,}", speedup, day(one.newest), *_use(asked, one))
     known = {one.device for one in devices}
     for other in covered:
         if other.device not in known:
