@@ -22,7 +22,17 @@ from advisor.service import jobs, tokens
 from advisor.service.access import COOKIE, Here, Service
 from advisor.service.limits import HEADERS
 from advisor.service.live import EVERY_S, LASTS_S, streaming
-from advisor.service.pages import ON_A_PAGE, Own, Reader, Submitter, day, rendered, shown, url_of
+from advisor.service.pages import (
+    ON_A_PAGE,
+    OVER,
+    Own,
+    Reader,
+    Submitter,
+    day,
+    rendered,
+    shown,
+    url_of,
+)
 from advisor.service.schema import Job
 from advisor.service.tokens import Caller
 
@@ -30,6 +40,7 @@ MOST_SHOWN = 200
 """Trials in a table; a chart has all of them."""
 MOST_LOG = 2**16
 """Characters of the end of a log, on a page that is loaded."""
+_ENDED = "event: ended\ndata:\n\n"
 _SCRIPTED = HEADERS["Content-Security-Policy"] + "; script-src 'self'; connect-src 'self'"
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
@@ -108,7 +119,7 @@ def where(job: Mapping[str, Any]) -> str:
 def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "asked for by", told["by"]
     yield "asked for", f"{day(told['created'])} UTC"
-    yield told["state"], f"since {day(told['changed'])} UTC"
+    yield f"{told['state']} since", f"{day(told['changed'])} UTC"
     yield "where", where(told)
     if told["tries"] and told["tries"][-1]["device"]:
         yield "on", told["tries"][-1]["device"]
@@ -204,6 +215,13 @@ def live(
     return streaming(here, _parts(request, here, number, after))
 
 
+@job_pages.get(OVER)
+def over(request: Request) -> Response:
+    """Says so in the page, which without a session is told nothing else."""
+    text = rendered(request, "session_over.html")
+    return Response(_event(text, 0) + _ENDED, media_type="text/event-stream")
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """How far a page has come: the job without its trials, how many they are, the log's place."""
@@ -221,7 +239,7 @@ async def _parts(request: Request, here: Service, number: int, after: int) -> As
         yield _event(text, seen.after) if text else ": \n\n"  # whoever hung up is noticed
         await asyncio.sleep(EVERY_S if goes_on else 0)
     if not goes_on:
-        yield "event: ended\ndata:\n\n"
+        yield _ENDED
 
 
 def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[str, _Seen, bool]:
@@ -230,7 +248,7 @@ def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[st
         cookie = request.cookies.get(COOKIE, "")
         caller = tokens.logged_in(session, cookie, here.address(request))
         if caller is None:
-            return rendered(request, "job_left.html"), seen, False
+            return rendered(request, "session_over.html"), seen, False
         what = _now(session, _job(session, number), caller)
         log = jobs.log(session, number, seen.after)
     assert log is not None

@@ -34,6 +34,8 @@ from advisor.service.tokens import Caller
 
 ON_A_PAGE = 50
 """Records in a list."""
+OVER = "/session-over"
+"""Where a page that follows a job is sent without a session."""
 _PACKAGE = "advisor.service"
 _STATIC = {
     "icon.svg": "image/svg+xml",
@@ -55,7 +57,8 @@ def visits(role: str) -> Callable[..., Caller]:
             cookie = request.cookies.get(COOKIE, "")
             found = tokens.logged_in(session, cookie, here.address(request))
         if found is None:
-            raise HTTPException(303, headers={"Location": "/login"})
+            follows = "text/event-stream" in request.headers.get("accept", "")
+            raise HTTPException(303, headers={"Location": OVER if follows else "/login"})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
         here.limit(found, writes=False)

@@ -23,7 +23,7 @@ from tests.service.serving import Served, serving, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
-    ("GET", "/static/{file}"),
+    *(("GET", path) for path in ("/static/{file}", "/session-over")),
     ("GET", "/login"),
     ("POST", "/login"),
 }

@@ -4,8 +4,8 @@ keyboard, small and large, light and dark. ADVISOR_ARTEFACTS names a folder for 
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from urllib.parse import quote
 import pytest
 
 from advisor.cache.codec import encode
+from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.record import Part
-from advisor.cache.config import Config
 from advisor.service import attempts, schema
 from advisor.service.database import Database
 from tests.cache.examples import KEY, changed, record
@@ -131,6 +131,11 @@ class Person:
         self.page.keyboard.press("Enter")
         self.page.wait_for_url("**/")
 
+    def turns_to(self, width: int, scheme: str) -> None:
+        self.page.set_viewport_size({"width": width, "height": 800})
+        self.page.emulate_media(color_scheme=scheme)
+        self.name = f"{width}-{scheme}"
+
     def shoot(self, what: str) -> None:
         """Keep what is seen; nothing of it is wider than the screen."""
         file = self.team.artefacts / f"{what}-{self.name}.png"
@@ -215,59 +220,57 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
 
 
 def test_every_page_on_every_screen(team: Team, sits: Sits) -> None:
-    populated(team)
-    paths = ("/", "/jobs", "/jobs/1", f"/records/{FOUND.id}", "/tokens", "/audit", "/docs")
-    why = "/why?target=model.py:Net&device=NVIDIA H200&shape=8x3x256x256"
-    for width, scheme in ((SMALL, "light"), (SMALL, "dark"), (LARGE, "light"), (LARGE, "dark")):
-        person = sits(width, scheme)
-        for path in (*paths, why, "/jobs?state=failed", "/jobs/2"):
-            person.go(path)
-            person.shoot("all" + re.sub(r"\W+", "-", path.partition("@")[0]).rstrip("-"))
-            assert person.page.title().endswith(" - advisor")
+    failed = used(team)
+    paths = {
+        **{path or "fleet": f"/{path}" for path in ("", "jobs", "tokens", "audit", "docs")},
+        "failed-job": f"/jobs/{failed}",
+        "failed-jobs": "/jobs?state=failed",
+        "preempted-jobs": "/jobs?state=preempted",
+        "record": f"/records/{FOUND.id}",
+        "why": "/why?target=model.py:Net&device=NVIDIA H200&shape=8x3x256x256",
+    }
+    person = sits(LARGE, "light")
+    for name, path in paths.items():
+        person.go(path)
+        assert person.page.title().endswith(" - advisor")
+        for width, scheme in ((LARGE, "light"), (LARGE, "dark"), (SMALL, "dark"), (SMALL, "light")):
+            person.turns_to(width, scheme)
+            person.shoot(f"7-{name}")
 
 
-def populated(team: Team) -> None:
-    """A server that a team has used for a while."""
+def used(team: Team) -> int:
+    """A team was here for a while; the number of a job that failed."""
+    data = encode(FOUND)
+    name = Name.of(FOUND, data)
+    team.ask("PUT", f"/api/records/{quote(name.text)}", data)
     for device in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor"):
         one = record(key=changed(KEY, "device.name", device))
         data = encode(one)
-        with_worker = quote(Name.of(one, data).text)
-        team.ask("PUT", f"/api/records/{with_worker}", data)
-    place = Name.of(FOUND, encode(FOUND)).place
-    day = int(FOUND.provenance.created * 0) + today()
+        team.ask("PUT", f"/api/records/{quote(Name.of(one, data).text)}", data)
     rows = [
-        ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
-        ("NVIDIA H200", place, "ab" * 6, "stale", 90),
+        ("NVIDIA H200", name.place, "ab" * 6, "exact", 1200),
+        ("NVIDIA H200", name.place, "ab" * 6, "stale", 90),
         ("NVIDIA B200", "", "cd" * 6, "miss", 40),
-        ("NVIDIA L40S", place, "ab" * 6, "nearest", 25),
+        ("NVIDIA L40S", name.place, "ab" * 6, "nearest", 25),
         ("NVIDIA L40S", "", "ab" * 6, "miss", 7),
     ]
+    names, today = ("device", "place", "model", "outcome", "count"), int(time.time() // 86_400)
     with team.database.writing() as session:
-        for device, there, model, outcome, count in rows:
-            session.add(
-                schema.Lookup(
-                    day=day, device=device, place=there, model=model, outcome=outcome, count=count
-                )
-            )
-    failing = team.submit("python", "train.py", "--data", "/data/" + "imagenet-" * 12)
+        for row in rows:
+            session.add(schema.Lookup(day=today, **dict(zip(names, row, strict=True))))
+    number = team.submit("python", "train.py", "--data", "/data/" + "imagenet-" * 12)
     team.claim()
     team.beat(range(2), "Traceback (most recent call last):\nRuntimeError: no data\n")
     why = "the command ended with status 1: RuntimeError: no data; the log has more"
     last = {"state": "failed", "reason": why}
     assert ask(team.port, "POST", "/api/attempt/end", team.attempt, last).status == 200
-    assert failing == 2
-
-
-def today() -> int:
-    import time
-
-    return int(time.time() // 86_400)
+    return number
 
 
 def test_a_keyboard_reaches_everything(team: Team, sits: Sits) -> None:
     person = sits(LARGE, "light")
     number = team.submit("python", "keys.py")
-    for path in ("/", "/jobs", f"/jobs/{number}", f"/records/{FOUND.id}", "/why", "/tokens"):
+    for path in ("/", "/jobs", f"/jobs/{number}", "/why", "/tokens"):
         person.go(path)
         wanted = person.page.locator(FOCUSABLE).count()
         reached = set()
@@ -291,7 +294,9 @@ def test_a_keyboard_reaches_everything(team: Team, sits: Sits) -> None:
     person.go(f"/jobs/{number}")
     person.page.locator("#cancel").focus()
     person.page.keyboard.press("Enter")
-    person.page.wait_for_function("document.querySelector('#now .state').textContent == 'cancelled'")
+    person.page.wait_for_function(
+        "document.querySelector('#now .state').textContent == 'cancelled'"
+    )
     assert person.page.locator("#cancel").count() == 0
     person.go("/audit")
     assert f"{number} by first admin" in person.text("main")
