@@ -23,6 +23,7 @@ from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import Database
+from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -125,7 +126,8 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        Server(config, service.stopping).run(sockets=[listening])
+        with upkeep(service):
+            Server(config, service.stopping).run(sockets=[listening])
     finally:
         listening.close()
         database.close()
