@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Subquery, func, select
 from sqlalchemy.orm import Session
 
-from advisor.service.schema import Item, Lookup
+from advisor.service.database import now
+from advisor.service.schema import Attempt, Item, Job, Lookup
 
 DAYS = 30
 _DAY_S = 86_400.0
@@ -60,6 +61,15 @@ class Saved:
     share: float
 
 
+def spent(session: Session) -> float:
+    """GPU hours that attempts took."""
+    since = now(session) - DAYS * _DAY_S
+    until = func.coalesce(Attempt.ended, Attempt.beat)
+    seconds = select(func.sum((until - Attempt.started) * Job.gpus)).select_from(Attempt)
+    query = seconds.join(Job, Attempt.job == Job.id).where(Attempt.started > since)
+    return float(session.scalar(query) or 0.0) / 3600.0
+
+
 def saved(session: Session) -> Saved:
     """Of lookups whose record is here still, by its newest version."""
     last = _newest()
@@ -92,11 +102,11 @@ class Wanted:
 
 
 def missed(session: Session, most: int = 10) -> list[Wanted]:
-    """What was asked for and is not here, the most asked for first."""
+    """What was asked for and is not here, of that task and device, the most asked for first."""
     number = func.sum(Lookup.count)
     query = (
         select(Lookup.device, Lookup.model, number)
-        .where(_lately(), Lookup.outcome == "miss")
+        .where(_lately(), Lookup.outcome.in_(("miss", "nearest")))
         .group_by(Lookup.device, Lookup.model)
         .order_by(number.desc(), Lookup.device, Lookup.model)
         .limit(most)

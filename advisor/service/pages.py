@@ -195,6 +195,7 @@ def fleet(
             "chart": _gains(devices),
             "asked": _asked_for(covered),
             "saved": coverage.saved(session),
+            "spent": coverage.spent(session),
             "missed": coverage.missed(session),
             "outdated": coverage.outdated(session),
         }
@@ -228,7 +229,7 @@ def _devices(devices: list[Fleet], covered: list[Covered]) -> Table:
     known = {one.device for one in devices}
     for other in covered:
         if other.device not in known:
-            table.row(other.device or "not said", "0", "-", "-", *_use(asked, other))
+            table.row(other.device, "0", "-", "-", *_use(asked, other))
     return table
 
 

@@ -321,9 +321,10 @@ def test_nothing_moves_for_who_asks_for_that(team: Team, sits: Sits) -> None:
     number = team.submit("python", "calm.py")
     team.claim()
     moves = "getComputedStyle(document.querySelector('#now .state'), '::before').animationName"
+    person = sits(LARGE, "light")
+    person.go(f"/jobs/{number}")
     for reduced, name in (("no-preference", "beat"), ("reduce", "none")):
-        person = sits(LARGE, "light", reduced_motion=reduced)
-        person.go(f"/jobs/{number}")
+        person.page.emulate_media(reduced_motion=reduced)
         assert person.page.evaluate(moves) == name
 
 
