@@ -116,7 +116,7 @@ def placed(session: Session, attempt: int, device: str) -> bool:
     """Say what an attempt was given; whether it still runs."""
     if (found := _locked(session, attempt)) is None:
         return False
-    found[1].device = device[:200]
+    found[1].device = jobs.said(device)
     return True
 
 
@@ -234,7 +234,7 @@ def beat(session: Session, attempt: int, said: Beat) -> bool:
     job, one = found
     one.beat = now(session)
     if said.device:
-        one.device = said.device[:200]
+        one.device = jobs.said(said.device)
     _add_trials(session, one, said.trials)
     _add_log(session, job, one, jobs.log_text(said.log))
     return job.state == "running"
@@ -292,9 +292,9 @@ def _ended(
 
 def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
     """End an attempt, whose token holds no more from now on."""
-    one.state, one.reason, one.ended = state, reason[:500], now(session)
+    one.state, one.reason, one.ended = state, jobs.said(reason), now(session)
     session.get_one(Token, one.token).revoked = time.time()
-    note(session, None, f"attempt {state}", f"{one.external} {reason}".rstrip())
+    note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
     session.flush()
 
 
