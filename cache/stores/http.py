@@ -14,7 +14,7 @@ import stat
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -39,7 +39,7 @@ PATIENCE_S = 0.25
 """What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
 MOST = 64
 """Records asked for in one request."""
-MOST_ANSWER = 24 * 2**20
+MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
 MSGPACK, JSON, BYTES = "application/vnd.msgpack", "application/json", "application/octet-stream"
 _OWN = ("timeout", "insecure")
@@ -104,7 +104,7 @@ class HttpStore:
         )
         etag, keys = self._looks.get(asked, ("", []))
         headers = {"If-None-Match": etag} if etag else {}
-        status, headers, data = self._ask("GET", f"/api/lookup?{asked}", headers=headers)
+        status, headers, data = self.ask("GET", f"/api/lookup?{asked}", headers=headers)
         if status == 304:
             return keys
         items = self._unpacked(data).get("items")
@@ -121,7 +121,7 @@ class HttpStore:
         while True:
             go_on()
             after = found[-1] if found else ""
-            _status, _headers, data = self._ask("GET", f"/api/records?after={quote(after, '')}")
+            _status, _headers, data = self.ask("GET", f"/api/records?after={quote(after, '')}")
             answer = self._json(data)
             keys = answer.get("keys")
             if not isinstance(keys, list):
@@ -144,7 +144,7 @@ class HttpStore:
         while asked:
             go_on()
             body = json.dumps({"keys": asked[:MOST]}).encode()
-            _status, _headers, data = self._ask("POST", "/api/records", body=body, kind=JSON)
+            _status, _headers, data = self.ask("POST", "/api/records", body=body, kind=JSON)
             items = self._unpacked(data).get("items")
             if not isinstance(items, list):
                 raise self._foreign("no items in its answer")
@@ -156,12 +156,12 @@ class HttpStore:
         return found
 
     def put(self, key: str, data: bytes) -> None:
-        self._ask("PUT", f"/api/records/{quote(key)}", body=data, kind=BYTES)
+        self.ask("PUT", f"/api/records/{quote(key)}", body=data, kind=BYTES)
 
     def delete(self, key: str) -> bool:
         if not _KEY.fullmatch(key):
             return False
-        status, _headers, _data = self._ask("DELETE", f"/api/records/{quote(key)}")
+        status, _headers, _data = self.ask("DELETE", f"/api/records/{quote(key)}", accepts=(404,))
         self._came, self._looks = {}, {}
         return status != 404
 
@@ -182,12 +182,12 @@ class HttpStore:
         raise StoreError(f"cache {self.url}: a remote store is not moved aside; ask who runs it")
 
     def _self(self) -> dict[str, Any]:
-        found = self._json(self._ask("GET", "/api/self")[2])
+        found = self._json(self.ask("GET", "/api/self")[2])
         if not {"writes", "records"} <= found.keys():
             raise self._foreign("it does not say what the token may do")
         return found
 
-    def _ask(
+    def ask(
         self,
         method: str,
         path: str,
@@ -195,8 +195,9 @@ class HttpStore:
         body: bytes | None = None,
         kind: str = "",
         headers: Mapping[str, str] | None = None,
+        accepts: Container[int] = (),
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of an answer that is none of a fault.
+        """Status, headers and body of an answer that is none of a fault, or is one of `accepts`.
 
         Raises:
             StoreError: nobody answers, or with a refusal. RecordDamaged: of what was sent.
@@ -214,7 +215,7 @@ class HttpStore:
                 break
             time.sleep(pause)
             go_on()
-        if status < 300 or status == 304 or (method, status) == ("DELETE", 404):
+        if status < 300 or status == 304 or status in accepts:
             return status, said, data
         raise self._refused(status, said, data)
 

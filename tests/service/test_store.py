@@ -145,8 +145,8 @@ def test_what_did_not_change_does_not_come_again(served: Served, token: str) -> 
     assert isinstance(store, HttpStore)
     Records(store).put(record())
     sent: list[int] = []
-    ask = store._ask
-    store._ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
+    ask = store.ask
+    store.ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
         assert [one.record for one in Records(store).held(Sought(model=KEY.model))] == [record()]
     assert sent == [200, 304]
