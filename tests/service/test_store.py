@@ -27,6 +27,7 @@ from advisor.cache.seal import Seal
 from advisor.cache.stores import Narrowing, Store, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
+from advisor.cache.stores.link import MOST_ANSWER
 from advisor.cli import main
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from advisor.service import records as kept
@@ -232,7 +233,7 @@ def test_urls() -> None:
     assert open_store("http://advisor.team?insecure=1").url == "http://advisor.team?insecure=1"
     store = open_store("https://advisor.team/below?timeout=2s")
     assert isinstance(store, HttpStore)
-    assert (store.patience_s, store._origin) == (2.0, "https://advisor.team")
+    assert (store.patience_s, store.origin) == (2.0, "https://advisor.team")
     assert isinstance(open_store("http://[::1]:8765"), HttpStore)
 
 
@@ -385,7 +386,7 @@ def answering(answer: Callable[[str], tuple[int, dict[str, str], bytes]]) -> Any
     return running()
 
 
-BOMB = __import__("gzip").compress(b"\0" * (http_module.MOST_ANSWER + 2**20))
+BOMB = __import__("gzip").compress(b"\0" * (MOST_ANSWER + 2**20))
 
 
 @pytest.mark.parametrize(
