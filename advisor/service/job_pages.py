@@ -174,7 +174,8 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "target", asked["target"]
     for name, value in asked["options"].items():
-        yield name, value if isinstance(value, str) else json.dumps(value)
+        parts = value if isinstance(value, list) else [value]
+        yield name, ", ".join(one if isinstance(one, str) else json.dumps(one) for one in parts)
     for name, value in asked["env"].items():
         yield name, value
     if asked["archive"]:

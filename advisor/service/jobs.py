@@ -245,6 +245,11 @@ def tidy(session: Session) -> None:
         session.execute(delete(table).where(table.job.in_(over)))
 
 
+def finder(session: Session, record: str) -> int | None:
+    """The last job that found a record; None for one that was measured otherwise."""
+    return session.scalar(select(func.max(Job.id)).where(Job.record == record))
+
+
 def tail(session: Session, number: int, most: int) -> Text:
     """The end of what a job printed, of so many characters or one piece more."""
     query = select(Log.id, Log.data).where(Log.job == number).order_by(Log.id.desc())

@@ -24,7 +24,7 @@ from advisor.report.data import Comparison, Estimate, Table
 from advisor.report.html import pages as rendering
 from advisor.report.html import template
 from advisor.report.sections import report
-from advisor.service import coverage, records, tokens
+from advisor.service import coverage, jobs, records, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
 from advisor.service.records import Fleet, Kept, Question
@@ -274,6 +274,7 @@ def record(
     with here.database.reading() as session:
         kept = Kept(session, Question(id=id, batch=int(batch)))
         held = here.reader.look_into(kept, Sought(id=id, batch=int(batch))).held
+        job = jobs.finder(session, key)
     if not held:
         raise HTTPException(404, f"there is no record {key} that can be read")
     found, url = held[0].record, url_of(request)
@@ -285,6 +286,7 @@ def record(
         caller,
         report=replace(shows, sections=tuple(sections)),
         start=start,
+        job=job,
         command=found.key.task.command,
         url=url,
     )

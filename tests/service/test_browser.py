@@ -126,7 +126,7 @@ class Person:
 
     def log_in(self) -> None:
         self.go("/login")
-        assert self.page.evaluate("document.activeElement.name") == "token"
+        self.page.wait_for_function("document.activeElement.name == 'token'")
         self.page.keyboard.type(self.team.token)
         self.page.keyboard.press("Enter")
         self.page.wait_for_url("**/")

@@ -198,6 +198,8 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
         text = browser.get(link).data.decode()
         Read(text)
         assert "What was chosen" in text and "1.5" in text
+        assert f"export ADVISOR_CACHE=http://127.0.0.1:{served.port} " in text
+        assert "advice = advisor.apply(&#34;model.py:Net&#34;, shape=(64, 3, 256, 256)" in text
     assert browser.get("/records/000000000000@64").status == 404
     assert b"there is no record" in browser.get("/records/000000000000@64").data
     assert browser.get("/records/x").status == 422
@@ -275,6 +277,24 @@ def test_jobs_are_listed_and_cancelled_by_whose_they_are(
     assert "job cancelled" in admin.get("/audit").data.decode()
 
 
+def test_a_job_and_its_record_name_each_other(served: Served) -> None:
+    shapes = ["64x3x256x256", "32x3x256x256"]
+    one = started(served, command=[], target="model.py:Net", options={"shape": shapes})
+    browser = Browser(served, "read")
+    found = record(key=changed(KEY, "device.kind", "cpu"))
+    data = encode(found)
+    path = f"/api/records/{quote(Name.of(found, data).text)}"
+    assert served.ask("PUT", path, one.external, data).status == 201
+    page = f"/records/{found.id}"
+    assert "Found by" not in browser.get(page).data.decode()
+    assert ended(served, one, state="done", record=found.id).status == 200
+    job = browser.read(f"/jobs/{one.job}")
+    assert page in [link["href"] for link in job.all("a")]
+    assert ", ".join(shapes) in browser.get(f"/jobs/{one.job}").data.decode()
+    assert f"/jobs/{one.job}" in [link["href"] for link in browser.read(page).all("a")]
+    assert "device=&#34;cpu&#34;" in browser.get(page).data.decode()
+
+
 def test_only_the_page_of_a_live_job_has_scripts_and_only_from_here(served: Served) -> None:
     one, browser = started(served), Browser(served, "read")
     page = browser.get(f"/jobs/{one.job}")
@@ -321,7 +341,7 @@ def test_why(served: Served) -> None:
     browser = Browser(served, "read")
     asked = {"target": "model.py:Net", "device": "NVIDIA H200", "shape": "8x3x256x256", "mode": ""}
     text = browser.get(f"/why?{urlencode(asked)}").data.decode()
-    rows = re.findall(r"<td class=\"whole\">(yes|no|as stale)</td><td>(.*?)</td>", text)
+    rows = re.findall(r"<td class=\"whole\">(yes|no|as stale)</td><td class=\"what\">(.*?)</td>", text)
     assert rows == [("yes", "nothing"), ("no", "device name NVIDIA B200 -&gt; NVIDIA H200")]
     assert "Nothing here is of this target" in browser.get("/why?target=other.py").data.decode()
     assert "yes" in browser.get("/why?target=model.py").data.decode()
