@@ -31,6 +31,28 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 SMALL, LARGE = 360, 1280
 WAITS_MS = 20_000
 FOCUSABLE = "a[href], button, input:not([type=hidden]), select, [tabindex='0']"
+DIM = """() => {
+    const shine = text => {
+        const parts = text.match(/[\\d.]+/g).map(Number).slice(0, 3).map(
+            one => (one /= 255) <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    };
+    const behind = one => {
+        for (; one; one = one.parentElement) {
+            const colour = getComputedStyle(one).backgroundColor;
+            if (!colour.endsWith(", 0)")) return colour;
+        }
+    };
+    const faded = one => one && (getComputedStyle(one).opacity < 1 || faded(one.parentElement));
+    const dim = one => {
+        const both = [shine(getComputedStyle(one).color), shine(behind(one))].sort((a, b) => b - a);
+        return faded(one) || (both[0] + 0.05) / (both[1] + 0.05) < 4.5;
+    };
+    return [...document.body.querySelectorAll("a, b, p, h1, h2, td, th, dt, dd, small, code, "
+        + "label, button, span, figcaption, li")].filter(one => !one.closest("svg") && dim(one))
+        .map(one => one.outerHTML.slice(0, 100));
+}"""
+"""What is written too faintly to be read: a contrast below 4.5 to 1 (WCAG 2.2, 1.4.3)."""
 FOUND = replace(
     record(trials=6),
     parts=(Part(knob=Config(precision="bf16"), stage="compute", ratio=1.5, low=1.46, high=1.54),),
@@ -142,6 +164,7 @@ class Person:
         self.page.screenshot(path=file, full_page=True)
         wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         assert not self.page.evaluate(wide), file.name
+        assert self.page.evaluate(DIM) == [], file.name
 
     def text(self, selector: str) -> str:
         found: str = self.page.inner_text(selector)
@@ -270,7 +293,9 @@ def used(team: Team) -> int:
 def test_a_keyboard_reaches_everything(team: Team, sits: Sits) -> None:
     person = sits(LARGE, "light")
     number = team.submit("python", "keys.py")
-    for path in ("/", "/jobs", f"/jobs/{number}", "/why", "/tokens"):
+    found = encode(FOUND)
+    team.ask("PUT", f"/api/records/{quote(Name.of(FOUND, found).text)}", found)
+    for path in ("/", "/jobs", f"/jobs/{number}", f"/records/{FOUND.id}", "/why", "/tokens"):
         person.go(path)
         wanted = person.page.locator(FOCUSABLE).count()
         reached = set()

@@ -341,7 +341,8 @@ def test_why(served: Served) -> None:
     browser = Browser(served, "read")
     asked = {"target": "model.py:Net", "device": "NVIDIA H200", "shape": "8x3x256x256", "mode": ""}
     text = browser.get(f"/why?{urlencode(asked)}").data.decode()
-    rows = re.findall(r"<td class=\"whole\">(yes|no|as stale)</td><td class=\"what\">(.*?)</td>", text)
+    cells = r'<td class="whole">(yes|no|as stale)</td><td class="what">(.*?)</td>'
+    rows = re.findall(cells, text)
     assert rows == [("yes", "nothing"), ("no", "device name NVIDIA B200 -&gt; NVIDIA H200")]
     assert "Nothing here is of this target" in browser.get("/why?target=other.py").data.decode()
     assert "yes" in browser.get("/why?target=model.py").data.decode()
