@@ -217,22 +217,25 @@ class Scratch:
         return self.path / "events"
 
     def grown(self, last: bool) -> Iterator[tuple[str, bytes]]:
-        """The studies that changed since they were last asked for, in whole lines.
+        """The studies that changed since they were last taken, in whole lines. One counts as taken
+        when the next is asked for.
 
         Args:
             last: large ones too, however short a time ago that was.
         """
         for path in sorted(self.studies.glob("*.journal")):
-            about = path.lstat()
             changed, at = self.saved.get(path.name, (0.0, -SAVE_S))
             now = time.monotonic()
-            early = about.st_size > SMALL and now - at < SAVE_S and not last
-            if about.st_mtime == changed or early:
-                continue
-            self.saved[path.name] = about.st_mtime, now
-            with contextlib.suppress(OSError):  # no plain file, or too large: it is not resumed
+            try:
+                about = path.lstat()
+                early = about.st_size > SMALL and now - at < SAVE_S and not last
+                if about.st_mtime == changed or early:
+                    continue
                 data = read_regular(path, MOST_STUDY)
-                yield path.name, data[: data.rfind(b"\n") + 1]
+            except OSError:  # gone, no plain file, or too large: it is not resumed
+                continue
+            yield path.name, data[: data.rfind(b"\n") + 1]
+            self.saved[path.name] = about.st_mtime, now
 
     def record(self) -> Record | None:
         """What was found; None for nothing."""

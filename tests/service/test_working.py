@@ -20,6 +20,8 @@ from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.service import attempts
+from advisor.tuners.environment import Gpu
+from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.worker import host_memory
 from tests.cache import servers
 from tests.face.commands import LAYERED, SHAPE, advisor
@@ -367,6 +369,38 @@ def test_what_takes_too_long_is_ended(
     assert told == "failed" and reason.startswith("ended after 6.1 s: twice its budget")
     pid = tmp_path / "work" / "code" / "pid"
     assert not pid.exists() or gone(int(pid.read_text()))
+
+
+def test_others_on_the_gpu_are_noted(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = working.Working(working.Line(served.url), tmp_path / "work")
+    other, gone_by_now = os.getppid(), 2**22 + 1
+    users = (os.getpid(), gone_by_now)
+    monkeypatch.setattr(one, "_gpus", lambda: [Gpu(uuid="GPU-0", name="H100", users=users)])
+    one._look_for_others()
+    assert one._others == set()
+    users = (*users, other)
+    one._look_for_others()
+    (noted,) = one._others
+    assert noted.startswith(f"{other} (")
+
+
+def test_a_study_that_was_not_heard_is_said_again(tmp_path: Path) -> None:
+    scratch = working.Scratch(tmp_path)
+    scratch.make()
+    (scratch.studies / "a.journal").write_bytes(b"whole\nhal")
+    (scratch.studies / "b.journal").symlink_to(tmp_path)
+    assert next(scratch.grown(False)) == ("a.journal", b"whole\n")
+    assert list(scratch.grown(False)) == [("a.journal", b"whole\n")]
+    assert list(scratch.grown(True)) == []
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    words = ["/bin/sh", "-c", "echo something; exit 3"]
+    one = Guarded(words, log=Path("/dev/full"), environment={})
+    assert one.obituary() == (3, "something")
+    one.end()
 
 
 def test_a_tail_keeps_both_ends_of_what_is_too_long(tmp_path: Path) -> None:
