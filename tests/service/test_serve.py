@@ -43,7 +43,10 @@ class Process:
     def __init__(self, *words: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "advisor", "serve", "--port", "0", *words],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            # What its executor keeps lies beside the test's other data.
+            env={"XDG_CACHE_HOME": f"{os.environ['XDG_DATA_HOME']}-cache"}
+            | os.environ
+            | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
