@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ KEPT_S = 60.0
 _LOOK_S = 0.05
 _MOST_WORDS = 4096
 _INHERITED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|OMP_\w+|MKL_\w+|KMP_\w+"
     r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_\w+|SSL_CERT_\w+"
     r"|HF_HOME|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_\w+|(?i:https?_proxy|no_proxy)"
@@ -94,6 +95,8 @@ class Local:
             place = _Place(self._folder / start.external)
             if place.alive:
                 return place.device
+            if start.asked.env:
+                raise Unplaceable("this machine has no environment but its own; ask for none")
             with contextlib.ExitStack() as held:
                 given, locks = self._given(start.asked, held)
                 device = ", ".join(gpu.name for gpu in given) or host_cpu()
@@ -154,16 +157,16 @@ class Local:
             ExecutorAway: one does, or the folder cannot be used.
         """
         with self._lock:
-            if self._owner is None:
-                try:
+            try:
+                if self._owner is None:
                     make_folder(self._folder)
                     make_folder(self._devices)
                     self._owner = _locked(self._folder / "owner")
-                except OSError as exc:
-                    raise ExecutorAway(f"{self._folder}: {exc.strerror or exc}") from exc
-            if self._owner is None:
-                raise ExecutorAway("another server here starts what runs on this machine")
-            yield
+                if self._owner is None:
+                    raise ExecutorAway("another server here starts what runs on this machine")
+                yield
+            except OSError as exc:
+                raise ExecutorAway(f"{self._folder}: {exc.strerror or exc}") from exc
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(gpu.name for gpu in self._gpus()))
@@ -244,7 +247,7 @@ _MEASURED = "the CPU of this machine is measured on"
 
 class _Place:
     """An attempt's folder: `lock` is held by its worker while that lives, `pid` its number, `words`
-    what it printed, `device` what it was given."""
+    what it printed, `device` what it was given, `work` a link to where it works."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -252,16 +255,20 @@ class _Place:
 
     @property
     def alive(self) -> bool:
-        if not (self.path / "lock").exists():
+        try:
+            lock = _locked(self.path / "lock", os.O_RDWR)
+        except FileNotFoundError:
             return False
-        lock = _locked(self.path / "lock")
         if lock is not None:
             os.close(lock)
         return lock is None
 
     @property
     def device(self) -> str:
-        return (self.path / "device").read_text()
+        try:
+            return (self.path / "device").read_text()
+        except FileNotFoundError:  # it is over, since this instant
+            return ""
 
     @property
     def last_words(self) -> str:
@@ -290,13 +297,21 @@ class _Place:
                 os.kill(int((self.path / "pid").read_text()), number)
 
     def remove(self) -> None:
+        work = self.path / "work"
+        # Code that was submitted could have laid another link.
+        if work.is_symlink() and work.readlink().parent == Path(tempfile.gettempdir()):
+            remove_folder(work.readlink())
         remove_folder(self.path)
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
     """A lock on a file as long as what is returned is open here or in a child; None where another
-    has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    has it.
+
+    Args:
+        flags: it is opened with.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
