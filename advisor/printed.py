@@ -33,7 +33,18 @@ MOST_FOLDERS = 500
 def script_line(record: Record, cache: Cache = None, *, free: bool = False) -> str:
     """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
     takes it; `free`: of a run, with the batch free."""
-    task = here(record)
+    return _applies(record, here(record), cache, free=free)
+
+
+def line_anywhere(record: Record) -> str:
+    """As `script_line`, for a reader whose folder and device are not known, and whose ADVISOR_CACHE
+    names where it is."""
+    device = "cpu" if record.key.environment.device.kind == "cpu" else ""
+    task = dataclasses.replace(record.key.task, target=record.target.name, device=device)
+    return _applies(record, task, None)
+
+
+def _applies(record: Record, task: Task, cache: Cache, *, free: bool = False) -> str:
     if task.command:
         words = [*_options(record, free=free), *_elsewhere(cache)]
         return shlex.join(["advisor", "run", *words, "--", *task.command])

@@ -53,10 +53,14 @@ def test_wheel_is_marked_as_typed(wheel_names: set[str]) -> None:
 
 
 def test_wheel_has_what_a_page_is_made_of(wheel_names: set[str]) -> None:
-    for package, one in (("report", "report.html"), ("service", "fleet.html")):
-        made_of = {file.name for file in (ROOT / "advisor" / package / "templates").iterdir()}
+    for folder, one in (
+        ("report/templates", "report.html"),
+        ("service/templates", "fleet.html"),
+        ("service/static", "LICENSE-htmx"),
+    ):
+        made_of = {file.name for file in (ROOT / "advisor" / folder).iterdir()}
         assert one in made_of
-        assert {f"advisor/{package}/templates/{name}" for name in made_of} <= wheel_names
+        assert {f"advisor/{folder}/{name}" for name in made_of} <= wheel_names
 
 
 def test_nothing_else_is_installed_at_the_top_level(wheel_names: set[str]) -> None:

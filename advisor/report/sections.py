@@ -15,8 +15,9 @@ from advisor.report.text import spread
 from advisor.tuners.knobs import described
 
 
-def report(record: Record, cache: str | None = None) -> Report:
-    """All that is shown of a record; `cache`: where it is, for the lines that are copied."""
+def report(record: Record, cache: str | None = None, line: str | None = None) -> Report:
+    """All that is shown of a record; `cache`: where it is, for the lines that are copied; `line`:
+    the one that follows it, where that is not for this folder."""
     task, device = record.key.task, record.key.environment.device
     what = f"{task.inputs}, batch {task.batch}, {task.mode}, on {device.name}"
     return Report(
@@ -24,7 +25,7 @@ def report(record: Record, cache: str | None = None) -> Report:
         headline=_headline(record),
         stale=tables.stale(record),
         facts=(*tables.environment(record.key.environment), *_provenance(record)),
-        sections=tuple(_sections(record, cache)),
+        sections=tuple(_sections(record, cache, line)),
     )
 
 
@@ -44,7 +45,7 @@ def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     yield "advisor", made.advisor
 
 
-def _sections(record: Record, cache: str | None) -> Iterator[Section]:
+def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[Section]:
     yield Section(
         name="chosen",
         title="What was chosen",
@@ -58,13 +59,11 @@ def _sections(record: Record, cache: str | None) -> Iterator[Section]:
     yield _inputs(record)
     yield _memory(record)
     yield _numerics(record)
+    line = script_line(record, cache) if line is None else line
     yield Section(
         name="script",
         title=tables.where(record),
-        code=(
-            script_line(record, cache),
-            *(f"# {one}" for one in tables.other_uses(record, cache)),
-        ),
+        code=(line, *(f"# {one}" for one in tables.other_uses(record, cache))),
     )
 
 

@@ -12,6 +12,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service.access import Service
+from advisor.service.job_pages import job_pages
 from advisor.service.limits import Bodies, Headers
 from advisor.service.metrics import Measured
 from advisor.service.pages import shown, site
@@ -31,6 +32,7 @@ def application(service: Service, version: str) -> FastAPI:
     app.state.service = service
     app.include_router(api)
     app.include_router(site)
+    app.include_router(job_pages)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(RecordDamaged, _refused)

@@ -245,6 +245,23 @@ def tidy(session: Session) -> None:
         session.execute(delete(table).where(table.job.in_(over)))
 
 
+def finder(session: Session, record: str) -> int | None:
+    """The last job that found a record; None for one that was measured otherwise."""
+    return session.scalar(select(func.max(Job.id)).where(Job.record == record))
+
+
+def tail(session: Session, number: int, most: int) -> Text:
+    """The end of what a job printed, of so many characters or one piece more."""
+    query = select(Log.id, Log.data).where(Log.job == number).order_by(Log.id.desc())
+    parts, size, last = [], 0, 0
+    for id, data in session.execute(query.execution_options(yield_per=16)):
+        if size >= most:
+            break
+        parts.append(data)
+        size, last = size + len(data), max(last, id)
+    return Text(text="".join(reversed(parts)), next=last, ended=False)
+
+
 def log_text(text: str) -> str:
     """Lines of a log that steer no terminal: without colours, and what was written over."""
     plain = _STEERS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")

@@ -98,13 +98,18 @@ def answer(service: Service, number: int, last: str) -> StreamingResponse:
     first = news(service.database, number, Seen.of(last))
     if first is None:
         raise HTTPException(404, "there is no such job")
+    return streaming(service, stream(service, number, first))
+
+
+def streaming(service: Service, parts: AsyncIterator[str]) -> StreamingResponse:
+    """An answer that goes on; raises HTTPException where too many look."""
     if service.streams >= MOST_STREAMS:
         raise HTTPException(429, "too many are looking; ask again later", {"Retry-After": "10"})
 
     async def counted() -> AsyncIterator[str]:
         service.streams += 1
         try:
-            async for text in stream(service, number, first):
+            async for text in parts:
                 yield text
         finally:
             service.streams -= 1

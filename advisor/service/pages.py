@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import resources
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
@@ -17,12 +19,14 @@ from advisor.cache.kinds import Shapes
 from advisor.cache.name import target_part
 from advisor.cache.reader import Sought
 from advisor.errors import UsageError
-from advisor.report.data import Comparison, Estimate
+from advisor.printed import line_anywhere
+from advisor.report.data import Comparison, Estimate, Table
 from advisor.report.html import pages as rendering
 from advisor.report.html import template
 from advisor.report.sections import report
-from advisor.service import records, tokens
+from advisor.service import coverage, jobs, records, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
+from advisor.service.coverage import Covered
 from advisor.service.records import Fleet, Kept, Question
 from advisor.service.roles import ROLES
 from advisor.service.routes.admin import EVENTS
@@ -30,7 +34,14 @@ from advisor.service.tokens import Caller
 
 ON_A_PAGE = 50
 """Records in a list."""
+OVER = "/session-over"
+"""Where a page that follows a job is sent without a session."""
 _PACKAGE = "advisor.service"
+_STATIC = {
+    "icon.svg": "image/svg+xml",
+    "htmx-4.0.1.min.js": "text/javascript",
+    "hx-sse-4.0.1.min.js": "text/javascript",
+}
 _DAY_S = 86_400.0
 _MOST_FIELDS = 20
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
@@ -46,7 +57,8 @@ def visits(role: str) -> Callable[..., Caller]:
             cookie = request.cookies.get(COOKIE, "")
             found = tokens.logged_in(session, cookie, here.address(request))
         if found is None:
-            raise HTTPException(303, headers={"Location": "/login"})
+            follows = "text/event-stream" in request.headers.get("accept", "")
+            raise HTTPException(303, headers={"Location": OVER if follows else "/login"})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
         here.limit(found, writes=False)
@@ -57,6 +69,7 @@ def visits(role: str) -> Callable[..., Caller]:
 
 
 Reader = Annotated[Caller, Depends(visits("read"))]
+Submitter = Annotated[Caller, Depends(visits("submit"))]
 Admin = Annotated[Caller, Depends(visits("admin"))]
 
 
@@ -91,13 +104,17 @@ Own = Annotated[dict[str, str], Depends(_own)]
 
 def shown(request: Request, name: str, caller: Caller | None = None, **what: Any) -> HTMLResponse:
     """A page; `caller` decides what its menu has."""
+    return HTMLResponse(rendered(request, name, caller, **what))
+
+
+def rendered(request: Request, name: str, caller: Caller | None = None, **what: Any) -> str:
+    """The text of a page, or of a part of one."""
     key = tokens.form_key(request.cookies.get(COOKIE, "")) if caller else ""
     page = rendering(_PACKAGE).get_template(name)
-    text = page.render(caller=caller, form_key=key, path=request.url.path, day=_day, **what)
-    return HTMLResponse(text)
+    return page.render(caller=caller, form_key=key, path=request.url.path, day=day, **what)
 
 
-def _day(seconds: float | None) -> str:
+def day(seconds: float | None) -> str:
     """A time as a page has it, '-' for none."""
     if seconds is None:
         return "-"
@@ -109,6 +126,16 @@ def style() -> Response:
     texts = [template(name, _PACKAGE) for name in ("style.css", "service.css")]
     headers = {"Cache-Control": "public, max-age=300"}
     return Response("\n".join(filter(None, texts)), media_type="text/css", headers=headers)
+
+
+@site.get("/static/{file}")
+def static(file: str) -> Response:
+    """A file that pages name; a script's name holds its version."""
+    kind = _STATIC.get(file)
+    if kind is None:
+        raise HTTPException(404, "there is no such file")
+    data = resources.files(_PACKAGE).joinpath("static", file).read_bytes()
+    return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=86400"})
 
 
 @site.get("/login")
@@ -154,25 +181,73 @@ def log_out(request: Request, here: Here, _caller: Reader, _form: Own) -> Respon
 
 @site.get("/")
 def fleet(
-    request: Request, here: Here, caller: Reader, page: Annotated[int, Query(ge=0, le=10**5)] = 0
+    request: Request,
+    here: Here,
+    caller: Reader,
+    page: Annotated[int, Query(ge=0, le=10**5)] = 0,
+    hours: Annotated[float, Query(gt=0, le=1e5)] = 1.0,
 ) -> HTMLResponse:
     with here.database.reading() as session:
         devices = records.fleet(session)
+        covered = coverage.covered(session)
+        what = {
+            "devices": _devices(devices, covered),
+            "chart": _gains(devices),
+            "asked": _asked_for(covered),
+            "saved": coverage.saved(session),
+            "spent": coverage.spent(session),
+            "missed": coverage.missed(session),
+            "outdated": coverage.outdated(session),
+        }
         found = records.newest(session, ON_A_PAGE + 1, page * ON_A_PAGE)
     return shown(
         request,
         "fleet.html",
         caller,
-        devices=devices,
-        chart=_gains(devices),
+        **what,
+        days=coverage.DAYS,
+        hours=hours,
         lines=found[:ON_A_PAGE],
         page=page,
         more=len(found) > ON_A_PAGE,
-        url=_url(request),
+        url=url_of(request),
     )
 
 
-def _url(request: Request) -> str:
+def _devices(devices: list[Fleet], covered: list[Covered]) -> Table:
+    """Each kind that has records or was asked for."""
+    table = Table(
+        f"GPU types; coverage is of the lookups of the last {coverage.DAYS} days",
+        ("device", "records", "mean speed-up", "last measured (UTC)", "lookups", "coverage"),
+        right=("records", "mean speed-up", "lookups", "coverage"),
+        whole=("last measured (UTC)",),
+    )
+    asked = {one.device: one for one in covered}
+    for one in devices:
+        speedup = f"{one.mean:.2f}x"
+        table.row(one.device, f"{one.records:,}", speedup, day(one.newest), *_use(asked, one))
+    known = {one.device for one in devices}
+    for other in covered:
+        if other.device not in known:
+            table.row(other.device, "0", "-", "-", *_use(asked, other))
+    return table
+
+
+def _use(asked: Mapping[str, Covered], one: Fleet | Covered) -> tuple[str, str]:
+    found = asked.get(one.device)
+    return (f"{found.lookups:,}", f"{found.share:.0%}") if found else ("0", "-")
+
+
+def _asked_for(covered: list[Covered]) -> Covered:
+    """Of all devices together."""
+    total = {
+        name: sum(getattr(one, name) for one in covered)
+        for name in ("exact", "stale", "nearest", "miss")
+    }
+    return Covered(device="", **total)
+
+
+def url_of(request: Request) -> str:
     """As who trains names this server."""
     proto = "https" if service_of(request).encrypted(request) else "http"
     return f"{proto}://{request.headers.get('host', '')}"
@@ -199,10 +274,22 @@ def record(
     with here.database.reading() as session:
         kept = Kept(session, Question(id=id, batch=int(batch)))
         held = here.reader.look_into(kept, Sought(id=id, batch=int(batch))).held
+        job = jobs.finder(session, key)
     if not held:
         raise HTTPException(404, f"there is no record {key} that can be read")
-    shows = report(held[0].record, _url(request))
-    return shown(request, "record.html", caller, report=shows)
+    found, url = held[0].record, url_of(request)
+    shows = report(found, url, line_anywhere(found))
+    *sections, start = shows.sections
+    return shown(
+        request,
+        "record.html",
+        caller,
+        report=replace(shows, sections=tuple(sections)),
+        start=start,
+        job=job,
+        command=found.key.task.command,
+        url=url,
+    )
 
 
 @site.get("/why")

@@ -11,7 +11,7 @@ import stat
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 0.25
 """What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
-MOST_ANSWER = 24 * 2**20
+MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
 MSGPACK, JSON, BYTES = "application/vnd.msgpack", "application/json", "application/octet-stream"
 _OWN = ("timeout", "insecure")
@@ -98,6 +98,7 @@ class Link:
         kind: str = "",
         headers: Mapping[str, str] | None = None,
         missing: bool = False,
+        accepts: Collection[int] = (),
         patience_s: float = 0.0,
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of an answer that is none of a fault.
@@ -105,6 +106,7 @@ class Link:
         Args:
             kind: what the body is, as a media type.
             missing: that there is no such thing, 404, is an answer.
+            accepts: refusals that are answers, too.
             patience_s: 0 for the link's own.
 
         Raises:
@@ -125,7 +127,7 @@ class Link:
                 break
             time.sleep(pause)
             go_on()
-        if status < 300 or status == 304 or (missing and status == 404):
+        if status < 300 or status in (304, *accepts) or (missing and status == 404):
             return status, said, data
         raise self._refused(status, said, data)
 

@@ -15,6 +15,7 @@ from advisor.errors import UsageError
 from advisor.service import database, schema, tokens
 from advisor.service.access import COOKIE
 from advisor.service.app import application
+from advisor.service.job_pages import job_pages
 from advisor.service.limits import Rate, Rates
 from advisor.service.pages import site
 from advisor.service.routes import admin, attempts, health, jobs, records
@@ -22,17 +23,22 @@ from tests.service.serving import Served, serving, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
+    *(("GET", path) for path in ("/static/{file}", "/session-over")),
     ("GET", "/login"),
     ("POST", "/login"),
 }
 """Routes that anybody may ask."""
-PAGES = {path for path in (route.path for route in site.routes)}  # type: ignore[attr-defined]
+PAGES = {
+    route.path  # type: ignore[attr-defined]
+    for route in (*site.routes, *job_pages.routes)
+}
 """Routes that ask for a session, and send who has none to the login."""
 READING = {("POST", "/api/records")}
 """Routes that a read token may use although they are no GET."""
 SUBMITTING = {
     *(("PUT", "/api/archives/{digest}"), ("POST", "/api/jobs")),
     ("POST", "/api/jobs/{number}/cancel"),
+    ("POST", "/jobs/{number}/cancel"),
 }
 """Routes that write, and no records."""
 WORKING = {("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")} | {
@@ -58,7 +64,7 @@ def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
     known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
-    known |= {"{digest}": "ab" * 32, "{name}": "ab@1"}
+    known |= {"{digest}": "ab" * 32, "{name}": "ab@1", "{file}": "icon.svg"}
     return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import html.parser
+import json
 import re
 import time
 from dataclasses import replace
 from urllib.parse import quote, urlencode
 
 import pytest
+from sqlalchemy import select
 
-from advisor.cache.codec import encode
+from advisor.cache.codec import encode, to_plain
 from advisor.cache.config import Config
+from advisor.cache.key import fields
 from advisor.cache.name import Name
 from advisor.cache.record import Record, Target
+from advisor.service import coverage, job_pages, records, schema, tokens
 from advisor.service import pages as site
-from advisor.service import records, schema, tokens
 from advisor.service.access import COOKIE
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, token
+from tests.service.test_jobs import ended, started, submit
 
 FORM = "application/x-www-form-urlencoded"
 EVIL = "<script>alert(1)</script>"
@@ -36,7 +40,7 @@ class Read(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "input"):
+        if tag not in ("meta", "link", "input", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -59,10 +63,10 @@ class Browser:
         self.set = answer.headers["set-cookie"]
         self.cookie = self.set.partition(";")[0]
 
-    def get(self, path: str) -> Answer:
-        return self._served.ask(
-            "GET", path, headers={"Cookie": self.cookie, "Accept": "text/html,*/*"}
-        )
+    def get(self, path: str, **more: str) -> Answer:
+        sent = {name.replace("_", "-"): value for name, value in more.items()}
+        headers = {"Cookie": self.cookie, "Accept": "text/html,*/*", **sent}
+        return self._served.ask("GET", path, headers=headers)
 
     def read(self, path: str) -> Read:
         answer = self.get(path)
@@ -194,6 +198,8 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
         text = browser.get(link).data.decode()
         Read(text)
         assert "What was chosen" in text and "1.5" in text
+        assert f"export ADVISOR_CACHE=http://127.0.0.1:{served.port} " in text
+        assert "advice = advisor.apply(&#34;model.py:Net&#34;, shape=(64, 3, 256, 256)" in text
     assert browser.get("/records/000000000000@64").status == 404
     assert b"there is no record" in browser.get("/records/000000000000@64").data
     assert browser.get("/records/x").status == 422
@@ -203,13 +209,140 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert "Newer" in last and "Older" not in last
 
 
+def test_what_is_covered_and_what_is_saved(served: Served) -> None:
+    """Of lookups as scripts make them."""
+    keep(served, record())
+    wanted = fields(KEY)
+    asked = {
+        "exact": wanted,
+        "stale": wanted | {"software.torch": "2.12.0"},
+        "nearest": wanted | {"device.name": "NVIDIA B200"},
+        "miss": wanted,
+    }
+    for outcome, one in asked.items():
+        model = "cd" * 32 if outcome == "miss" else KEY.model
+        query = urlencode({"model": model, "wanted": json.dumps(to_plain(one))})
+        for _ in range(2):
+            assert served.ask("GET", f"/api/lookup?{query}", "read").status == 200
+    served.service.lookups.flush(served.database)
+    with served.database.reading() as session:
+        (of_h200, of_b200) = coverage.covered(session)
+        assert (of_h200.exact, of_h200.stale, of_h200.miss) == (2, 2, 2)
+        assert of_h200.share == pytest.approx(2 / 3)
+        assert (of_b200.nearest, of_b200.share) == (2, 0.0)
+        saved = coverage.saved(session)
+        assert (saved.starts, saved.share) == (2, pytest.approx(2 * (1 - 1 / 1.5)))
+        missed = {(one.device, one.model, one.target) for one in coverage.missed(session)}
+        (stale,) = coverage.outdated(session)
+    h200, b200 = "NVIDIA H200", "NVIDIA B200"
+    assert missed == {(h200, "cd" * 6, ""), (b200, KEY.model[:12], "model.py:Net")}
+    assert (stale.record, stale.lookups) == (record().id, 2)
+    text = Browser(served, "read").get("/?hours=30").data.decode()
+    assert "<b>50%</b> of 8 lookups" in text and "<b>20</b> GPU hours saved" in text
+    assert "Asked for, and not here" in text and "Stale, and in use" in text
+    assert Browser(served, "read").get("/?hours=nan").status == 422
+
+
+def test_gpu_hours_that_jobs_took(served: Served) -> None:
+    one = started(served, gpus=2)
+    with served.database.writing() as session:
+        attempt = session.get_one(schema.Attempt, one.attempt)
+        attempt.started = attempt.beat - 1800
+    with served.database.reading() as session:
+        assert coverage.spent(session) == pytest.approx(1.0)
+
+
+def test_jobs_are_listed_and_cancelled_by_whose_they_are(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = Browser(served, "submit"), Browser(served, "worker")
+    reader, admin = Browser(served, "read"), Browser(served, "admin")
+    assert "Nothing was asked for yet" in reader.get("/jobs").data.decode()
+    numbers = [submit(served, options={"seed": n}).json["id"] for n in range(3)]
+    texts = [browser.get(f"/jobs/{numbers[0]}").data for browser in (owner, admin, other, reader)]
+    assert [b">Cancel<" in text for text in texts] == [True, True, False, False]
+    path = f"/jobs/{numbers[0]}/cancel"
+    assert [other.post(path, {}).status, reader.post(path, {}).status] == [403, 403]
+    assert owner.post(path, {}, "wrong").status == 403
+    assert owner.post(path, {}).headers["location"] == f"/jobs/{numbers[0]}"
+    assert admin.post(f"/jobs/{numbers[1]}/cancel", {}).status == 303
+    assert admin.post("/jobs/999/cancel", {}).status == admin.get("/jobs/999").status == 404
+    links = {str(one["href"]) for one in reader.read("/jobs?state=cancelled").all("a")}
+    assert {f"/jobs/{n}" for n in numbers} & links == {f"/jobs/{n}" for n in numbers[:2]}
+    assert "No job is done" in reader.get("/jobs?state=done").data.decode()
+    assert reader.get("/jobs?state=odd").status == 422
+    monkeypatch.setattr(job_pages, "ON_A_PAGE", 2)
+    (older,) = re.findall(r'href="(/jobs\?before=\d+)"', reader.get("/jobs").data.decode())
+    assert f'"/jobs/{numbers[0]}"' in reader.get(older).data.decode()
+    assert "job cancelled" in admin.get("/audit").data.decode()
+
+
+def test_a_job_and_its_record_name_each_other(served: Served) -> None:
+    shapes = ["64x3x256x256", "32x3x256x256"]
+    one = started(served, command=[], target="model.py:Net", options={"shape": shapes})
+    browser = Browser(served, "read")
+    found = record(key=changed(KEY, "device.kind", "cpu"))
+    data = encode(found)
+    path = f"/api/records/{quote(Name.of(found, data).text)}"
+    assert served.ask("PUT", path, one.external, data).status == 201
+    page = f"/records/{found.id}"
+    assert "Found by" not in browser.get(page).data.decode()
+    assert ended(served, one, state="done", record=found.id).status == 200
+    job = browser.read(f"/jobs/{one.job}")
+    assert page in [link["href"] for link in job.all("a")]
+    assert ", ".join(shapes) in browser.get(f"/jobs/{one.job}").data.decode()
+    assert f"/jobs/{one.job}" in [link["href"] for link in browser.read(page).all("a")]
+    assert "device=&#34;cpu&#34;" in browser.get(page).data.decode()
+
+
+def test_only_the_page_of_a_live_job_has_scripts_and_only_from_here(served: Served) -> None:
+    one, browser = started(served), Browser(served, "read")
+    page = browser.get(f"/jobs/{one.job}")
+    assert "script-src 'self'; connect-src 'self'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    for script in Read(page.data.decode()).all("script"):
+        answer = served.ask("GET", str(script["src"]))
+        assert answer.headers["content-type"].startswith("text/javascript"), script
+    assert ended(served, one, state="failed", reason=EVIL).status == 200
+    assert Read(browser.get(f"/jobs/{one.job}").data.decode()).all("script") == []
+    assert "script-src" not in browser.get("/").headers["content-security-policy"]
+    assert served.ask("GET", "/static/..%2Fschema.py").status == 404
+    assert served.ask("GET", "/static/LICENSE-htmx").status == 404
+
+
+def test_a_page_that_follows_a_job_goes_on_where_it_was(served: Served) -> None:
+    one, browser = started(served, command=["python", EVIL]), Browser(served, "read")
+    trial = {"number": 1, "what": EVIL, "samples_per_s": 9.0, "origin": EVIL}
+    for text in ("one\n", f"{EVIL}\r\n\n", "three\n"):
+        said = {"trials": [trial], "log": text}
+        assert served.ask("POST", "/api/attempt/beat", one.external, said).status == 200
+    loaded = browser.get(f"/jobs/{one.job}").data.decode()
+    (path,) = re.findall(r'hx-sse:connect="(.*?)"', loaded)
+    assert ended(served, one, state="failed", reason=EVIL).status == 200
+    events = browser.get(path).data.decode()
+    assert "three" not in events and "failed" in events
+    assert events.endswith("event: ended\ndata:\n\n")
+    whole = browser.get(f"/jobs/{one.job}/live").data.decode()
+    assert 'data: <hx-partial hx-target="#log" hx-swap="beforeend">one' in whole
+    for text in (loaded, events, whole):
+        assert EVIL not in text and "&lt;script&gt;" in text
+    with served.database.reading() as session:
+        first = session.scalars(select(schema.Log.id).order_by(schema.Log.id)).first()
+    after = browser.get(path.partition("?")[0], Last_Event_ID=str(first)).data.decode()
+    assert ">one" not in after and "three" in after
+    away = served.ask("GET", path, headers={"Accept": "text/html, text/event-stream"})
+    assert (away.status, away.headers["location"]) == (303, "/session-over")
+    assert "Your session is over" in served.ask("GET", "/session-over").data.decode()
+
+
 def test_why(served: Served) -> None:
     for key in (KEY, changed(KEY, "device.name", "NVIDIA B200")):
         keep(served, record(key=key))
     browser = Browser(served, "read")
     asked = {"target": "model.py:Net", "device": "NVIDIA H200", "shape": "8x3x256x256", "mode": ""}
     text = browser.get(f"/why?{urlencode(asked)}").data.decode()
-    rows = re.findall(r"<td class=\"whole\">(yes|no|as stale)</td><td>(.*?)</td>", text)
+    cells = r'<td class="whole">(yes|no|as stale)</td><td class="what">(.*?)</td>'
+    rows = re.findall(cells, text)
     assert rows == [("yes", "nothing"), ("no", "device name NVIDIA B200 -&gt; NVIDIA H200")]
     assert "Nothing here is of this target" in browser.get("/why?target=other.py").data.decode()
     assert "yes" in browser.get("/why?target=model.py").data.decode()
@@ -232,7 +365,8 @@ def test_nothing_in_a_record_is_markup(served: Served) -> None:
 def test_every_page_is_of_this_server_alone_and_works_with_a_keyboard(served: Served) -> None:
     keep(served, record())
     browser = Browser(served, "admin")
-    for path in ("/", f"/records/{record().id}", "/why", "/tokens", "/audit", "/docs", "/login"):
+    here = ("/", "/jobs", f"/records/{record().id}", "/why", "/tokens", "/audit", "/docs", "/login")
+    for path in here:
         page = browser.read(path)
         assert not page.all("script") and not page.all("img") and not page.all("iframe")
         for _tag, attrs in page.tags:

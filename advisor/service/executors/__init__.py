@@ -1,0 +1,113 @@
+"""What starts attempts at jobs: this machine, Ray.
+
+An executor knows no database. The reconciler, which does, asks it what could be started, starts
+that, and looks what became of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.asked import Asked
+
+State = Literal["running", "ended", "preempted", "unknown"]
+
+
+class Unplaceable(AdvisorError):
+    """Nothing here can run that, now; the text says what is missing."""
+
+
+class ExecutorAway(AdvisorError):
+    """The executor does not answer; of its attempts nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What could be started now.
+
+    Attributes:
+        gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3'; '' for the CPU.
+        gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
+        why: for people, why some are not free; '' where all are.
+    """
+
+    gpu: str
+    gpus: int
+    why: str = ""
+
+    def fits(self, asked: Asked) -> bool:
+        """Whether what is asked for finds its device here."""
+        if asked.gpus == 0:
+            return not self.gpu
+        return asked.gpus <= self.gpus and asked.gpu.lower() in self.gpu.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What an attempt is started with.
+
+    Attributes:
+        external: what the executor is to call it, known before it is started.
+        server_url: where its worker finds the server.
+        token: the attempt's own.
+    """
+
+    external: str
+    server_url: str
+    token: str
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What became of an attempt; `unknown`: the executor has never heard of it, or forgot.
+
+    `reason` is for people, '' where there is nothing to say.
+    """
+
+    state: State
+    reason: str = ""
+
+
+class Executor(Protocol):
+    """Starts attempts, and ends them."""
+
+    @property
+    def name(self) -> str:
+        """What its attempts are noted under: 'local:HOST', 'ray:ADDRESS'."""
+
+    def room(self) -> Sequence[Room]:
+        """What could be started now.
+
+        Raises:
+            ExecutorAway: it does not answer.
+        """
+
+    def start(self, start: Start) -> str:
+        """Start an attempt, once however often it is asked to; on which device, for people.
+
+        Raises:
+            Unplaceable: it has nothing that fits. ExecutorAway: it does not answer.
+        """
+
+    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+        """What became of each of some attempts.
+
+        Raises:
+            ExecutorAway: it does not answer.
+        """
+
+    def stop(self, external: str) -> None:
+        """End an attempt and all that it started; one that is over is left alone.
+
+        Raises:
+            ExecutorAway: it does not answer.
+        """
+
+    def close(self) -> None:
+        """Keep nothing open."""
