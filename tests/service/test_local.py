@@ -57,8 +57,7 @@ def local(tmp_path: Path, gpus: list[Gpu]) -> Iterator[Local]:
     found = Local(DATABASE, tmp_path, lambda: gpus)
     yield found
     found.close()
-    assert "running" not in states(found, *(one.name for one in places(tmp_path)))
-    found.close()
+    assert places(tmp_path) == []
 
 
 def places(folder: Path) -> Sequence[Path]:

@@ -144,6 +144,8 @@ class Local:
                 place.send(signal.SIGKILL)
             for process in self._processes.values():
                 process.wait()
+            for place in self._places():
+                place.remove()
         with self._lock:
             if self._owner is not None:
                 os.close(self._owner)
