@@ -1,0 +1,298 @@
+"""A Ray cluster: attempts are Ray jobs, placed by the label of a node's GPUs.
+
+Spoken with over the REST API of Ray's head, so that a server needs no Ray: its jobs as
+ray/dashboard/modules/job/job_head.py and common.py (`JobSubmitRequest`) of Ray 2.60 have them; its
+nodes, their labels and resources from the state API, /api/v0/nodes (dashboard/modules/state/
+state_head.py, `NodeState` of util/state/common.py); what others use of them from /nodes?view=summary
+(dashboard/modules/node/node_head.py), which lags by some seconds. Ray's jobs do not outlive its head.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import ssl
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from advisor.asked import Asked
+from advisor.errors import UsageError, printable
+from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+
+LABEL = "ray.io/accelerator-type"
+"""Ray sets it itself where it finds a GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
+PORT = 8265
+"""Of the REST API, where an address names none."""
+FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
+_WORKER = "exec python -m advisor.working"
+"""Without a shell between: Ray kills the process that it started, and not what that left behind."""
+_WAITS_S = 15.0
+"""Longer than Ray's head waits for a node that takes a job."""
+_MOST_ANSWER = 64 * 2**20
+_MOST_NODES = 10_000
+_GPU, _CPU = "GPU", "CPU"
+_USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
+_LIVE = ("PENDING", "RUNNING")
+_NEVER_BEGAN = ("JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE")
+"""Ray's words for a job that found no node: others had taken it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """`gpu`: its label's value, '' for none; `total`: of GPUs and CPUs; `gone`: why, '' alive."""
+
+    id: str
+    ip: str
+    gpu: str
+    total: Mapping[str, float]
+    gone: str
+
+
+class RayExecutor:
+    """ray-jobs:http[s]://HOST[:PORT], or ray://HOST.
+
+    The token of a cluster that asks for one is found as Ray finds it: $RAY_AUTH_TOKEN, the file
+    $RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
+
+    Raises:
+        UsageError: the address has none of these forms.
+    """
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address.removeprefix("ray-jobs:"))
+        scheme = "http" if parts.scheme == "ray" else parts.scheme
+        try:
+            port = PORT if parts.scheme == "ray" else parts.port or PORT
+        except ValueError as exc:
+            raise _no_address(address) from exc
+        rest = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username
+        jobs = address.startswith("ray-jobs:")
+        if rest or not parts.hostname or jobs != (parts.scheme in ("http", "https")):
+            raise _no_address(address)
+        if not jobs and scheme != "http":
+            raise _no_address(address)
+        self._tls = scheme == "https"
+        self._address = parts.hostname, port
+        self.name = f"ray:{scheme}://{parts.netloc.rpartition(':')[0] or parts.netloc}:{port}"
+
+    def room(self) -> Sequence[Room]:
+        nodes = [node for node in self._nodes() if not node.gone]
+        used = self._used(nodes)
+        rooms = []
+        for node in nodes:
+            gpus = int(node.total[_GPU] - used[node.id, _GPU])
+            if gpus > 0:
+                rooms.append(Room(gpu=node.gpu, gpus=gpus))
+            if node.total[_CPU] - used[node.id, _CPU] >= 1:
+                rooms.append(Room(gpu="", gpus=0))
+        return rooms
+
+    def start(self, start: Start) -> str:
+        asked = start.asked
+        labels = self._labels(asked) if asked.gpus else []
+        body: dict[str, Any] = {
+            "entrypoint": _WORKER,
+            "submission_id": start.external,
+            "runtime_env": {**_environment(asked), "env_vars": _variables(start)},
+            "metadata": {"gpus": str(asked.gpus), "gpu": ",".join(labels)},
+            "entrypoint_num_gpus": asked.gpus,
+            "entrypoint_num_cpus": 0 if asked.gpus else 1,
+        }
+        if labels:
+            only = labels[0] if len(labels) == 1 else f"in({','.join(labels)})"
+            body["entrypoint_label_selector"] = {LABEL: only}
+        status, said = self._ask("POST", "/api/jobs/", body)
+        if status != 200 and self._job(start.external) is None:
+            raise Unplaceable(f"{self.name}: {_last_line(said)}")
+        return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
+
+    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+        jobs = {one: self._job(one) for one in external}
+        nodes = {node.id: node for node in self._nodes()}
+        return {one: _seen(job, nodes) for one, job in jobs.items()}
+
+    def stop(self, external: str) -> None:
+        self._ask("POST", f"/api/jobs/{quote(external, '')}/stop")
+
+    def close(self) -> None:
+        """Nothing is open between two requests."""
+
+    def _labels(self, asked: Asked) -> list[str]:
+        """Those of the nodes that could run it, if not now; none where any GPU will do.
+
+        Raises:
+            Unplaceable: no node could.
+        """
+        nodes = [node for node in self._nodes() if not node.gone and node.total[_GPU] >= 1]
+        fit = [node for node in nodes if Room(gpu=node.gpu, gpus=int(node.total[_GPU])).fits(asked)]
+        if not fit:
+            raise Unplaceable(f"{self.name}: no node {_wanted(asked)}; {_there(nodes)}")
+        return sorted({node.gpu for node in fit}) if asked.gpu else []
+
+    def _used(self, nodes: Iterable[_Node]) -> Counter[tuple[str, str]]:
+        """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
+        said = self._found("/nodes?view=summary")["data"].get("nodeLogicalResources") or {}
+        used: Counter[tuple[str, str]] = Counter()
+        for job in self._found("/api/jobs/"):
+            if job["status"] in _LIVE and (job.get("submission_id") or "").startswith("advisor-"):
+                _take(used, nodes, job)
+        for node in nodes:
+            for number, what in _USED.findall(said.get(node.id, "")):
+                used[node.id, what] = max(used[node.id, what], float(number))
+        return used
+
+    def _nodes(self) -> list[_Node]:
+        """All that Ray knows, those that are gone too."""
+        found = self._found(f"/api/v0/nodes?limit={_MOST_NODES}")["data"]["result"]["result"]
+        return [_node(one) for one in found]
+
+    def _job(self, external: str) -> dict[str, Any] | None:
+        status, said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
+        return None if status == 404 else self._json(said)
+
+    def _found(self, path: str) -> Any:
+        return self._json(self._ask("GET", path)[1])
+
+    def _ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Status and body of an answer; 200, or 400 and 404, which are for the caller.
+
+        Raises:
+            ExecutorAway: nobody answers, or with a refusal or a fault.
+        """
+        headers = {"Content-Type": "application/json"}
+        if token := _token():
+            headers["Authorization"] = f"Bearer {token}"
+        connection = self._connection()
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            data = answer.read(_MOST_ANSWER)
+        except (OSError, http.client.HTTPException) as exc:
+            reason = getattr(exc, "strerror", "") or str(exc) or type(exc).__name__
+            raise ExecutorAway(f"{self.name}: {reason}") from exc
+        finally:
+            connection.close()
+        if answer.status in (401, 403):
+            raise ExecutorAway(f"{self.name}: {_last_line(data)}; set RAY_AUTH_TOKEN")
+        if answer.status not in (200, 400, 404):
+            raise ExecutorAway(f"{self.name}: HTTP {answer.status}: {_last_line(data)}")
+        return answer.status, data
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._address
+        if not self._tls:
+            return http.client.HTTPConnection(host, port, timeout=_WAITS_S)
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=_WAITS_S, context=context)
+
+    def _json(self, data: bytes) -> Any:
+        try:
+            return json.loads(data)
+        except ValueError as exc:
+            raise ExecutorAway(f"{self.name}: no Ray answers there") from exc
+
+
+def _no_address(address: str) -> UsageError:
+    return UsageError(f"--executor {address[:200]!r}: expected {FORMS}")
+
+
+def _environment(asked: Asked) -> dict[str, Any]:
+    """Ray's runtime_env."""
+    found: dict[str, Any] = {}
+    if "pip" in asked.env:
+        found["pip"] = asked.env["pip"].split()
+    if "container" in asked.env:
+        found["image_uri"] = asked.env["container"]
+    return found
+
+
+def _variables(start: Start) -> dict[str, str]:
+    return {"ADVISOR_SERVER": start.server_url, "ADVISOR_TOKEN": start.token}
+
+
+def _node(found: Mapping[str, Any]) -> _Node:
+    total = found.get("resources_total") or {}
+    return _Node(
+        id=found["node_id"],
+        ip=found.get("node_ip") or "",
+        gpu=(found.get("labels") or {}).get(LABEL, ""),
+        total={what: float(total.get(what, 0.0)) for what in (_GPU, _CPU)},
+        gone="" if found["state"] == "ALIVE" else found.get("state_message") or "it is dead",
+    )
+
+
+def _take(
+    used: Counter[tuple[str, str]], nodes: Iterable[_Node], job: Mapping[str, Any]
+) -> None:
+    """Count what an attempt has, or will have on the first node that has it."""
+    metadata = job.get("metadata") or {}
+    gpus = int(metadata.get("gpus", 0))
+    what, number = (_GPU, gpus) if gpus else (_CPU, 1)
+    labels = [one for one in metadata.get("gpu", "").split(",") if one]
+    for node in nodes:
+        there = job.get("driver_node_id")
+        free = node.total[what] - used[node.id, what]
+        waits = not there and free >= number and (not labels or node.gpu in labels)
+        if node.id == there or waits:
+            used[node.id, what] += number
+            return
+
+
+def _seen(job: Mapping[str, Any] | None, nodes: Mapping[str, _Node]) -> Seen:
+    if job is None:
+        return Seen(state="unknown", reason="Ray does not know it; was its head restarted?")
+    status, why = job["status"], _last_line((job.get("message") or "").encode())
+    node = nodes.get(job.get("driver_node_id") or "")
+    if node is not None and node.gone and job.get("driver_exit_code") is None:
+        if status in ("RUNNING", "FAILED"):
+            return Seen(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
+    if status in _LIVE:
+        return Seen(state="running", reason=why if status == "PENDING" else "")
+    if job.get("error_type") in _NEVER_BEGAN:
+        return Seen(state="preempted", reason=f"Ray found no node for it: {why}")
+    return Seen(state="ended", reason=why if status == "FAILED" else status.lower())
+
+
+def _wanted(asked: Asked) -> str:
+    label = f"has a label {LABEL} with {asked.gpu!r} in it" if asked.gpu else "has a GPU"
+    return label if asked.gpus == 1 else f"{label} and {asked.gpus} GPUs"
+
+
+def _there(nodes: Iterable[_Node]) -> str:
+    counted = Counter((node.gpu or "GPUs without a label", int(node.total[_GPU])) for node in nodes)
+    kinds = [f"{n} with {gpus} × {gpu}" for (gpu, gpus), n in sorted(counted.items())]
+    return f"there are: {', '.join(kinds)}" if kinds else "there is no node with a GPU"
+
+
+def _last_line(data: bytes) -> str:
+    """Of a traceback or a message of Ray's, what says why."""
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
+    return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
+
+
+def _token() -> str:
+    """As ray/_raylet's AuthenticationTokenLoader looks for it; '' for none.
+
+    Raises:
+        ExecutorAway: the file that is named cannot be read.
+    """
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip()
+    except OSError as exc:
+        if named:
+            raise ExecutorAway(f"RAY_AUTH_TOKEN_PATH {named!r}: {exc.strerror}") from exc
+        return ""
+
+
+def _proof(executor: RayExecutor) -> Executor:
+    return executor
