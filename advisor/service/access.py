@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -12,10 +13,11 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
-from advisor.service import tokens
+from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
 from advisor.service.metrics import Metrics
+from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 READS = Rate(a_second=500, at_once=2000)
@@ -37,6 +39,8 @@ class Service:
         reader: what a record may be, and whose signatures are asked for.
         behind_proxy: the one who connects is a proxy, and says who the client is.
         tls: the server itself speaks it.
+        stopping: it answers what it is asked, and no more.
+        streams: how many look at a job as it goes on.
     """
 
     database: Database
@@ -47,6 +51,8 @@ class Service:
     reads: Rates = field(default_factory=lambda: Rates(READS))
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
     guesses: Rates = field(default_factory=lambda: Rates(GUESSES))
+    stopping: threading.Event = field(default_factory=threading.Event)
+    streams: int = 0
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -114,8 +120,37 @@ def needs(role: str) -> Callable[..., Caller]:
 
 
 Reads = Annotated[Caller, Depends(needs("read"))]
+Submits = Annotated[Caller, Depends(needs("submit"))]
 Works = Annotated[Caller, Depends(needs("worker"))]
 Administers = Annotated[Caller, Depends(needs("admin"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempting:
+    """A worker, and the attempt whose token it has."""
+
+    caller: Caller
+    attempt: Attempt
+
+
+def _not_over(here: Here, bearer: _Bearer) -> None:
+    """Tell a worker whose attempt was ended that it was, and not that it has no token."""
+    with here.database.reading() as session:
+        if bearer is not None and attempts.over(session, bearer.credentials):
+            raise HTTPException(409, "this attempt is over")
+
+
+def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -> Attempting:
+    """A dependency: the attempt that this token was made for."""
+    with here.database.reading() as session:
+        attempt = attempts.of_token(session, caller.token)
+    if attempt is None:
+        raise HTTPException(403, "this token is of no attempt; an attempt's own worker asks this")
+    return Attempting(caller, attempt)
+
+
+own.role = "worker"  # type: ignore[attr-defined] # for who walks over the routes
+Own = Annotated[Attempting, Depends(own)]
 
 
 def unknown(why: str = "this token is none, or holds no more") -> HTTPException:

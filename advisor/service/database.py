@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from sqlalchemy import Connection, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, Float, create_engine, event, make_url, select, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.expression import FunctionElement
 
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
@@ -121,6 +123,28 @@ class Database:
             why = getattr(exc, "orig", None) or exc
             reason = (str(why).splitlines() or [""])[0][:200] or type(why).__name__
             raise StoreError(f"database {self.url}: {reason}") from exc
+
+
+class _Now(FunctionElement[float]):
+    """The database's clock: those of several servers differ."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(_Now, "sqlite")
+def _lite_now(*_how: Any, **_more: Any) -> str:
+    return "(julianday('now') - 2440587.5) * 86400.0"
+
+
+@compiles(_Now, "postgresql")
+def _postgresql_now(*_how: Any, **_more: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+def now(session: Session) -> float:
+    """The time by the database's clock, in Unix seconds."""
+    return session.execute(select(_Now())).scalar_one()
 
 
 _POSTGRESQL: dict[str, Any] = {

@@ -25,7 +25,7 @@ from advisor.service import records, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.records import Fleet, Kept, Question
 from advisor.service.roles import ROLES
-from advisor.service.routes import EVENTS
+from advisor.service.routes.admin import EVENTS
 from advisor.service.tokens import Caller
 
 ON_A_PAGE = 50

@@ -217,6 +217,13 @@ def count(session: Session) -> int:
     return session.scalar(select(func.count()).where(Item.fields != "")) or 0
 
 
+def known(session: Session, id: str) -> bool:
+    """Whether there is a record of this id, as people type it."""
+    key, _at, batch = id.partition("@")
+    where = (Item.fields != "", Item.id == key, Item.batch == int(batch or 0))
+    return session.scalar(select(Item.key).where(*where).limit(1)) is not None
+
+
 def any_there(session: Session) -> bool:
     return session.scalar(select(Item.key).limit(1)) is not None
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,12 @@ _LEAVES_S = 0.05
 class Server(uvicorn.Server):
     """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
 
+    def __init__(self, config: uvicorn.Config, stopping: threading.Event) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping.set()
         self._leave()
         await super().shutdown(sockets)
 
@@ -119,7 +125,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        Server(config).run(sockets=[listening])
+        Server(config, service.stopping).run(sockets=[listening])
     finally:
         listening.close()
         database.close()

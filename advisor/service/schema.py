@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ForeignKey, Index, String
+from sqlalchemy import BigInteger, ForeignKey, Index, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-VERSION = 1
+VERSION = 2
 """Of the tables below. A server refuses a database of a newer one."""
 
 _Bytewise = String().with_variant(String(collation="C"), "postgresql")
@@ -100,3 +100,156 @@ class Event(Base):
     action: Mapped[str]
     subject: Mapped[str]
     address: Mapped[str]
+
+
+_LIVE = text("state IN ('queued', 'running', 'preempted')")
+
+
+class Job(Base):
+    """A tuning that was asked for. Times in Unix seconds of the database's clock.
+
+    Attributes:
+        key: of what was asked for: of equal ones at most one is live.
+        state: one of `jobs.STATES`; `reason` why, for people.
+        what: the command or the target, for people; `asked` all of it, as JSON.
+        archive: the digest of its code, or ''.
+        gpu, gpus: where it is to run; see `Asked`.
+        token: whose it is.
+        changed: when its state did; `due`: it is not started before.
+        record: the id of what it found, '' until it is done.
+        attempts: how many there were; `logged`: characters of its log.
+    """
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index("jobs_live", "key", unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE),
+        Index("jobs_of_key", "key"),
+        Index("jobs_of_state", "state", "id"),
+        Index("jobs_of_archive", "archive"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(_Bytewise)
+    state: Mapped[str]
+    reason: Mapped[str] = mapped_column(default="")
+    what: Mapped[str]
+    asked: Mapped[str]
+    archive: Mapped[str] = mapped_column(_Bytewise)
+    gpu: Mapped[str] = mapped_column(_Bytewise)
+    gpus: Mapped[int]
+    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    created: Mapped[float]
+    changed: Mapped[float]
+    due: Mapped[float] = mapped_column(default=0.0)
+    record: Mapped[str] = mapped_column(default="")
+    attempts: Mapped[int] = mapped_column(default=0)
+    logged: Mapped[int] = mapped_column(default=0)
+
+
+class Attempt(Base):
+    """One start of a job on an executor.
+
+    Attributes:
+        number: of the job's attempts, from 1.
+        external: its id at the executor, known before it is started.
+        device: what it was given, for people.
+        beat: when it was last heard of; all times are of the database's clock.
+        token: its own, which holds no more when it ends.
+    """
+
+    __tablename__ = "attempts"
+    __table_args__ = (
+        Index("attempts_of_job", "job", "number", unique=True),
+        Index("attempts_of_state", "state", "executor"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    number: Mapped[int]
+    executor: Mapped[str]
+    external: Mapped[str]
+    device: Mapped[str] = mapped_column(default="")
+    state: Mapped[str]
+    reason: Mapped[str] = mapped_column(default="")
+    started: Mapped[float]
+    beat: Mapped[float]
+    ended: Mapped[float | None]
+    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"), unique=True)
+
+
+class Trial(Base):
+    """A config that an attempt tried.
+
+    Attributes:
+        what: the config, for people.
+        ratio: to the baseline; 0 where it is not known.
+        outcome: '' where it ran, else why it failed.
+    """
+
+    __tablename__ = "trials"
+    __table_args__ = (Index("trials_of_job", "job"),)
+
+    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    at: Mapped[float]
+    what: Mapped[str]
+    samples_per_s: Mapped[float]
+    ratio: Mapped[float]
+    outcome: Mapped[str]
+    origin: Mapped[str]
+
+
+class Log(Base):
+    """A piece of what an attempt printed; those of a job in the order of their ids."""
+
+    __tablename__ = "logs"
+    __table_args__ = (Index("logs_of_job", "job", "id"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"))
+    data: Mapped[str]
+
+
+class Study(Base):
+    """A file of a search, so that the next attempt goes on where this one stopped."""
+
+    __tablename__ = "studies"
+
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    data: Mapped[bytes]
+
+
+class Archive(Base):
+    """Code, as it was sent; `used`: when a job last asked for it, by the database's clock."""
+
+    __tablename__ = "archives"
+
+    digest: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    size: Mapped[int]
+    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    created: Mapped[float]
+    used: Mapped[float]
+    data: Mapped[bytes]
+
+
+class Lookup(Base):
+    """How often something was looked up in a day.
+
+    Attributes:
+        day: since 1970-01-01, UTC.
+        place: of the record that was nearest, '' for none; `model` what was asked for: the first
+            12 digits of its fingerprint, or ''.
+        outcome: one of `lookups.OUTCOMES`.
+    """
+
+    __tablename__ = "lookups"
+
+    day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    device: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    place: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    model: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    outcome: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    count: Mapped[int] = mapped_column(BigInteger)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
@@ -55,13 +55,23 @@ def make(
         raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
     if expires is not None and not time.time() < expires < 1e11:
         raise UsageError("expires: expected a time to come, in Unix seconds")
+    token, text = _add(session, name, role, expires)
+    note(session, by, "token made", f"{token.id} {name} ({role})")
+    return token, text
+
+
+def lend(session: Session, name: str, expires: float) -> tuple[schema.Token, str]:
+    """A worker's token for one attempt alone, and its text."""
+    return _add(session, name, "worker", expires)
+
+
+def _add(session: Session, name: str, role: str, expires: float | None) -> tuple[schema.Token, str]:
     text = PREFIX + secrets.token_urlsafe(32)
     token = schema.Token(
         digest=digest(text), name=name, role=role, created=time.time(), expires=expires
     )
     session.add(token)
     session.flush()
-    note(session, by, "token made", f"{token.id} {name} ({role})")
     return token, text
 
 
@@ -90,8 +100,9 @@ def revoke(session: Session, number: int, by: Caller) -> bool:
 
 
 def listed(session: Session) -> Sequence[schema.Token]:
-    """All, the newest first."""
-    return session.scalars(select(schema.Token).order_by(schema.Token.id.desc())).all()
+    """All but those that were lent to attempts, the newest first."""
+    lent = exists().where(schema.Attempt.token == schema.Token.id)
+    return session.scalars(select(schema.Token).where(~lent).order_by(schema.Token.id.desc())).all()
 
 
 def log_in(session: Session, caller: Caller) -> str:

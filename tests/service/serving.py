@@ -109,7 +109,7 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
     config = uvicorn.Config(
         application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
     )
-    server = Server(config)
+    server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     limit = time.monotonic() + 60

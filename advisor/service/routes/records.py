@@ -1,4 +1,4 @@
-"""The API. Each route parses, asks for a role and calls one function that knows no HTTP."""
+"""Records and marks: looked up, listed, kept, removed."""
 
 from __future__ import annotations
 
@@ -7,62 +7,29 @@ from typing import Annotated, Any
 
 import msgpack
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from advisor.cache.domain import LONGEST, is_line
-from advisor.service import records, tokens
-from advisor.service.access import Administers, Here, Reads, Works
+from advisor.service import records
+from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
+from advisor.service.routes.parsing import SENDS_BYTES, Body, Strict
 
-MSGPACK, BYTES = "application/vnd.msgpack", "application/octet-stream"
-EVENTS = 200
-"""Lines of the audit log on one page."""
+MSGPACK = "application/vnd.msgpack"
 _KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
 Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
 
-api = APIRouter()
-
-
-class Strict(BaseModel):
-    """A body of nothing else."""
-
-    model_config = ConfigDict(extra="forbid")
+api = APIRouter(tags=["records"])
 
 
 class Keys(Strict):
     keys: list[Key] = Field(min_length=1, max_length=64)
 
 
-class NewToken(Strict):
-    """`expires`: in Unix seconds."""
-
-    name: str
-    role: str
-    expires: float | None = None
-
-
-@api.get("/healthz", tags=["health"], summary="Whether the server runs")
-def healthz() -> dict[str, str]:
-    return {"status": "ok"}
-
-
-@api.get("/readyz", tags=["health"], summary="Whether its database answers too")
-def readyz(here: Here) -> dict[str, str]:
-    here.database.check()
-    return {"status": "ok"}
-
-
-@api.get("/metrics", tags=["health"], summary="For Prometheus")
-def metrics(here: Here, _caller: Reads) -> Response:
-    with here.database.reading() as session:
-        count = records.count(session)
-    return Response(here.metrics.text(count), media_type="text/plain; version=0.0.4")
-
-
-@api.get("/api/self", tags=["records"], summary="What this token may do")
+@api.get("/api/self", summary="What this token may do")
 def self_(here: Here, caller: Reads) -> dict[str, Any]:
     with here.database.reading() as session:
         there = records.any_there(session)
@@ -96,7 +63,6 @@ def _question(
 
 @api.get(
     "/api/lookup",
-    tags=["records"],
     summary="The nearest records of those that are looked for, as msgpack",
     response_class=Response,
 )
@@ -113,7 +79,7 @@ def lookup(
     return Response(msgpack.packb({"items": items}), media_type=MSGPACK, headers=headers)
 
 
-@api.get("/api/records", tags=["records"], summary="A page of the keys of all records and marks")
+@api.get("/api/records", summary="A page of the keys of all records and marks")
 def listed(
     here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
 ) -> dict[str, Any]:
@@ -124,7 +90,6 @@ def listed(
 
 @api.post(
     "/api/records",
-    tags=["records"],
     summary="The records of some keys, as many as go into one answer, as msgpack",
     response_class=Response,
 )
@@ -135,21 +100,16 @@ def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
     return Response(msgpack.packb({"items": items}), media_type=MSGPACK)
 
 
-async def _body(request: Request) -> bytes:
-    return await request.body()
-
-
 @api.put(
     "/api/records/{key:path}",
-    tags=["records"],
     summary="Keep a record or a mark",
-    openapi_extra={"requestBody": {"required": True, "content": {BYTES: {}}}},
+    openapi_extra=SENDS_BYTES,
 )
 def put(
     here: Here,
     caller: Works,
     key: Named,
-    data: Annotated[bytes, Depends(_body)],
+    data: Body,
     response: Response,
 ) -> dict[str, str]:
     with here.database.writing() as session:
@@ -158,7 +118,7 @@ def put(
     return {"outcome": outcome}
 
 
-@api.delete("/api/records/{key:path}", tags=["records"], summary="Remove what one put there")
+@api.delete("/api/records/{key:path}", summary="Remove what one put there")
 def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
     with here.database.writing() as session:
         gone = records.delete(session, key, caller)
@@ -167,52 +127,3 @@ def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
     if not gone:
         raise HTTPException(404, "there is nothing under this key")
     return {"deleted": True}
-
-
-@api.get("/api/tokens", tags=["admin"], summary="All tokens, without their text")
-def tokens_(here: Here, _caller: Administers) -> dict[str, Any]:
-    with here.database.reading() as session:
-        found = [
-            {
-                name: getattr(one, name)
-                for name in ("id", "name", "role", "created", "expires", "revoked", "used")
-            }
-            for one in tokens.listed(session)
-        ]
-    return {"tokens": found}
-
-
-@api.post("/api/tokens", tags=["admin"], summary="A new token", status_code=201)
-def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
-    with here.database.writing() as session:
-        token, text = tokens.make(session, asked.name, asked.role, asked.expires, caller)
-        return {"id": token.id, "token": text}
-
-
-@api.delete("/api/tokens/{number}", tags=["admin"], summary="Make a token hold no more")
-def revoke(
-    here: Here, caller: Administers, number: Annotated[int, Path(ge=1, lt=2**31)]
-) -> dict[str, bool]:
-    with here.database.writing() as session:
-        if not tokens.revoke(session, number, caller):
-            raise HTTPException(404, "there is no such token")
-    return {"revoked": True}
-
-
-@api.get("/api/audit", tags=["admin"], summary="A page of the audit log, the newest first")
-def audit(
-    here: Here, _caller: Administers, before: Annotated[int | None, Query(ge=1, lt=2**31)] = None
-) -> dict[str, Any]:
-    with here.database.reading() as session:
-        found = [
-            {
-                "id": event.id,
-                "at": event.at,
-                "by": name,
-                "action": event.action,
-                "subject": event.subject,
-                "address": event.address,
-            }
-            for event, name in tokens.events(session, before, EVENTS)
-        ]
-    return {"events": found}

@@ -1,0 +1,206 @@
+"""A tuning that somebody asks a server for, as it travels: to the server, and to a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from advisor.cache.domain import is_line
+from advisor.cache.kinds import Words
+from advisor.cache.task import Task, permissions, rows
+from advisor.errors import UsageError
+from advisor.tuners.search.plan import Plan
+
+MOST_GPUS = 64
+MOST_BYTES = 2**16
+"""Of all of it as JSON."""
+ENV = ("pip", "container")
+"""Of Ray's runtime environment: requirements with blanks between them, and the name of an image."""
+_MOST_SHOWN = 300
+_MOST_VALUES = 64
+_GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
+_NOT_GIVEN = {row.keyword for row in rows(Task).values() if not row.given} | {"target"}
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A command or a target, where it is to be tuned, and the code.
+
+    Attributes:
+        command: of a run, as typed; or `target` as `advisor tune` takes it.
+        options: of `advisor tune`, by keyword, as JSON has them; `force` is not among them.
+        gpu: a part of the device's name: 'H100'; '' for any. gpus: 0 for the CPU.
+        env: see ENV; empty for the worker's own.
+        archive: SHA-256 of the code's archive (tar.gz), '' for none; `folder` where in it the
+            command is started.
+        force: measure again although it is tuned.
+
+    Raises:
+        UsageError: a value is outside its domain, or two do not go together.
+    """
+
+    command: tuple[str, ...] = ()
+    target: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gpu: str = ""
+    gpus: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    archive: str = ""
+    folder: str = ""
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            _typed(one.name, getattr(self, one.name))
+        if bool(self.command) == bool(self.target):
+            raise UsageError("command, target: give one of them")
+        if len(json.dumps(self.plain)) > MOST_BYTES:
+            raise UsageError(f"job: expected at most {MOST_BYTES} bytes as JSON")
+        self._check_place()
+        if not is_line(self.target) or self.target.startswith("-"):
+            raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
+        if self.command and not Words().checked("command", self.command)[0]:
+            raise UsageError("command: expected the name of a program first")
+        if "force" in self.options:
+            raise UsageError("options: force is asked for beside them")
+        device = str(self.options.get("device") or "")
+        if device and (device == "cpu") != (self.gpus == 0):
+            raise UsageError(f"device {device[:20]!r}, gpus {self.gpus}: give gpus 0 for the CPU")
+        self.words()
+
+    def _check_place(self) -> None:
+        if self.gpu and not (_GPU.fullmatch(self.gpu) and self.gpus):
+            raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
+        if not 0 <= self.gpus <= MOST_GPUS:
+            raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MOST_GPUS}")
+        for name, text in self.env.items():
+            if name not in ENV or not is_line(text) or not text:
+                raise UsageError(f"env {name[:80]!r}: expected {' or '.join(ENV)}, and one line")
+        if self.archive and not _DIGEST.fullmatch(self.archive):
+            raise UsageError("archive: expected a SHA-256, as 64 hexadecimal digits")
+        path = PurePosixPath(self.folder)
+        if path.is_absolute() or ".." in path.parts or "\\" in self.folder:
+            raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
+        if not is_line(self.folder) or (self.folder and not self.archive):
+            raise UsageError(f"folder {self.folder[:80]!r}: expected one in an archive")
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Asked:
+        """What `plain` gave.
+
+        Raises:
+            UsageError: it is none.
+        """
+        names = {one.name for one in dataclasses.fields(cls)}
+        if more := sorted(set(plain) - names):
+            raise UsageError(f"{more[0][:80]!r}: expected one of {', '.join(sorted(names))}")
+        command = plain.get("command", ())
+        given = {"command": tuple(command) if isinstance(command, list) else command}
+        return cls(**{**plain, **given})
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return found | {
+            "command": list(self.command),
+            "options": dict(self.options),
+            "env": dict(self.env),
+        }
+
+    @property
+    def plan(self) -> Plan:
+        """How much is measured."""
+        known = {row.keyword for row in rows(Plan).values()}
+        given = {name: value for name, value in self.options.items() if name in known}
+        return Plan.of(given | {"force": self.force})
+
+    @property
+    def key(self) -> str:
+        """A digest of what is asked for: equal ones are one job."""
+        of = {**self.plain, "options": self.words()}
+        del of["force"]
+        return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def what(self) -> str:
+        """The command, or the target with its options, as a line for people."""
+        words = self.command or (self.target, *self._of_task())
+        text = shlex.join(words)
+        return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+
+    def words(self) -> list[str]:
+        """The options as the command line of `advisor tune` has them."""
+        plan = dataclasses.replace(self.plan, force=False)
+        of_plan = {name: getattr(plan, name) for name in rows(Plan)}
+        return [*self._of_task(), *_texts(Plan, of_plan)]
+
+    def _of_task(self) -> list[str]:
+        known = {row.keyword for row in rows(Plan).values()}
+        given = {name: value for name, value in self.options.items() if name not in known}
+        if seen := sorted(given.keys() & _NOT_GIVEN):
+            raise UsageError(f"{seen[0]}: is no option; leave it out")
+        if self.command:
+            return list(_texts(Task, permissions(given)))
+        task = Task.of(self.target, given)
+        return list(_texts(Task, {name: getattr(task, name) for name in rows(Task)}))
+
+
+def _texts(cls: type, held: Mapping[str, Any]) -> Iterator[str]:
+    """The words of what is not the default, in the order of the rows."""
+    for name, row in rows(cls).items():
+        value = held.get(name, row.default)
+        if value == row.default:
+            continue
+        switch = next((word for word, sets in row.switches.items() if sets == value), None)
+        if switch is not None:
+            yield switch
+        elif row.option:
+            for text in row.kind.texts(value):
+                yield from (row.option, text)
+
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "command": tuple,
+    "options": Mapping,
+    "env": Mapping,
+    "gpus": int,
+    "force": bool,
+}
+
+
+def _typed(name: str, value: object) -> None:
+    """Raise UsageError where a value has another type than its field."""
+    wanted = _TYPES.get(name, str)
+    sound = isinstance(value, wanted) and not (name == "gpus" and isinstance(value, bool))
+    if isinstance(value, tuple):
+        sound = sound and all(isinstance(word, str) for word in value)
+    if isinstance(value, Mapping):
+        parts = (*value, *(value.values() if name == "env" else ()))
+        sound = sound and all(isinstance(part, str) for part in parts)
+        sound = sound and all(map(_is_plain, value.values()))
+    if not sound:
+        raise UsageError(f"{name} {str(value)[:80]!r}: is of the wrong type")
+
+
+def _is_plain(value: object, depth: int = 2) -> bool:
+    """Whether a value is what an option takes: text, a number, a list of them, or a map of them."""
+    if isinstance(value, str):
+        return is_line(value)
+    if isinstance(value, int | float):
+        return math.isfinite(value) and abs(value) < 2**63
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) for name in value) and _is_plain([*value.values()], depth)
+    if isinstance(value, list | tuple):
+        few = depth > 0 and len(value) <= _MOST_VALUES
+        return few and all(_is_plain(one, depth - 1) for one in value)
+    return value is None

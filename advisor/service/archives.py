@@ -1,0 +1,63 @@
+"""Archives: the code of jobs, as it was sent."""
+
+from __future__ import annotations
+
+import hashlib
+
+from sqlalchemy import delete, exists, select, update
+from sqlalchemy.orm import Session
+
+from advisor.errors import UsageError
+from advisor.service.database import now
+from advisor.service.schema import Archive, Attempt, Job
+from advisor.service.tokens import Caller, note
+
+MOST_BYTES = 32 * 2**20
+KEPT_S = 7 * 86_400.0
+"""Since a job last asked for it."""
+_GZIP = b"\x1f\x8b\x08"
+
+
+def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
+    """Keep an archive; whether it is new.
+
+    Raises:
+        UsageError: it is none, or not the one that the digest is of.
+    """
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UsageError("archive: is not what its digest says; send it again")
+    if not data.startswith(_GZIP):
+        raise UsageError("archive: expected a tar.gz")
+    at = now(session)
+    if use(session, digest, at):
+        return False
+    archive = Archive(digest=digest, size=len(data), data=data, token=by.token, created=at, used=at)
+    session.add(archive)
+    note(session, by, "archive kept", f"{digest} {len(data)} bytes")
+    return True
+
+
+def use(session: Session, digest: str, at: float) -> bool:
+    """Note that an archive is asked for, so that it is not removed; whether it is there."""
+    noted = update(Archive).where(Archive.digest == digest).values(used=at)
+    return session.execute(noted.returning(Archive.digest)).first() is not None
+
+
+def data_of(session: Session, digest: str, by: Caller) -> bytes | None:
+    """An archive; None where it is not there.
+
+    Raises:
+        PermissionError: who asks is neither an attempt of a job with this code nor an admin.
+    """
+    theirs = select(Attempt.id).join(Job, Attempt.job == Job.id)
+    theirs = theirs.where(Attempt.token == by.token, Job.archive == digest)
+    if not by.may("admin") and session.scalar(theirs) is None:
+        raise PermissionError("this code is for the attempts of its own job")
+    return session.scalar(select(Archive.data).where(Archive.digest == digest))
+
+
+def tidy(session: Session, live: tuple[str, ...]) -> None:
+    """Remove what no live job needs and no job asked for in a while."""
+    needed = exists().where(Job.archive == Archive.digest, Job.state.in_(live))
+    old = Archive.used < now(session) - KEPT_S
+    session.execute(delete(Archive).where(old, ~needed))

@@ -1,0 +1,333 @@
+"""Attempts: starts of jobs on executors. The reconciler claims them, and says what became of them;
+the worker of each says what it does, with a token of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from advisor.asked import Asked
+from advisor.errors import UsageError
+from advisor.service import jobs, records, tokens
+from advisor.service.database import now
+from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
+from advisor.service.tokens import Caller, note
+
+LEASE_S = 60.0
+"""After which nobody believes in an attempt that does not beat."""
+MOST_LOST = 5
+"""Attempts of one job that are lost, before it is given up."""
+PAUSE_S = 60.0
+"""Before a job that could not be placed is claimed again."""
+MOST_STUDY, MOST_STUDIES = 8 * 2**20, 16
+"""Bytes of one file of a search, and how many there may be."""
+_TOKEN_S = 86_400.0
+"""What an attempt's token holds beyond twice the time that it is to measure."""
+_CUT = "\n[advisor: the log ends here: it is too long]\n"
+
+End = Literal["done", "failed", "preempted"]
+"""What a worker may say of its attempt; an attempt may be running, lost or cancelled too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """An attempt that is to be started now. `token`: its own, which is known here alone."""
+
+    attempt: int
+    job: int
+    number: int
+    external: str
+    asked: Asked
+    token: str
+
+
+def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | None:
+    """Take the first job that goes where so many GPUs of this name are free; None for none.
+
+    Args:
+        gpus: 0 for the CPU alone, where only jobs go that ask for it.
+    """
+    at = now(session)
+    kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
+    fitting = [kind for kind in kinds if kind.casefold() in gpu.casefold()]
+    query = (
+        select(Job)
+        .where(Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
+        .where(Job.gpus.between(1, gpus) if gpus else Job.gpus == 0)
+        .order_by(Job.id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    job = session.scalar(query)
+    if job is None:
+        return None
+    job.attempts += 1
+    external = f"advisor-{job.id}-{job.attempts}"
+    asked = Asked.of(json.loads(job.asked))
+    expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
+    token, text = tokens.lend(session, external, expires)
+    attempt = Attempt(
+        job=job.id,
+        number=job.attempts,
+        executor=executor,
+        external=external,
+        state="running",
+        started=at,
+        beat=at,
+        token=token.id,
+    )
+    session.add(attempt)
+    session.flush()
+    jobs.change(session, job, "running", f"attempt {attempt.number} on {executor}", None)
+    return Claimed(
+        attempt=attempt.id,
+        job=job.id,
+        number=attempt.number,
+        external=external,
+        asked=asked,
+        token=text,
+    )
+
+
+def put_back(session: Session, attempt: int, reason: str) -> bool:
+    """Undo a claim that could not be placed, of which nothing was started; whether it was so."""
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    job, one = found
+    token = session.get_one(Token, one.token)
+    session.delete(one)
+    session.flush()
+    session.delete(token)
+    job.attempts -= 1
+    job.due = now(session) + PAUSE_S
+    if job.state == "running":
+        jobs.change(session, job, "queued", reason, None)
+    return True
+
+
+def placed(session: Session, attempt: int, device: str) -> bool:
+    """Say what an attempt was given; whether it still runs."""
+    if (found := _locked(session, attempt)) is None:
+        return False
+    found[1].device = device[:200]
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """An attempt that nobody has ended. `unwanted`: its job was cancelled."""
+
+    attempt: int
+    job: int
+    external: str
+    executor: str
+    silent_s: float
+    unwanted: bool
+
+
+def running(session: Session, executor: str = "") -> list[Running]:
+    """Attempts of one executor, or of all."""
+    query = (
+        select(Attempt, Job.state)
+        .join(Job, Attempt.job == Job.id)
+        .where(Attempt.state == "running")
+        .order_by(Attempt.id)
+    )
+    if executor:
+        query = query.where(Attempt.executor == executor)
+    at = now(session)
+    return [
+        Running(
+            attempt=one.id,
+            job=one.job,
+            external=one.external,
+            executor=one.executor,
+            silent_s=at - one.beat,
+            unwanted=state != "running",
+        )
+        for one, state in session.execute(query)
+    ]
+
+
+def lose(session: Session, attempt: int, reason: str) -> bool:
+    """An attempt is gone without a word: another is to be made, or there were too many; whether
+    it was running."""
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    job, one = found
+    _close(session, one, "lost", reason)
+    if job.state == "running":
+        lost = select(Attempt.reason).where(Attempt.job == job.id, Attempt.state == "lost")
+        reasons = session.scalars(lost.order_by(Attempt.number)).all()
+        if len(reasons) < MOST_LOST:
+            jobs.change(session, job, "queued", f"attempt {one.number} was lost: {reason}", None)
+        else:
+            told = "; ".join(dict.fromkeys(reasons))
+            jobs.change(session, job, "failed", f"{len(reasons)} attempts were lost: {told}", None)
+    return True
+
+
+def preempt(session: Session, attempt: int, reason: str) -> bool:
+    """An attempt was ended for something else; whether it was running."""
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    _ended(session, *found, "preempted", reason, None)
+    return True
+
+
+def stopped(session: Session, attempt: int) -> bool:
+    """What ran of a cancelled job runs no more; whether it was running until now."""
+    found = _locked(session, attempt)
+    if found is None or found[0].state == "running":
+        return False
+    _close(session, found[1], "cancelled", found[0].reason)
+    return True
+
+
+def of_token(session: Session, token: int) -> Attempt | None:
+    """Whose token this is."""
+    return session.scalar(select(Attempt).where(Attempt.token == token))
+
+
+def over(session: Session, text: str) -> bool:
+    """Whether this is the token of an attempt that was ended."""
+    query = select(Attempt.state).join(Token, Attempt.token == Token.id)
+    state = session.scalar(query.where(Token.digest == tokens.digest(text)))
+    return state not in (None, "running")
+
+
+def told(session: Session, attempt: Attempt) -> dict[str, Any]:
+    """What a worker has to know."""
+    job = session.get_one(Job, attempt.job)
+    names = select(Study.name).where(Study.job == job.id).order_by(Study.name)
+    return {
+        "job": job.id,
+        "number": attempt.number,
+        "asked": json.loads(job.asked),
+        "studies": list(session.scalars(names)),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a worker has to say: trials as rows of their table, and what was printed."""
+
+    trials: Sequence[Mapping[str, Any]] = ()
+    log: str = ""
+    device: str = ""
+
+
+def beat(session: Session, attempt: int, said: Beat) -> bool:
+    """An attempt is alive; whether it is to go on."""
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    job, one = found
+    one.beat = now(session)
+    if said.device:
+        one.device = said.device[:200]
+    _add_trials(session, one, said.trials)
+    _add_log(session, job, one, jobs.log_text(said.log))
+    return job.state == "running"
+
+
+def _add_trials(session: Session, one: Attempt, trials: Sequence[Mapping[str, Any]]) -> None:
+    """Those that are not there yet: a worker that got no answer says them again."""
+    numbers = [trial["number"] for trial in trials]
+    there = select(Trial.number).where(Trial.attempt == one.id, Trial.number.in_(numbers))
+    known = set(session.scalars(there))
+    count = session.scalar(select(func.count()).where(Trial.job == one.job)) or 0
+    for trial in trials:
+        if trial["number"] not in known and count < jobs.MOST_TRIALS:
+            session.add(Trial(attempt=one.id, job=one.job, at=one.beat, **trial))
+            known.add(trial["number"])
+            count += 1
+
+
+def _add_log(session: Session, job: Job, one: Attempt, text: str) -> None:
+    left = jobs.MOST_LOG - job.logged
+    if not text or left <= 0:
+        return
+    data = text if len(text) < left else text[:left] + _CUT
+    session.add(Log(job=job.id, attempt=one.id, data=data))
+    job.logged += len(data)
+
+
+def end(session: Session, attempt: int, state: End, reason: str, record: str, by: Caller) -> bool:
+    """What a worker says last; whether nobody had ended it before.
+
+    Raises:
+        UsageError: it is done, and its record is not here.
+    """
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    job, one = found
+    if state == "done" and job.state == "running":
+        if not records.known(session, record):
+            raise UsageError(f"record {record[:40]!r}: is not here; put it here first")
+        job.record = record
+    _ended(session, job, one, state, reason, by)
+    return True
+
+
+def _ended(
+    session: Session, job: Job, one: Attempt, state: End, reason: str, by: Caller | None
+) -> None:
+    if job.state == "running":
+        _close(session, one, state, reason)
+        jobs.change(session, job, state, reason, by)
+    else:
+        _close(session, one, "cancelled", job.reason)
+
+
+def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
+    """End an attempt, whose token holds no more from now on."""
+    one.state, one.reason, one.ended = state, reason[:500], now(session)
+    session.get_one(Token, one.token).revoked = time.time()
+    note(session, None, f"attempt {state}", f"{one.external} {reason}".rstrip())
+    session.flush()
+
+
+def _locked(session: Session, attempt: int) -> tuple[Job, Attempt] | None:
+    """An attempt that runs, with its job, which is locked first: so does whoever changes either."""
+    number = session.scalar(select(Attempt.job).where(Attempt.id == attempt))
+    job = None if number is None else jobs.locked(session, number)
+    one = session.get(Attempt, attempt, populate_existing=True)
+    return (job, one) if job and one and one.state == "running" else None
+
+
+def study(session: Session, attempt: Attempt, name: str) -> bytes | None:
+    """A file of the job's search; None where there is none."""
+    where = (Study.job == attempt.job, Study.name == name)
+    return session.scalar(select(Study.data).where(*where))
+
+
+def keep_study(session: Session, attempt: int, name: str, data: bytes) -> bool:
+    """Keep a file of the search; whether the attempt still runs.
+
+    Raises:
+        UsageError: there are too many of them.
+    """
+    found = _locked(session, attempt)
+    if found is None:
+        return False
+    job, _one = found
+    there = session.get(Study, (job.id, name))
+    if there is not None:
+        there.data = data
+        return True
+    count = session.scalar(select(func.count()).where(Study.job == job.id)) or 0
+    if count >= MOST_STUDIES:
+        raise UsageError(f"studies: expected at most {MOST_STUDIES}")
+    session.add(Study(job=job.id, name=name, data=data))
+    return True

@@ -1,0 +1,255 @@
+"""Jobs: tunings that were asked for. Every change of a job's state is here or in `attempts`.
+
+    queued ──> running ──> done | failed
+      ^           │ lost: queued again; preempted: waits as such
+      └───────────┘      each of them can be cancelled until it is done or failed
+
+A change begins by locking the job's row, and looks at the state that it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from advisor.asked import Asked
+from advisor.errors import UsageError
+from advisor.service import archives, records
+from advisor.service.database import now
+from advisor.service.schema import Attempt, Job, Log, Token, Trial
+from advisor.service.tokens import Caller, note
+
+WAITING = ("queued", "preempted")
+LIVE = (*WAITING, "running")
+STATES = (*LIVE, "done", "failed", "cancelled")
+MOST_LIVE = 200
+"""Of one token."""
+MOST_LISTED = 200
+MOST_TRIALS = 10_000
+"""Of one job; so many of the newest are told."""
+MOST_LOG = 4 * 2**20
+"""Characters of one job's log."""
+MOST_TEXT = 2**19
+"""Characters of a log in one answer."""
+_REASON = 500
+_STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""What steers a terminal, as colours and titles do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """`new`: it was not asked for before."""
+
+    job: Job
+    new: bool
+
+
+def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
+    """Queue a tuning, or find the live one that is the same, or the done one that need not be
+    done again.
+
+    Raises:
+        UsageError: its archive is not there, or this token has too many jobs.
+    """
+    if found := _same(session, asked):
+        return Submitted(job=found, new=False)
+    at = now(session)
+    if asked.archive and not archives.use(session, asked.archive, at):
+        raise UsageError(f"archive {asked.archive[:12]}: is not here; send it first")
+    live = select(func.count()).where(Job.token == by.token, Job.state.in_(LIVE))
+    if (session.scalar(live) or 0) >= MOST_LIVE:
+        raise UsageError(f"{MOST_LIVE} jobs of this token are not done yet; wait, or cancel some")
+    job = Job(
+        key=asked.key,
+        state="queued",
+        what=asked.what,
+        asked=json.dumps(asked.plain),
+        archive=asked.archive,
+        gpu=asked.gpu,
+        gpus=asked.gpus,
+        token=by.token,
+        created=at,
+        changed=at,
+    )
+    try:
+        with session.begin_nested():
+            session.add(job)
+            session.flush()
+            note(session, by, "job submitted", f"{job.id} {job.what}")
+    except IntegrityError:  # another server was first
+        if found := _same(session, asked):
+            return Submitted(job=found, new=False)
+        raise
+    return Submitted(job=job, new=True)
+
+
+def _same(session: Session, asked: Asked) -> Job | None:
+    """The job that makes another one needless."""
+    query = select(Job).where(Job.key == asked.key).order_by(Job.id.desc())
+    if live := session.scalar(query.where(Job.state.in_(LIVE))):
+        return live
+    done = None if asked.force else session.scalar(query.where(Job.state == "done").limit(1))
+    return done if done and records.known(session, done.record) else None
+
+
+def locked(session: Session, number: int) -> Job | None:
+    """A job that nobody else changes until this session's work is kept."""
+    query = select(Job).where(Job.id == number).with_for_update()
+    return session.scalar(query.execution_options(populate_existing=True))
+
+
+def change(session: Session, job: Job, state: str, reason: str, by: Caller | None) -> None:
+    """Give a job that is locked another state, and say so in the audit log."""
+    note(session, by, f"job {state}", f"{job.id} {reason}".rstrip())
+    job.state, job.reason, job.changed = state, reason[:_REASON], now(session)
+
+
+def cancel(session: Session, number: int, by: Caller) -> str | None:
+    """Cancel a job; its state, which is another where it was over before. None where there is none.
+
+    Raises:
+        PermissionError: it is another's.
+    """
+    job = locked(session, number)
+    if job is None:
+        return None
+    if job.token != by.token and not by.may("admin"):
+        raise PermissionError("another token asked for it; an admin may cancel it")
+    if job.state in LIVE:
+        change(session, job, "cancelled", f"by {by.name}", by)
+    return job.state
+
+
+def because(session: Session, number: int, reason: str) -> None:
+    """Say of a job that waits why it does."""
+    session.execute(
+        update(Job)
+        .where(Job.id == number, Job.state.in_(WAITING), Job.reason != reason[:_REASON])
+        .values(reason=reason[:_REASON])
+    )
+
+
+def waiting(session: Session, most: int = MOST_LISTED) -> Sequence[Job]:
+    """Jobs that are to be started, in that order."""
+    query = select(Job).where(Job.state.in_(WAITING)).order_by(Job.id).limit(most)
+    return session.scalars(query).all()
+
+
+_SHOWN = ("id", "state", "reason", "what", "gpu", "gpus", "created", "changed", "record")
+
+
+def _line(job: Job, by: str) -> dict[str, Any]:
+    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempts": job.attempts}
+
+
+def listed(
+    session: Session, states: Iterable[str] = (), before: int | None = None, most: int = 50
+) -> tuple[list[dict[str, Any]], bool]:
+    """Jobs, the newest first, from before a number; and whether there are more."""
+    query = select(Job, Token.name).join(Token, Job.token == Token.id).order_by(Job.id.desc())
+    if states := list(states):
+        query = query.where(Job.state.in_(states))
+    if before is not None:
+        query = query.where(Job.id < before)
+    found = [_line(job, by) for job, by in session.execute(query.limit(most + 1))]
+    return found[:most], len(found) > most
+
+
+_TRY = ("number", "executor", "device", "state", "reason", "started", "ended")
+_TRIAL = ("number", "at", "what", "samples_per_s", "ratio", "outcome", "origin")
+
+
+def told(session: Session, number: int) -> dict[str, Any] | None:
+    """A job with its attempts and trials; None where there is none."""
+    query = select(Job, Token.name).join(Token, Job.token == Token.id).where(Job.id == number)
+    found = session.execute(query).first()
+    if found is None:
+        return None
+    tries = session.scalars(select(Attempt).where(Attempt.job == number).order_by(Attempt.number))
+    return {
+        **_line(*found),
+        "tries": [{name: getattr(one, name) for name in _TRY} for one in tries],
+        "trials": trials(session, number),
+    }
+
+
+def trials(session: Session, number: int, skip: int = 0) -> list[dict[str, Any]]:
+    """A job's trials in the order in which they came, without the first ones."""
+    query = (
+        select(Trial, Attempt.number)
+        .join(Attempt, Trial.attempt == Attempt.id)
+        .where(Trial.job == number)
+        .order_by(Trial.at, Attempt.number, Trial.number)
+        .offset(skip)
+        .limit(MOST_TRIALS)
+    )
+    return [
+        {"attempt": attempt, **{name: getattr(one, name) for name in _TRIAL}}
+        for one, attempt in session.execute(query)
+    ]
+
+
+def state(session: Session, number: int) -> dict[str, Any] | None:
+    """How a job is; None where there is none."""
+    columns = (Job.state, Job.reason, Job.record, Job.changed, Job.attempts)
+    found = session.execute(select(*columns).where(Job.id == number)).first()
+    return None if found is None else dict(found._mapping)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A part of a job's log; `next` is what the part behind it comes after."""
+
+    text: str
+    next: int
+    ended: bool
+
+
+def log(session: Session, number: int, after: int) -> Text | None:
+    """What a job printed behind a place, as much as goes into one answer; None for no job."""
+    state = session.scalar(select(Job.state).where(Job.id == number))
+    if state is None:
+        return None
+    query = select(Log.id, Log.data).where(Log.job == number, Log.id > after).order_by(Log.id)
+    parts: list[str] = []
+    size, last = 0, after
+    for id, data in session.execute(query.execution_options(yield_per=16)):
+        if parts and size + len(data) > MOST_TEXT:
+            return Text(text="".join(parts), next=last, ended=False)
+        parts.append(data)
+        size, last = size + len(data), id
+    return Text(text="".join(parts), next=last, ended=state not in LIVE)
+
+
+def log_text(text: str) -> str:
+    """Lines of a log that steer no terminal: without colours, and what was written over."""
+    plain = _STEERS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """`jobs` and `attempts` by state; `oldest_s`: how long a job has waited at most."""
+
+    jobs: Mapping[str, int]
+    attempts: Mapping[str, int]
+    oldest_s: float
+
+
+def counts(session: Session) -> Counts:
+    """How many there are of everything."""
+    of_jobs = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    of_attempts = session.execute(select(Attempt.state, func.count()).group_by(Attempt.state))
+    first = session.scalar(select(func.min(Job.changed)).where(Job.state.in_(WAITING)))
+    return Counts(
+        jobs={**dict.fromkeys(STATES, 0), **dict(of_jobs.all())},
+        attempts=dict(of_attempts.all()),
+        oldest_s=0.0 if first is None else max(0.0, now(session) - first),
+    )

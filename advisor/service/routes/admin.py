@@ -1,0 +1,71 @@
+"""Tokens and the audit log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Query
+
+from advisor.service import tokens
+from advisor.service.access import Administers, Here
+from advisor.service.routes.parsing import Number, Strict
+
+EVENTS = 200
+"""Lines of the audit log on one page."""
+
+api = APIRouter(tags=["admin"])
+
+
+class NewToken(Strict):
+    """`expires`: in Unix seconds."""
+
+    name: str
+    role: str
+    expires: float | None = None
+
+
+@api.get("/api/tokens", summary="All tokens, without their text")
+def tokens_(here: Here, _caller: Administers) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found = [
+            {
+                name: getattr(one, name)
+                for name in ("id", "name", "role", "created", "expires", "revoked", "used")
+            }
+            for one in tokens.listed(session)
+        ]
+    return {"tokens": found}
+
+
+@api.post("/api/tokens", summary="A new token", status_code=201)
+def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
+    with here.database.writing() as session:
+        token, text = tokens.make(session, asked.name, asked.role, asked.expires, caller)
+        return {"id": token.id, "token": text}
+
+
+@api.delete("/api/tokens/{number}", summary="Make a token hold no more")
+def revoke(here: Here, caller: Administers, number: Number) -> dict[str, bool]:
+    with here.database.writing() as session:
+        if not tokens.revoke(session, number, caller):
+            raise HTTPException(404, "there is no such token")
+    return {"revoked": True}
+
+
+@api.get("/api/audit", summary="A page of the audit log, the newest first")
+def audit(
+    here: Here, _caller: Administers, before: Annotated[int | None, Query(ge=1, lt=2**31)] = None
+) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found = [
+            {
+                "id": event.id,
+                "at": event.at,
+                "by": name,
+                "action": event.action,
+                "subject": event.subject,
+                "address": event.address,
+            }
+            for event, name in tokens.events(session, before, EVENTS)
+        ]
+    return {"events": found}

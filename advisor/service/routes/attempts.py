@@ -1,0 +1,89 @@
+"""What a worker asks and says, with its attempt's own token."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Path, Response
+from pydantic import AfterValidator, Field
+
+from advisor.cache.domain import line
+from advisor.service import attempts
+from advisor.service.access import Here, Own
+from advisor.service.attempts import Beat, End
+from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Strict
+
+OVER = "this attempt is over"
+
+Line = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
+Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
+
+api = APIRouter(tags=["attempts"], prefix="/api/attempt")
+
+
+class Tried(Strict):
+    """A trial: `what`: the config, for people; `ratio`: to the baseline, 0 where it is not known;
+    `outcome`: '' where it ran, else why it failed."""
+
+    number: int = Field(ge=0, lt=2**31)
+    what: Line = ""
+    samples_per_s: Speed = 0.0
+    ratio: Speed = 0.0
+    outcome: Line = ""
+    origin: Line = ""
+
+
+class Said(Strict):
+    trials: list[Tried] = Field(default=[], max_length=1000)
+    log: str = ""
+    device: Line = ""
+
+
+class Last(Strict):
+    """`record`: the id of what was found, as ae1bff61eea5@64; '' for none."""
+
+    state: End
+    reason: Line = ""
+    record: str = Field(default="", pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$|^$")
+
+
+@api.get("", summary="What an attempt is to do")
+def told(here: Here, own: Own) -> dict[str, Any]:
+    with here.database.reading() as session:
+        return attempts.told(session, own.attempt)
+
+
+@api.post("/beat", summary="An attempt is alive; whether it is to go on")
+def beat(here: Here, own: Own, said: Said) -> dict[str, bool]:
+    trials = [trial.model_dump() for trial in said.trials]
+    with here.database.writing() as session:
+        heard = Beat(trials=trials, log=said.log, device=said.device)
+        return {"go_on": attempts.beat(session, own.attempt.id, heard)}
+
+
+@api.get("/studies/{name}", summary="A file of the job's search", response_class=Response)
+def study(here: Here, own: Own, name: Name) -> Response:
+    with here.database.reading() as session:
+        data = attempts.study(session, own.attempt, name)
+    if data is None:
+        raise HTTPException(404, "there is no such file")
+    return Response(data, media_type=BYTES)
+
+
+@api.put("/studies/{name}", summary="Keep a file of the job's search", openapi_extra=SENDS_BYTES)
+def keep_study(here: Here, own: Own, name: Name, data: Body) -> dict[str, bool]:
+    with here.database.writing() as session:
+        if not attempts.keep_study(session, own.attempt.id, name, data):
+            raise HTTPException(409, OVER)
+    return {"kept": True}
+
+
+@api.post("/end", summary="What became of an attempt")
+def end(here: Here, own: Own, last: Last) -> dict[str, str]:
+    with here.database.writing() as session:
+        if not attempts.end(
+            session, own.attempt.id, last.state, last.reason, last.record, own.caller
+        ):
+            raise HTTPException(409, OVER)
+    return {"state": last.state}

@@ -1,0 +1,28 @@
+"""Whether the server runs, and how it does."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from advisor.service import jobs, records
+from advisor.service.access import Here, Reads
+
+api = APIRouter(tags=["health"])
+
+
+@api.get("/healthz", summary="Whether the server runs")
+def healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@api.get("/readyz", summary="Whether its database answers too")
+def readyz(here: Here) -> dict[str, str]:
+    here.database.check()
+    return {"status": "ok"}
+
+
+@api.get("/metrics", summary="For Prometheus")
+def metrics(here: Here, _caller: Reads) -> Response:
+    with here.database.reading() as session:
+        text = here.metrics.text(records.count(session), jobs.counts(session))
+    return Response(text, media_type="text/plain; version=0.0.4")

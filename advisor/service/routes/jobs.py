@@ -1,0 +1,135 @@
+"""Jobs: asked for, looked at, cancelled; and the archives of their code."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
+
+from advisor.asked import Asked
+from advisor.errors import UsageError
+from advisor.service import archives, jobs, live
+from advisor.service.access import Here, Reads, Submits, Works
+from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Number
+
+NO_JOB = "there is no such job"
+
+Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
+State = Literal["queued", "running", "preempted", "failed", "done", "cancelled"]
+
+ASKED: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": TypeAdapter(Asked).json_schema()}},
+    }
+}
+
+api = APIRouter(tags=["jobs"])
+
+
+@api.put("/api/archives/{digest}", summary="Keep the code of a job", openapi_extra=SENDS_BYTES)
+def keep(
+    here: Here, caller: Submits, digest: Digest, data: Body, response: Response
+) -> dict[str, str]:
+    with here.database.writing() as session:
+        new = archives.keep(session, digest, data, caller)
+    response.status_code = 201 if new else 200
+    return {"outcome": "added" if new else "known"}
+
+
+@api.get(
+    "/api/archives/{digest}",
+    summary="The code of a job, for its own attempts",
+    response_class=Response,
+)
+def archive(here: Here, caller: Works, digest: Digest) -> Response:
+    with here.database.reading() as session:
+        try:
+            data = archives.data_of(session, digest, caller)
+        except PermissionError as exc:
+            raise HTTPException(403, str(exc)) from exc
+    if data is None:
+        raise HTTPException(404, "there is no such archive")
+    return Response(data, media_type=BYTES)
+
+
+async def _asked(request: Request) -> Asked:
+    try:
+        plain = json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise UsageError("job: expected JSON") from exc
+    if not isinstance(plain, dict):
+        raise UsageError("job: expected a map in JSON")
+    return Asked.of(plain)
+
+
+@api.post("/api/jobs", summary="Ask for a tuning", status_code=201, openapi_extra=ASKED)
+def submit(
+    here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
+) -> dict[str, Any]:
+    with here.database.writing() as session:
+        found = jobs.submit(session, asked, caller)
+        job = found.job
+        said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+    response.status_code = 201 if found.new else 200
+    return said
+
+
+@api.get("/api/jobs", summary="A page of jobs, the newest first")
+def listed(
+    here: Here,
+    _caller: Reads,
+    state: Annotated[list[State] | None, Query()] = None,
+    before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
+    most: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found, more = jobs.listed(session, state or (), before, most)
+    return {"jobs": found, "more": more}
+
+
+@api.get("/api/jobs/{number}", summary="A job with its attempts and trials")
+def told(here: Here, _caller: Reads, number: Number) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found = jobs.told(session, number)
+    if found is None:
+        raise HTTPException(404, NO_JOB)
+    return found
+
+
+@api.get("/api/jobs/{number}/log", summary="What a job printed, behind a place")
+def log(
+    here: Here,
+    _caller: Reads,
+    number: Number,
+    after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
+) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found = jobs.log(session, number, after)
+    if found is None:
+        raise HTTPException(404, NO_JOB)
+    return {"text": found.text, "next": found.next, "ended": found.ended}
+
+
+@api.post("/api/jobs/{number}/cancel", summary="Cancel what one asked for")
+def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
+    with here.database.writing() as session:
+        try:
+            state = jobs.cancel(session, number, caller)
+        except PermissionError as exc:
+            raise HTTPException(403, str(exc)) from exc
+    if state is None:
+        raise HTTPException(404, NO_JOB)
+    return {"state": state}
+
+
+@api.get(
+    "/api/jobs/{number}/events",
+    summary="A job as it goes on, as server-sent events: state, trial, log",
+    response_class=StreamingResponse,
+)
+def events(here: Here, _caller: Reads, number: Number, request: Request) -> Response:
+    return live.answer(here, number, request.headers.get("last-event-id", ""))
