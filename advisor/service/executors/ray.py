@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from advisor.asked import Asked
 from advisor.errors import UsageError, printable
@@ -30,6 +30,9 @@ LABEL = "ray.io/accelerator-type"
 PORT = 8265
 """Of the REST API, where an address names none."""
 FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
+_FORM = re.compile(
+    r"(?:ray-jobs:(?P<scheme>https?)|ray)://(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?"
+)
 _WORKER = "exec python -m advisor.working"
 """Without a shell between: Ray kills the process that it started, and not what that left behind."""
 _WAITS_S = 15.0
@@ -65,21 +68,13 @@ class RayExecutor:
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address.removeprefix("ray-jobs:"))
-        scheme = "http" if parts.scheme == "ray" else parts.scheme
-        try:
-            port = PORT if parts.scheme == "ray" else parts.port or PORT
-        except ValueError as exc:
-            raise _no_address(address) from exc
-        rest = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username
-        jobs = address.startswith("ray-jobs:")
-        if rest or not parts.hostname or jobs != (parts.scheme in ("http", "https")):
-            raise _no_address(address)
-        if not jobs and scheme != "http":
-            raise _no_address(address)
-        self._tls = scheme == "https"
-        self._address = parts.hostname, port
-        self.name = f"ray:{scheme}://{parts.netloc.rpartition(':')[0] or parts.netloc}:{port}"
+        found = _FORM.fullmatch(address)
+        if found is None:
+            raise UsageError(f"--executor {address[:200]!r}: expected {FORMS}")
+        self._tls = found["scheme"] == "https"
+        port = int(found["port"] or PORT) if found["scheme"] else PORT
+        self._address = found["host"].strip("[]"), port
+        self.name = f"ray:{found['scheme'] or 'http'}://{found['host']}:{port}"
 
     def room(self) -> Sequence[Room]:
         nodes = [node for node in self._nodes() if not node.gone]
@@ -107,9 +102,8 @@ class RayExecutor:
         if labels:
             only = labels[0] if len(labels) == 1 else f"in({','.join(labels)})"
             body["entrypoint_label_selector"] = {LABEL: only}
-        status, said = self._ask("POST", "/api/jobs/", body)
-        if status != 200 and self._job(start.external) is None:
-            raise Unplaceable(f"{self.name}: {_last_line(said)}")
+        if self._job(start.external) is None:
+            self._ask("POST", "/api/jobs/", body)
         return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
 
     def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
@@ -160,7 +154,7 @@ class RayExecutor:
         return self._json(self._ask("GET", path)[1])
 
     def _ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-        """Status and body of an answer; 200, or 400 and 404, which are for the caller.
+        """Status and body of an answer, 200 or 404.
 
         Raises:
             ExecutorAway: nobody answers, or with a refusal or a fault.
@@ -180,7 +174,7 @@ class RayExecutor:
             connection.close()
         if answer.status in (401, 403):
             raise ExecutorAway(f"{self.name}: {_last_line(data)}; set RAY_AUTH_TOKEN")
-        if answer.status not in (200, 400, 404):
+        if answer.status not in (200, 404):
             raise ExecutorAway(f"{self.name}: HTTP {answer.status}: {_last_line(data)}")
         return answer.status, data
 
@@ -196,10 +190,6 @@ class RayExecutor:
             return json.loads(data)
         except ValueError as exc:
             raise ExecutorAway(f"{self.name}: no Ray answers there") from exc
-
-
-def _no_address(address: str) -> UsageError:
-    return UsageError(f"--executor {address[:200]!r}: expected {FORMS}")
 
 
 def _environment(asked: Asked) -> dict[str, Any]:
