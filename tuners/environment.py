@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from advisor.cache.key import Device, Environment, Software
-from advisor.errors import AdvisorError, UsageError
+from advisor.errors import AdvisorError, UsageError, printable
 
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
@@ -118,6 +118,58 @@ def device_uuid(device: str) -> str:
         return _text(nvml.nvmlDeviceGetUUID(gpus[index].handle)).removeprefix("GPU-")
     except nvml.NVMLError:
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU that this process could use.
+
+    Attributes:
+        uuid: as CUDA_VISIBLE_DEVICES takes it: 'GPU-...', or 'MIG-...' of a slice.
+        users: numbers of the processes that compute on it, as far as the driver tells them: in a
+            container those of the host, or none.
+    """
+
+    uuid: str
+    name: str
+    users: tuple[int, ...]
+
+    @property
+    def used_by(self) -> str:
+        """The processes on it, for people: '812 (python)'; '' for none."""
+        return ", ".join(f"{one}{_called(one)}" for one in self.users)
+
+
+def _called(process: int) -> str:
+    try:
+        return f" ({printable(Path(f'/proc/{process}/comm').read_text().strip())})"
+    except (OSError, ValueError):  # of another container
+        return ""
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that CUDA gives this process, in its order; none where NVML does not answer."""
+    nvml = _nvml()
+    if nvml is None or not torch.backends.cuda.is_built():
+        return []
+    try:
+        return [
+            Gpu(
+                uuid=_text(nvml.nvmlDeviceGetUUID(gpu.handle)),
+                name=_text(nvml.nvmlDeviceGetName(gpu.handle)),
+                users=_users(nvml, gpu.handle),
+            )
+            for gpu in _visible(nvml)
+        ]
+    except nvml.NVMLError:
+        return []
+
+
+def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    except nvml.NVMLError:  # a slice, or a driver that does not tell
+        return ()
 
 
 @functools.cache

@@ -37,6 +37,12 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
+@click.option(
+    "--events",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Each trial as it ends, as a line of JSON behind what is in FILE.",
+)
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -46,6 +52,7 @@ def tune(
     as_json: bool,
     quiet: bool,
     show_output: bool,
+    events: Path | None,
     **options: Any,
 ) -> None:
     """Measure TARGET, or your own run as it is, and remember the fastest safe config.
@@ -70,7 +77,8 @@ def tune(
     from advisor.report.progress import Shown
     from advisor.report.text import age, duration
 
-    with Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds) as progress:
+    shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
+    with shown as progress:
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(

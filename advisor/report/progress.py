@@ -5,7 +5,9 @@ Drawn between measurements only: a redraw is noise to a step that is bound by th
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -30,10 +32,15 @@ WAITED = 0.05
 
 
 class Shown(Progress):
-    """Progress on a console (standard error): live on a terminal, lines elsewhere."""
+    """Progress on a console (standard error): live on a terminal, lines elsewhere.
 
-    def __init__(self, console: Console, *, budget_s: float) -> None:
+    Args:
+        events: a file that each trial is added to, as a line of JSON.
+    """
+
+    def __init__(self, console: Console, *, budget_s: float, events: Path | None = None) -> None:
         self._console = console
+        self._events = events
         self._budget_s = budget_s
         self._live: Live | None = None
         self._default = Config()
@@ -75,12 +82,28 @@ class Shown(Progress):
             held = self._best.get(at_batch)
             if held is None or measured.samples_per_s > held.measurement.samples_per_s:
                 self._best[at_batch] = trial
+        self._add(trial)
         left = max(0.0, self._budget_s - spent_s)
         self._status = f"{duration(left)} left of {duration(self._budget_s)}"
         if self._live is not None:
             self._draw()
         else:
             self._say("  ".join([f"trial {trial.number}:", *self._cells(trial)[1:], self._status]))
+
+    def _add(self, trial: Trial) -> None:
+        if self._events is None:
+            return
+        measured = trial.measurement
+        line = {
+            "number": trial.number,
+            "what": self._described(trial),
+            "samples_per_s": measured.samples_per_s if measured.ok else 0.0,
+            "ratio": self._ratio(measured),
+            "outcome": outcome(measured),
+            "origin": trial.origin,
+        }
+        with self._events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def phase(self, what: str) -> None:
         so_far = duration(time.monotonic() - self._began)
@@ -108,9 +131,7 @@ class Shown(Progress):
 
     def _cells(self, trial: Trial) -> tuple[str, ...]:
         measured = trial.measurement
-        against = ""
-        if measured.ok and self._baseline is not None and self._baseline.ok:
-            against = f"{measured.samples_per_s / self._baseline.samples_per_s:.2f}x"
+        ratio = self._ratio(measured)
         where = f"batch {trial.config.batch}"
         if self._run:
             # The batch is the script's; what its own data leaves of a step is worth more to see.
@@ -119,13 +140,21 @@ class Shown(Progress):
             where += f", waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
         return (
             str(trial.number),
-            described(
-                trial.config, self._default, nothing="as it is" if self._run else "torch default"
-            ),
+            self._described(trial),
             where,
             f"{rate(measured.samples_per_s)}/s" if measured.ok else outcome(measured),
-            against,
+            f"{ratio:.2f}x" if ratio else "",
         )
+
+    def _described(self, trial: Trial) -> str:
+        nothing = "as it is" if self._run else "torch default"
+        return described(trial.config, self._default, nothing=nothing)
+
+    def _ratio(self, measured: Measurement) -> float:
+        """To the baseline's throughput; 0 where that is not known."""
+        if not measured.ok or self._baseline is None or not self._baseline.ok:
+            return 0.0
+        return measured.samples_per_s / self._baseline.samples_per_s
 
     def _draw(self) -> None:
         assert self._live is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -56,6 +58,18 @@ def make_folder(path: Path) -> None:
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that is in it, whatever rights who made that has left; what cannot
+    be removed stays."""
+    for root, folders, _files in os.walk(path):
+        for name in folders:
+            folder = Path(root, name)
+            with contextlib.suppress(OSError):
+                if not folder.is_symlink():
+                    folder.chmod(stat.S_IRWXU)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def existing(path: Path) -> Path:

@@ -27,6 +27,7 @@ from advisor.cache.seal import Seal
 from advisor.cache.stores import Narrowing, Store, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
+from advisor.cache.stores.link import MOST_ANSWER
 from advisor.cli import main
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from advisor.service import records as kept
@@ -145,8 +146,8 @@ def test_what_did_not_change_does_not_come_again(served: Served, token: str) -> 
     assert isinstance(store, HttpStore)
     Records(store).put(record())
     sent: list[int] = []
-    ask = store._ask
-    store._ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
+    ask = store.ask
+    store.ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
         assert [one.record for one in Records(store).held(Sought(model=KEY.model))] == [record()]
     assert sent == [200, 304]
@@ -232,7 +233,7 @@ def test_urls() -> None:
     assert open_store("http://advisor.team?insecure=1").url == "http://advisor.team?insecure=1"
     store = open_store("https://advisor.team/below?timeout=2s")
     assert isinstance(store, HttpStore)
-    assert (store.patience_s, store._origin) == (2.0, "https://advisor.team")
+    assert (store.patience_s, store.origin) == (2.0, "https://advisor.team")
     assert isinstance(open_store("http://[::1]:8765"), HttpStore)
 
 
@@ -385,7 +386,7 @@ def answering(answer: Callable[[str], tuple[int, dict[str, str], bytes]]) -> Any
     return running()
 
 
-BOMB = __import__("gzip").compress(b"\0" * (http_module.MOST_ANSWER + 2**20))
+BOMB = __import__("gzip").compress(b"\0" * (MOST_ANSWER + 2**20))
 
 
 @pytest.mark.parametrize(

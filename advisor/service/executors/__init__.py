@@ -32,16 +32,18 @@ class Room:
 
     Attributes:
         gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3'; '' for the CPU.
-        gpus: how many of them one attempt can have; 0 for the CPU.
+        gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
+        why: for people, why some are not free; '' where all are.
     """
 
     gpu: str
     gpus: int
+    why: str = ""
 
     def fits(self, asked: Asked) -> bool:
         """Whether what is asked for finds its device here."""
         if asked.gpus == 0:
-            return self.gpus == 0
+            return not self.gpu
         return asked.gpus <= self.gpus and asked.gpu.lower() in self.gpu.lower()
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +13,9 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
 from advisor.tuners.act.pilot.line import ADDRESS, SECRET, bringing, note
+from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
 
-GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
-END_S = 30.0
 SHOWN_S, MOST_SHOWN = 0.2, 2**16
 """Between two looks at a log that is shown; characters at a time."""
 CONTAINED = {
@@ -41,7 +36,7 @@ CONTAINED = {
 for what a script saves or pushes itself, nor for the folder of Lightning's loggers."""
 
 
-class Command:
+class Command(Guarded):
     """One start of a command. `log`: where what it prints goes.
 
     Args:
@@ -79,30 +74,7 @@ class Command:
             SECRET: self.secret.hex(),
             **(more or {}),
         }
-        theirs, self._lifeline = os.pipe()
-        unused, other = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", GUARD),
-                    *(str(theirs), str(unused), "0", str(log)),
-                    *(path, *words[1:]),
-                ],
-                pass_fds=(theirs, unused),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                # Out of the terminal's foreground group: Ctrl-C is the tuning process's to handle.
-                start_new_session=True,
-            )
-        finally:
-            for end in (theirs, unused, other):
-                os.close(end)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over by itself."""
-        return self._process.poll() is not None
+        super().__init__([path, *words[1:]], log=log, environment=environment)
 
     @property
     def note(self) -> str | None:
@@ -123,29 +95,8 @@ class Command:
         """All processes of the job are there: another one that trains is refused, and goes on."""
         self.listener.close()
 
-    def obituary(self) -> tuple[int, str]:
-        """(Exit code, the last line of words that it printed) of a command that is over."""
-        assert self._process.stdout is not None
-        try:
-            self._process.wait(timeout=END_S)
-            report = json.loads(self._process.stdout.read())
-        except (subprocess.TimeoutExpired, ValueError):
-            return 1, ""
-        said = report["words"].splitlines()
-        lines = [line.strip() for line in said if any(map(str.isalnum, line))]
-        return report["code"], lines[-1][:300] if lines else ""
-
     def end(self) -> None:
-        """End it, and all that it started."""
-        with contextlib.suppress(OSError):
-            os.close(self._lifeline)
-        try:
-            self._process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        super().end()
         with contextlib.suppress(OSError):
             self.listener.close()
         self._folder.cleanup()
@@ -183,8 +134,3 @@ def compiled() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
-
-
-def how(code: int) -> str:
-    """'exit code 1', or 'signal SIGKILL'."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

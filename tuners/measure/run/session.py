@@ -18,7 +18,8 @@ from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
 from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.measure.run.command import Command, how
+from advisor.tuners.measure.run.command import Command
+from advisor.tuners.measure.run.guarded import how
 
 START_S = 300.0
 """Until a command's first steps: it may read its data first."""

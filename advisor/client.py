@@ -1,0 +1,321 @@
+"""A server of the team's from Python: ask for a tuning, watch it, read what it prints, end it.
+
+    client = Client("https://advisor.example")
+    job = client.submit("model.py", shape="64x3x256x256", gpu="H100")
+    for text in client.log(job.id, follow=True):
+        print(text, end="")
+    print(client.job(job.id).record)
+
+Records are looked up with `advisor.lookup(..., cache=url)`, and listed by `advisor show`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from advisor.asked import Asked
+from advisor.cache.settings import Cache, cache_urls
+from advisor.cache.stores.link import BYTES, JSON, Link
+from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.wanted import Wanted
+
+LIVE = ("queued", "running", "preempted")
+STATES = (*LIVE, "done", "failed", "cancelled")
+PATIENCE_S, SENDING_S = 10.0, 300.0
+"""For one answer; for an archive to be sent."""
+POLL_S = 2.0
+AWAY_S = 120.0
+"""So long who follows a log bears a server that is away."""
+_MOST_PAGE = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A tuning that was asked for.
+
+    Attributes:
+        state: one of STATES; `reason`: why, where that needs saying.
+        what: the command or the target, as a line.
+        gpu: a part of the device's name, '' for any; gpus: 0 for the CPU.
+        by: the name of the token that asked.
+        created, changed: in Unix seconds of the server.
+        record: the id of what it found, once it is done.
+        attempts: how often it was started.
+        new: that it was not asked for before; of `submit` alone.
+        tries, trials: of `Client.job` alone: each start, and each config that was measured, as the
+            server has them.
+    """
+
+    id: int
+    state: str
+    what: str
+    reason: str = ""
+    gpu: str = ""
+    gpus: int = 1
+    by: str = ""
+    created: float = 0.0
+    changed: float = 0.0
+    record: str = ""
+    attempts: int = 0
+    new: bool = False
+    tries: tuple[Mapping[str, Any], ...] = ()
+    trials: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def over(self) -> bool:
+        return self.state not in LIVE
+
+    @property
+    def where(self) -> str:
+        """'4 x H100', 'any GPU', 'the CPU'."""
+        if not self.gpus:
+            return "the CPU"
+        named = self.gpu or ("any GPU" if self.gpus == 1 else "any GPUs")
+        return named if self.gpus == 1 else f"{self.gpus} x {named}"
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Job:
+        """Raises ValueError where it is none."""
+        found = {}
+        for one in dataclasses.fields(cls):
+            if (value := plain.get(one.name)) is None:
+                continue
+            found[one.name] = _TAKEN[str(one.type)](value)
+        if not {"id", "state", "what"} <= found.keys():
+            raise ValueError("no job")
+        return cls(**found)
+
+
+def _int(value: object) -> int:
+    if type(value) not in (int, bool):
+        raise ValueError("no number")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _float(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise ValueError("no number")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    return printable(value)
+
+
+def _maps(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Each of plain values, their texts harmless."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError("no list of maps")
+    return tuple(
+        {_text(k): printable(v) if isinstance(v, str) else v for k, v in one.items()}
+        for one in value
+    )
+
+
+_TAKEN: Mapping[str, Any] = {
+    "int": _int,
+    "bool": lambda value: bool(_int(value)),
+    "float": _float,
+    "str": _text,
+    "tuple[Mapping[str, Any], ...]": _maps,
+}
+
+
+class Client:
+    """A server's jobs. May be shared by threads.
+
+    Args:
+        url: http[s]://HOST[:PORT][/PATH]; over plain HTTP to another machine with ?insecure=1.
+        token: default: $ADVISOR_TOKEN, or this server's in your file of tokens.
+
+    Raises:
+        UsageError: the URL or the token has no such form.
+        StoreError: of every method: the server is away, too old to have jobs, or refuses the token.
+    """
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
+        self._link = Link(url, token=token or "", called="server")
+        self._link.patience_s = max(self._link.patience_s, PATIENCE_S)
+
+    @property
+    def url(self) -> str:
+        return self._link.url
+
+    def submit(
+        self,
+        target: str = "",
+        *,
+        command: Sequence[str] = (),
+        folder: str | Path = ".",
+        gpu: str = "",
+        gpus: int = 1,
+        env: Mapping[str, str] | None = None,
+        force: bool = False,
+        **options: Any,
+    ) -> Job:
+        """Ask for a tuning of a target, or of a command as one would type it in a folder.
+
+        The same request twice is one job. The code that lies there travels along.
+
+        Args:
+            gpu: a part of the GPU's name; gpus: how many, 0 for the CPU.
+            env: 'pip' and 'container' of Ray's runtime environment; default: the worker's own.
+            force: measure again although it is tuned.
+            options: as `advisor.tune` takes them; of a command the permissions, and how much.
+
+        Raises:
+            UsageError: an argument is wrong, or the code is too much to travel.
+        """
+        asked = Asked(
+            command=tuple(command),
+            target=target,
+            options={name: value for name, value in options.items() if value is not None},
+            gpu=gpu,
+            gpus=gpus,
+            env=env or {},
+            force=force,
+        )
+        return self.ask(Wanted.of(asked, Path(folder)))
+
+    def ask(self, wanted: Wanted) -> Job:
+        """As `submit`, of what was checked and packed before. Code that is there is not sent."""
+        body = json.dumps(wanted.asked.plain).encode()
+        try:
+            return self._posted(body)
+        except RecordDamaged as exc:
+            if wanted.parcel is None or wanted.parcel.digest[:12] not in str(exc):
+                raise UsageError(str(exc)) from exc
+        try:
+            self._link.ask(
+                "PUT",
+                f"/api/archives/{wanted.parcel.digest}",
+                body=wanted.parcel.archive,
+                kind=BYTES,
+                patience_s=SENDING_S,
+            )
+            return self._posted(body)
+        except RecordDamaged as exc:
+            raise UsageError(str(exc)) from exc
+
+    def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
+        """The newest jobs, of these states alone where some are given."""
+        if wrong := sorted(set(states) - set(STATES)):
+            raise UsageError(f"state {wrong[0]!r}: expected one of {', '.join(STATES)}")
+        found: list[Job] = []
+        while len(found) < most:
+            asked: list[tuple[str, Any]] = [("state", state) for state in states]
+            asked.append(("most", min(_MOST_PAGE, most - len(found))))
+            if found:
+                asked.append(("before", found[-1].id))
+            said = self._said("GET", f"/api/jobs?{urlencode(asked)}")
+            page = said.get("jobs")
+            if not isinstance(page, list):
+                raise self._link.foreign("no jobs in its answer")
+            found += [self._job(one) for one in page]
+            if not said.get("more") or not page:
+                break
+        return found
+
+    def job(self, id: int) -> Job:
+        """A job with its attempts and trials.
+
+        Raises:
+            UsageError: there is none.
+        """
+        return self._job(self._said("GET", f"/api/jobs/{quote(str(id), '')}"))
+
+    def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
+        """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
+        server that is away meanwhile is waited for, up to two minutes.
+
+        Raises:
+            UsageError: there is no such job.
+        """
+        after, seen = 0, time.monotonic()
+        ended = begun = False
+        while not ended:
+            try:
+                said = self._said("GET", f"/api/jobs/{quote(str(id), '')}/log?after={after}")
+            except StoreError:
+                if not (follow and begun) or time.monotonic() - seen > AWAY_S:
+                    raise
+                time.sleep(poll_s)
+                continue
+            begun, seen = True, time.monotonic()
+            text, behind = said.get("text"), said.get("next")
+            if not isinstance(text, str) or type(behind) is not int or behind < after:
+                raise self._link.foreign("no log in its answer")
+            if text:
+                yield _lines(text)
+            ended = bool(said.get("ended")) or not (follow or text)
+            if not text and not ended:
+                time.sleep(poll_s)
+            after = behind
+
+    def cancel(self, id: int) -> str:
+        """End a job, or forget it where it waits; the state that it has now, another than
+        'cancelled' where it was over before.
+
+        Raises:
+            UsageError: there is no such job.
+        """
+        said = self._said("POST", f"/api/jobs/{quote(str(id), '')}/cancel")
+        state = said.get("state")
+        if state not in STATES:
+            raise self._link.foreign("no state in its answer")
+        return str(state)
+
+    def _posted(self, body: bytes) -> Job:
+        return self._job(self._said("POST", "/api/jobs", body=body, kind=JSON))
+
+    def _said(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        status, _headers, data = self._link.ask(method, path, missing=True, **how)
+        if status == 404:
+            why = self._missing(data)
+            if why in ("", "Not Found"):
+                raise StoreError(
+                    f"server {self.url}: has no jobs; it is older than this advisor, or of another "
+                    "path; ask who runs it"
+                )
+            raise UsageError(f"server {self.url}: {printable(why)}; to see them: advisor jobs")
+        return self._link.read_json(data)
+
+    def _missing(self, data: bytes) -> str:
+        try:
+            return str(self._link.read_json(data).get("detail", ""))[:300]
+        except StoreError:
+            return ""
+
+    def _job(self, plain: object) -> Job:
+        try:
+            if isinstance(plain, dict):
+                return Job.of(plain)
+        except ValueError:
+            pass
+        raise self._link.foreign("what it tells is no job")
+
+
+def _lines(text: str) -> str:
+    """Lines that steer no terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+
+
+def server_of(cache: Cache = None) -> str:
+    """The URL of the first server among the stores; '' where there is none.
+
+    Raises:
+        UsageError: the project's settings are wrong.
+    """
+    urls = (str(url) for url in cache_urls(cache))
+    return next((url for url in urls if url.startswith(("http://", "https://"))), "")

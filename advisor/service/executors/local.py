@@ -1,0 +1,327 @@
+"""Attempts on this machine: each a worker, on GPUs that nobody else uses or on the CPU.
+
+What is known of an attempt lies in a folder of its own, so that a server that was killed finds its
+workers again when it is back. A worker holds locks that it inherits, on its folder and on what it
+was given: what is locked is in use, however anything ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import platformdirs
+
+from advisor.asked import Asked
+from advisor.cache.stores.filesystem import make_folder, remove_folder
+from advisor.errors import printable
+from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.tuners.environment import Gpu, gpus, host_cpu
+from advisor.tuners.measure.run.guarded import how
+
+STOPS_S = 15.0
+"""For a worker that was told to end: to save its search and to say so. Then it is killed."""
+KEPT_S = 60.0
+"""What a worker left, before it is removed if nobody asks what became of it."""
+_LOOK_S = 0.05
+_MOST_WORDS = 4096
+_INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|OMP_\w+|MKL_\w+|KMP_\w+"
+    r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_CACHE_HOME|XDG_RUNTIME_DIR|SSL_CERT_\w+"
+    r"|HF_HOME|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_\w+|(?i:https?_proxy|no_proxy)"
+)
+"""Of the server's environment: what programs need to run, and nothing that may be a secret."""
+
+
+class Local:
+    """This machine.
+
+    Args:
+        database: the server's, for people: its attempts are kept apart from another server's.
+        folder: for all of them; by itself the user's cache folder.
+        gpus: what there is.
+    """
+
+    def __init__(
+        self,
+        database: str,
+        folder: Path | None = None,
+        gpus: Callable[[], Sequence[Gpu]] = gpus,
+    ) -> None:
+        mark = hashlib.sha256(database.encode()).hexdigest()[:8]
+        self.name = f"local:{socket.gethostname()}:{mark}"
+        base = folder or platformdirs.user_cache_path("advisor", appauthor=False) / "jobs"
+        self._folder, self._devices = base / mark, base / "devices"
+        self._gpus = gpus
+        self._owner: int | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: dict[str, float] = {}
+        self._over: dict[str, float] = {}
+        self._lock = threading.RLock()
+
+    def room(self) -> Sequence[Room]:
+        with self._owning():
+            self._sweep()
+            with contextlib.ExitStack() as held:
+                if self._taken("cpu", held) is None:
+                    return [Room(gpu=name, gpus=0, why=_MEASURED) for name in self._names()]
+                free, why = self._free(held)
+            rooms = [
+                Room(
+                    gpu=name,
+                    gpus=sum(gpu.name == name for gpu in free),
+                    why="; ".join(why.get(name, [])),
+                )
+                for name in self._names()
+            ]
+            # What measures on a GPU needs the CPU, too, and would be measured with it.
+            return rooms if self._is_busy() else [*rooms, Room(gpu="", gpus=0)]
+
+    def start(self, start: Start) -> str:
+        with self._owning():
+            place = _Place(self._folder / start.external)
+            if place.alive:
+                return place.device
+            with contextlib.ExitStack() as held:
+                given, locks = self._given(start.asked, held)
+                device = ", ".join(gpu.name for gpu in given) or host_cpu()
+                shown = ",".join(gpu.uuid for gpu in given)
+                try:
+                    locks.append(place.begin(device, held))
+                    self._processes[start.external] = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "advisor.working", str(place.path)],
+                        pass_fds=locks,
+                        cwd=place.path,
+                        env=environment(start, shown),
+                        stdin=subprocess.DEVNULL,
+                        stdout=held.enter_context(place.words.open("ab")),
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                except OSError as exc:
+                    raise Unplaceable(f"{self._folder}: {exc.strerror or exc}") from exc
+            return device
+
+    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+        with self._owning():
+            self._sweep()
+            return {one: self._seen(_Place(self._folder / one)) for one in external}
+
+    def stop(self, external: str) -> None:
+        with self._owning():
+            place = _Place(self._folder / external)
+            if place.alive:
+                self._told.setdefault(external, time.monotonic())
+                place.send(signal.SIGTERM)
+                self._sweep()
+            else:
+                place.remove()
+
+    def close(self) -> None:
+        """End what runs here."""
+        with contextlib.suppress(ExecutorAway), self._owning():
+            for place in self._places():
+                place.send(signal.SIGTERM)
+            until = time.monotonic() + STOPS_S
+            while self._is_busy() and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            for place in self._places():
+                place.send(signal.SIGKILL)
+            for process in self._processes.values():
+                process.wait()
+        with self._lock:
+            if self._owner is not None:
+                os.close(self._owner)
+                self._owner = None
+
+    @contextlib.contextmanager
+    def _owning(self) -> Iterator[None]:
+        """While no other server here looks after the same attempts.
+
+        Raises:
+            ExecutorAway: one does, or the folder cannot be used.
+        """
+        with self._lock:
+            if self._owner is None:
+                try:
+                    make_folder(self._folder)
+                    make_folder(self._devices)
+                    self._owner = _locked(self._folder / "owner")
+                except OSError as exc:
+                    raise ExecutorAway(f"{self._folder}: {exc.strerror or exc}") from exc
+            if self._owner is None:
+                raise ExecutorAway("another server here starts what runs on this machine")
+            yield
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(gpu.name for gpu in self._gpus()))
+
+    def _is_busy(self) -> bool:
+        return any(place.alive for place in self._places())
+
+    def _places(self) -> list[_Place]:
+        return [_Place(one) for one in self._folder.iterdir() if one.is_dir()]
+
+    def _taken(self, device: str, held: contextlib.ExitStack) -> int | None:
+        """The lock on a device until `held` is over; None where it is in use."""
+        lock = _locked(self._devices / device)
+        if lock is not None:
+            held.callback(os.close, lock)
+        return lock
+
+    def _free(
+        self, held: contextlib.ExitStack
+    ) -> tuple[dict[Gpu, int], dict[str, list[str]]]:
+        """GPUs that nobody uses, with their locks; and of the others why not, by their name."""
+        free: dict[Gpu, int] = {}
+        why: dict[str, list[str]] = {}
+        for number, gpu in enumerate(self._gpus()):
+            if gpu.users:
+                reason = f"GPU {number} is used by other processes: {gpu.used_by}"
+            elif (lock := self._taken(gpu.uuid, held)) is None:
+                reason = f"GPU {number} is measured on"
+            else:
+                free[gpu] = lock
+                continue
+            why.setdefault(gpu.name, []).append(reason)
+        return free, why
+
+    def _given(self, asked: Asked, held: contextlib.ExitStack) -> tuple[list[Gpu], list[int]]:
+        """GPUs for a job, none for one on the CPU, and what locks them while it runs."""
+        cpu = self._taken("cpu", held)
+        if cpu is None:
+            raise Unplaceable(_MEASURED)
+        if not asked.gpus:
+            if self._is_busy():
+                raise Unplaceable("something is measured on this machine")
+            return [], [cpu]
+        free, why = self._free(held)
+        for name in self._names():
+            chosen = [gpu for gpu in free if gpu.name == name][: asked.gpus]
+            if Room(gpu=name, gpus=len(chosen)).fits(asked):
+                return chosen, [free[gpu] for gpu in chosen]
+        raise Unplaceable("; ".join(one for all in why.values() for one in all) or "no such GPU")
+
+    def _seen(self, place: _Place) -> Seen:
+        if place.alive:
+            return Seen(state="running")
+        if not place.path.is_dir():
+            return Seen(state="unknown")
+        process = self._processes.get(place.path.name)
+        code = None if process is None else process.poll()
+        return Seen(state="ended", reason=place.last_words or _ended(code))
+
+    def _sweep(self) -> None:
+        """Kill what does not end when it is told to; remove what is over, after a while."""
+        now = time.monotonic()
+        for place in self._places():
+            external = place.path.name
+            if place.alive:
+                self._over.pop(external, None)
+                if now - self._told.get(external, now) > STOPS_S:
+                    place.send(signal.SIGKILL)
+            elif now - self._over.setdefault(external, now) > KEPT_S:
+                place.remove()
+        for external, process in list(self._processes.items()):
+            if process.poll() is not None and not (self._folder / external).exists():
+                del self._processes[external]
+                self._told.pop(external, None)
+                self._over.pop(external, None)
+
+
+_MEASURED = "the CPU of this machine is measured on"
+
+
+class _Place:
+    """An attempt's folder: `lock` is held by its worker while that lives, `pid` its number, `words`
+    what it printed, `device` what it was given."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.words = path / "words"
+
+    @property
+    def alive(self) -> bool:
+        if not (self.path / "lock").exists():
+            return False
+        lock = _locked(self.path / "lock")
+        if lock is not None:
+            os.close(lock)
+        return lock is None
+
+    @property
+    def device(self) -> str:
+        return (self.path / "device").read_text()
+
+    @property
+    def last_words(self) -> str:
+        try:
+            with self.words.open("rb") as file:
+                file.seek(-min(_MOST_WORDS, self.words.stat().st_size), os.SEEK_END)
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return printable(next((line for line in reversed(lines) if line.strip()), ""))[:300]
+
+    def begin(self, device: str, held: contextlib.ExitStack) -> int:
+        """Make the folder; the lock on it, which `held` has until the worker has it."""
+        self.remove()
+        make_folder(self.path)
+        (self.path / "device").write_text(device)
+        lock = _locked(self.path / "lock")
+        assert lock is not None  # nobody else makes this folder
+        held.callback(os.close, lock)
+        return lock
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the worker a signal, where it lives: else its number may be another's by now."""
+        with contextlib.suppress(OSError, ValueError):
+            if self.alive:
+                os.kill(int((self.path / "pid").read_text()), number)
+
+    def remove(self) -> None:
+        remove_folder(self.path)
+
+
+def _locked(path: Path) -> int | None:
+    """A lock on a file as long as what is returned is open here or in a child; None where another
+    has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def environment(start: Start, shown: str) -> dict[str, str]:
+    """A worker's; `shown`: CUDA_VISIBLE_DEVICES."""
+    return {
+        **{name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)},
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": shown,
+        "ADVISOR_SERVER": start.server_url,
+        "ADVISOR_TOKEN": start.token,
+    }
+
+
+def _ended(code: int | None) -> str:
+    """How a worker ended, as far as that is known."""
+    return "its worker is gone" if code is None else f"its worker ended ({how(code)})"
+
+
+def _proof(executor: Local) -> Executor:
+    return executor

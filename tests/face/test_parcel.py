@@ -1,0 +1,354 @@
+"""Code as an archive: the same for everybody who packs it, and harmless to whoever unpacks it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor import parcel
+from advisor.errors import StoreError, UsageError
+from advisor.parcel import MANIFEST, pack, unpack
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "nets").mkdir(parents=True)
+    (folder / "train.py").write_text("print(1)\n")
+    (folder / "nets" / "net.py").write_text("x = 1\n")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "latest").symlink_to("nets/net.py")
+    return folder
+
+
+PACKED = ["latest", "nets/net.py", "run.sh", "train.py"]
+
+
+def git(folder: Path, *words: str) -> str:
+    known = {"HOME": str(folder.parent), "PATH": os.environ["PATH"]}
+    who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+    done = subprocess.run(
+        ["git", "-C", folder, *who, *words], env=known, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def committed(folder: Path) -> str:
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "all")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def names(archive: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
+        return [one for one in found.getnames() if one != MANIFEST]
+
+
+def told(archive: bytes) -> dict[str, object]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
+        file = found.extractfile(MANIFEST)
+        assert file is not None
+        said: dict[str, object] = json.load(file)
+        return said
+
+
+def test_what_was_packed_is_what_is_unpacked(project: Path, tmp_path: Path) -> None:
+    packed = pack(project)
+    assert names(packed.archive) == PACKED and packed.files == 4 and not packed.left_out
+    unpack(packed.archive, tmp_path / "there")
+    for name in PACKED:
+        assert (tmp_path / "there" / name).read_text() == (project / name).read_text()
+    assert os.access(tmp_path / "there" / "run.sh", os.X_OK)
+    assert not os.access(tmp_path / "there" / "train.py", os.X_OK)
+    assert (tmp_path / "there" / "latest").is_symlink()
+    with pytest.raises(StoreError, match="not empty"):
+        unpack(packed.archive, tmp_path / "there")
+
+
+def test_the_same_tree_is_the_same_bytes(project: Path, tmp_path: Path) -> None:
+    first = pack(project)
+    other = tmp_path / "elsewhere" / "other"
+    shutil.copytree(project, other, symlinks=True, copy_function=shutil.copyfile)
+    (other / "run.sh").chmod(0o700)
+    os.utime(other / "train.py", (1, 1))
+    assert pack(other).archive == first.archive
+    (other / "train.py").write_text("print(2)\n")
+    assert pack(other).digest != first.digest
+
+
+def test_a_checkout_travels_as_it_lies_there(project: Path) -> None:
+    (project / ".gitignore").write_text("out/\n")
+    commit = committed(project)
+    clean = pack(project)
+    assert (clean.commit, clean.dirty) == (commit, False)
+    assert told(clean.archive) == {"commit": commit, "dirty": False}
+    (project / "out").mkdir()
+    (project / "out" / "log").write_text("ignored")
+    assert pack(project).digest == clean.digest
+    (project / "new.py").write_text("untracked")
+    (project / "train.py").write_text("changed")
+    (project / "run.sh").unlink()
+    changed = pack(project / "nets")  # of a folder in it the whole
+    assert names(changed.archive) == [".gitignore", "latest", "nets/net.py", "new.py", "train.py"]
+    assert (changed.root, changed.commit, changed.dirty) == (project, commit, True)
+
+
+def test_no_commit_yet(project: Path) -> None:
+    git(project, "init", "-q")
+    assert names(pack(project).archive) == PACKED and pack(project).commit == ""
+
+
+def test_submodules_travel(project: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "lib.py").write_text("x = 1")
+    committed(library)
+    committed(project)
+    git(project, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(library), "lib")
+    assert "lib/lib.py" in names(pack(project).archive)
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_what_stays_at_home(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
+    monkeypatch.setattr(parcel, "LARGE", 100)
+    if in_git:
+        (project / "tracked.pt").write_bytes(bytes(200))
+        (project / "secret.key").write_text("tracked, so meant")
+        committed(project)
+    (project / "node_modules").mkdir()
+    (project / "node_modules" / "a.js").write_text("")
+    (project / "__pycache__").mkdir()
+    (project / "__pycache__" / "a.pyc").write_text("")
+    (project / ".env").write_text("KEY=1")
+    (project / "small.pt").write_bytes(bytes(50))
+    (project / "large.pt").write_bytes(bytes(200))
+    (project / "data").mkdir()
+    (project / "data" / "raw").write_text("")
+    (project / "data" / "keep").write_text("")
+    (project / ".advisorignore").write_text("# mine\n/data/*\n!keep\nrun.sh\n")
+    (project / "up").symlink_to("../outside")
+    (project / "absolute").symlink_to("/etc/passwd")
+    os.mkfifo(project / "pipe")
+    (project / "odd\nname").write_text("")
+    packed = pack(project)
+    extra = ["secret.key", "tracked.pt"] if in_git else []
+    kept = [".advisorignore", "data/keep", "latest", "nets/net.py", *extra, "small.pt", "train.py"]
+    assert names(packed.archive) == sorted(kept)
+    why = dict(line.rsplit(": ", 1) for line in packed.left_out)
+    assert why["large.pt"] == "200 B of data"
+    assert why["up"] == why["absolute"] == "a link that leads out"
+    assert why["odd?name"] == "its name" and why["run.sh"] == why[".env"] == "ignored"
+    assert in_git or why["pipe"] == "no regular file"  # git does not list it
+
+
+def test_a_link_in_the_place_of_a_tracked_folder_is_not_followed(
+    project: Path, tmp_path: Path
+) -> None:
+    committed(project)
+    shutil.move(project / "nets", tmp_path / "outside")
+    (project / "nets").symlink_to(tmp_path / "outside")
+    assert names(pack(project).archive) == ["latest", "run.sh", "train.py"]
+
+
+def test_too_much_is_refused_and_the_largest_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "big.txt").write_bytes(os.urandom(3000))
+    monkeypatch.setattr(parcel, "MOST_PACKED", 2000)
+    with pytest.raises(UsageError, match=r"packed.* 1.95 KiB.*largest.* big.txt \(2.93 KiB\)"):
+        pack(project)
+    monkeypatch.setattr(parcel, "MOST_UNPACKED", 2999)
+    with pytest.raises(UsageError, match=r"at most 2.93 KiB.* big.txt .*\.advisorignore"):
+        pack(project)
+    monkeypatch.setattr(parcel, "MOST_UNPACKED", 1e9)
+    monkeypatch.setattr(parcel, "MOST_FILES", 4)
+    with pytest.raises(UsageError, match=r"5 files, at most 4 .* \. \(4\), nets \(1\)"):
+        pack(project)
+
+
+def test_a_home_is_not_packed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(project))
+    for folder in (project, project.parent, Path("/")):
+        with pytest.raises(UsageError, match="no project's folder"):
+            pack(folder)
+
+
+def test_files_that_cannot_be_used(project: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        pack(project / "none")
+    (project / ".advisorignore").write_bytes(b"\xff\xfe\0")
+    with pytest.raises(UsageError, match="is no text"):
+        pack(project)
+
+
+Make = Callable[[tarfile.TarFile], None]
+
+
+def archived(make: Make, **how: object) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", **how) as archive:  # type: ignore[call-overload]
+        make(archive)
+    return buffer.getvalue()
+
+
+def member(name: str, data: bytes = b"", **more: object) -> Make:
+    def add(archive: tarfile.TarFile) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        for field, value in more.items():
+            setattr(info, field, value)
+        archive.addfile(info, io.BytesIO(data))
+
+    return add
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> Make:
+    return member(name, type=kind, linkname=target)
+
+
+def several(*some: Make) -> Make:
+    def add(archive: tarfile.TarFile) -> None:
+        for one in some:
+            one(archive)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (member("/etc/passwd"), "names a file"),
+        (member("../outside"), "names a file"),
+        (member("a/../../outside"), "names a file"),
+        (member("a//b"), "names a file"),
+        (member("./a"), "names a file"),
+        (member("a\x1b[2J"), "names a file"),
+        (member("a\nb"), "names a file"),
+        (member("a" * 256), "names a file"),
+        (member("/".join(["a"] * 600)), "names a file"),
+        (member("a\u202eb"), "names a file"),
+        (link("a", "/etc/passwd"), "out of the folder"),
+        (link("a", ".."), "out of the folder"),
+        (link("a/b", "../../outside"), "out of the folder"),
+        (link("a/b", "c/../../../outside"), "out of the folder"),
+        (link("a", ""), "out of the folder"),
+        (several(link("a", "b"), member("a/c", b"x")), "no folder"),
+        (several(member("a"), member("a/c")), "no folder"),
+        (several(member("a/c"), link("a", "b")), "there twice"),
+        (several(member("a"), member("a")), "there twice"),
+        (several(member("a", type=tarfile.DIRTYPE), link("a", "b")), "there twice"),
+        (link("a", "train.py", tarfile.LNKTYPE), "no plain file"),
+        (member("a", type=tarfile.CHRTYPE), "no plain file"),
+        (member("a", type=tarfile.BLKTYPE), "no plain file"),
+        (member("a", type=tarfile.FIFOTYPE), "no plain file"),
+        (member("a", type=b"S"), "no plain file|cannot be read|damaged"),
+    ],
+)
+def test_hostile_members_are_refused(make: Make, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        unpack(archived(several(member("first"), make)), tmp_path / "here")
+    assert list(tmp_path.iterdir()) == [tmp_path / "here"]
+
+
+def test_no_more_rights_than_to_run(tmp_path: Path) -> None:
+    data = archived(several(member("a", mode=0o7777, uid=0), member("d", type=tarfile.DIRTYPE)))
+    unpack(data, tmp_path / "here")
+    assert stat.S_IMODE((tmp_path / "here" / "a").stat().st_mode) & 0o7022 == 0
+
+
+def chained(count: int) -> bytes:
+    """Headers that say something of the next one, and so on."""
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 0
+    return gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) * count)
+
+
+def claiming(size: int, kind: bytes) -> bytes:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    return gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(2**21), compresslevel=1)
+
+
+def test_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcel, "MOST_UNPACKED", 2**20)
+    monkeypatch.setattr(parcel, "MOST_FILES", 50)
+    many = several(*(member(str(n)) for n in range(60)))
+    deep = several(*(member(f"{n}/a/b/c/d") for n in range(20)))
+    for at, (data, says) in enumerate(
+        [
+            (archived(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
+            (archived(several(*(member(str(n), bytes(2**18)) for n in range(5)))), "than 1 MiB"),
+            (archived(many), "more than 50 files"),
+            (archived(deep), "more than 50 files"),
+            (claiming(2**40, tarfile.REGTYPE), "more than 1 MiB"),
+            (claiming(2**40, tarfile.XHDTYPE), "too large"),
+            (claiming(2**30, tarfile.GNUTYPE_LONGNAME), "too large"),
+            (claiming(-(2**20), tarfile.REGTYPE), "archive of code"),
+            (chained(5000), "archive of code"),
+            (archived(member("cut", bytes(5000)))[:60], "damaged"),
+            (gzip.compress(tarfile.TarInfo("x").tobuf()[:300]), "damaged"),
+            (b"", "damaged"),
+            (b"PK\3\4", "damaged"),
+        ]
+    ):
+        with pytest.raises(UsageError, match=says):
+            unpack(data, tmp_path / str(at))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_was_done_to_an_archive(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """It is unpacked inside the folder, or refused in words."""
+    make = several(member("a/b.py", b"x" * 700), link("c", "a/b.py"), member("ü" * 80, b"y"))
+    tar = bytearray(gzip.decompress(archived(make, format=tarfile.PAX_FORMAT)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        tar[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):  # the sums of the headers set right
+        for at in range(0, len(tar) - 511, 512):
+            block = tar[at : at + 512]
+            if block[257:262] == b"ustar":
+                total = sum(block) - sum(block[148:156]) + 8 * 32
+                tar[at + 148 : at + 156] = b"%06o\0 " % total
+    folder = tmp_path_factory.mktemp("any")
+    try:
+        unpack(gzip.compress(bytes(tar), compresslevel=1), folder / "here")
+    except UsageError as exc:
+        assert str(exc).isprintable()
+    assert list(folder.iterdir()) == [folder / "here"]
+    for place, _folders, files in os.walk(folder / "here"):
+        for name in files:
+            assert Path(place, name).resolve().is_relative_to((folder / "here").resolve())
+
+
+NAMES = st.sampled_from(["a", "b", "a/a", "a/b", "b/a", "b/a/a"])
+TARGETS = st.lists(st.sampled_from(["..", "a", "b", "."]), min_size=1, max_size=5).map("/".join)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(NAMES, TARGETS, max_size=5))
+def test_no_chain_of_links_leads_out(
+    tmp_path_factory: pytest.TempPathFactory, links: dict[str, str]
+) -> None:
+    folder = tmp_path_factory.mktemp("links") / "here"
+    try:
+        unpack(archived(several(*(link(*pair) for pair in links.items()))), folder)
+    except UsageError:
+        return
+    for name in links:
+        assert Path(os.path.realpath(folder / name)).is_relative_to(folder.resolve())

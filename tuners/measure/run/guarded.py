@@ -1,0 +1,91 @@
+"""A command of which nothing is left when it is over, or when the one who started it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
+END_S = 30.0
+
+
+class Guarded:
+    """A command in a session of its own, under the guard of `measure/worker/guard.py`.
+
+    Args:
+        words: the path of its program first.
+        log: where what it prints goes, as far as the guard writes it.
+        folder: where it is started; None for here.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
+        theirs, self._lifeline = os.pipe()
+        unused, other = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", GUARD),
+                    *(str(theirs), str(unused), "0", str(log)),
+                    *words,
+                ],
+                pass_fds=(theirs, unused),
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                # Out of the terminal's foreground group: Ctrl-C is the tuning process's to handle.
+                start_new_session=True,
+            )
+        finally:
+            for end in (theirs, unused, other):
+                os.close(end)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over by itself."""
+        return self._process.poll() is not None
+
+    def obituary(self) -> tuple[int, str]:
+        """(Exit code, the last line of words that it printed) of a command that is over."""
+        assert self._process.stdout is not None
+        try:
+            self._process.wait(timeout=END_S)
+            report = json.loads(self._process.stdout.read())
+        except (subprocess.TimeoutExpired, ValueError):
+            return 1, ""
+        said = report["words"].splitlines()
+        lines = [line.strip() for line in said if any(map(str.isalnum, line))]
+        return report["code"], lines[-1][:300] if lines else ""
+
+    def end(self) -> None:
+        """End it, and all that it started."""
+        with contextlib.suppress(OSError):
+            os.close(self._lifeline)
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def how(code: int) -> str:
+    """'exit code 1', or 'signal SIGKILL'."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
