@@ -181,9 +181,7 @@ class Local:
             held.callback(os.close, lock)
         return lock
 
-    def _free(
-        self, held: contextlib.ExitStack
-    ) -> tuple[dict[Gpu, int], dict[str, list[str]]]:
+    def _free(self, held: contextlib.ExitStack) -> tuple[dict[Gpu, int], dict[str, list[str]]]:
         """GPUs that nobody uses, with their locks; and of the others why not, by their name."""
         free: dict[Gpu, int] = {}
         why: dict[str, list[str]] = {}

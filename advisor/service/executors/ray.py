@@ -1,16 +1,17 @@
 """A Ray cluster: attempts are Ray jobs, placed by the label of a node's GPUs.
 
-Spoken with over the REST API of Ray's head, so that a server needs no Ray: its jobs as
-ray/dashboard/modules/job/job_head.py and common.py (`JobSubmitRequest`) of Ray 2.60 have them; its
-nodes, their labels and resources from the state API, /api/v0/nodes (dashboard/modules/state/
-state_head.py, `NodeState` of util/state/common.py); what others use of them from /nodes?view=summary
-(dashboard/modules/node/node_head.py), which lags by some seconds. Ray's jobs do not outlive its head.
+Spoken with over the REST API of Ray's head, so that a server needs no Ray. Of Ray 2.60: its jobs in
+ray/dashboard/modules/job (job_head.py; common.py, `JobSubmitRequest`); its nodes with their labels
+and resources in dashboard/modules/state/state_head.py, /api/v0/nodes (util/state/common.py,
+`NodeState`); what is in use of them in dashboard/modules/node/node_head.py, /nodes?view=summary,
+some seconds late. Ray's jobs do not outlive its head.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import ssl
@@ -27,6 +28,7 @@ from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start,
 
 LABEL = "ray.io/accelerator-type"
 """Ray sets it itself where it finds a GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
+UNNAMED = "GPU without a label"
 PORT = 8265
 """Of the REST API, where an address names none."""
 FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
@@ -69,7 +71,7 @@ class RayExecutor:
 
     def __init__(self, address: str) -> None:
         found = _FORM.fullmatch(address)
-        if found is None:
+        if found is None or int(found["port"] or 0) > 0xFFFF:
             raise UsageError(f"--executor {address[:200]!r}: expected {FORMS}")
         self._tls = found["scheme"] == "https"
         port = int(found["port"] or PORT) if found["scheme"] else PORT
@@ -81,9 +83,10 @@ class RayExecutor:
         used = self._used(nodes)
         rooms = []
         for node in nodes:
-            gpus = int(node.total[_GPU] - used[node.id, _GPU])
-            if gpus > 0:
-                rooms.append(Room(gpu=node.gpu, gpus=gpus))
+            if gpus := int(node.total[_GPU]):
+                taken = math.ceil(used[node.id, _GPU])
+                why = f"{taken} of {gpus} on {node.ip} are in use" if taken else ""
+                rooms.append(Room(gpu=node.gpu or UNNAMED, gpus=max(0, gpus - taken), why=why))
             if node.total[_CPU] - used[node.id, _CPU] >= 1:
                 rooms.append(Room(gpu="", gpus=0))
         return rooms
@@ -124,14 +127,17 @@ class RayExecutor:
             Unplaceable: no node could.
         """
         nodes = [node for node in self._nodes() if not node.gone and node.total[_GPU] >= 1]
-        fit = [node for node in nodes if Room(gpu=node.gpu, gpus=int(node.total[_GPU])).fits(asked)]
+        named = [node for node in nodes if asked.gpu.casefold() in node.gpu.casefold()]
+        fit = [node for node in named if node.total[_GPU] >= asked.gpus]
         if not fit:
-            raise Unplaceable(f"{self.name}: no node {_wanted(asked)}; {_there(nodes)}")
+            wanted = f"{asked.gpus} GPUs" if asked.gpus > 1 else "a GPU"
+            label = f" and {asked.gpu!r} in its label {LABEL}" if asked.gpu else ""
+            raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_there(nodes)}")
         return sorted({node.gpu for node in fit}) if asked.gpu else []
 
     def _used(self, nodes: Iterable[_Node]) -> Counter[tuple[str, str]]:
         """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
-        said = self._found("/nodes?view=summary")["data"].get("nodeLogicalResources") or {}
+        said = self._found("/nodes?view=summary", "data", "nodeLogicalResources") or {}
         used: Counter[tuple[str, str]] = Counter()
         for job in self._found("/api/jobs/"):
             if job["status"] in _LIVE and (job.get("submission_id") or "").startswith("advisor-"):
@@ -143,15 +149,20 @@ class RayExecutor:
 
     def _nodes(self) -> list[_Node]:
         """All that Ray knows, those that are gone too."""
-        found = self._found(f"/api/v0/nodes?limit={_MOST_NODES}")["data"]["result"]["result"]
-        return [_node(one) for one in found]
+        path = f"/api/v0/nodes?limit={_MOST_NODES}"
+        return [_node(one) for one in self._found(path, "data", "result", "result")]
 
     def _job(self, external: str) -> dict[str, Any] | None:
         status, said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
         return None if status == 404 else self._json(said)
 
-    def _found(self, path: str) -> Any:
-        return self._json(self._ask("GET", path)[1])
+    def _found(self, path: str, *within: str) -> Any:
+        found = self._json(self._ask("GET", path)[1])
+        for name in within:
+            if not isinstance(found, dict) or name not in found:
+                raise self._foreign()
+            found = found[name]
+        return found
 
     def _ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Status and body of an answer, 200 or 404.
@@ -189,7 +200,10 @@ class RayExecutor:
         try:
             return json.loads(data)
         except ValueError as exc:
-            raise ExecutorAway(f"{self.name}: no Ray answers there") from exc
+            raise self._foreign() from exc
+
+    def _foreign(self) -> ExecutorAway:
+        return ExecutorAway(f"{self.name}: no head of Ray 2.60 or later answers there")
 
 
 def _environment(asked: Asked) -> dict[str, Any]:
@@ -217,9 +231,7 @@ def _node(found: Mapping[str, Any]) -> _Node:
     )
 
 
-def _take(
-    used: Counter[tuple[str, str]], nodes: Iterable[_Node], job: Mapping[str, Any]
-) -> None:
+def _take(used: Counter[tuple[str, str]], nodes: Iterable[_Node], job: Mapping[str, Any]) -> None:
     """Count what an attempt has, or will have on the first node that has it."""
     metadata = job.get("metadata") or {}
     gpus = int(metadata.get("gpus", 0))
@@ -239,9 +251,9 @@ def _seen(job: Mapping[str, Any] | None, nodes: Mapping[str, _Node]) -> Seen:
         return Seen(state="unknown", reason="Ray does not know it; was its head restarted?")
     status, why = job["status"], _last_line((job.get("message") or "").encode())
     node = nodes.get(job.get("driver_node_id") or "")
-    if node is not None and node.gone and job.get("driver_exit_code") is None:
-        if status in ("RUNNING", "FAILED"):
-            return Seen(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
+    unfinished = status in ("RUNNING", "FAILED") and job.get("driver_exit_code") is None
+    if node is not None and node.gone and unfinished:
+        return Seen(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
     if status in _LIVE:
         return Seen(state="running", reason=why if status == "PENDING" else "")
     if job.get("error_type") in _NEVER_BEGAN:
@@ -249,14 +261,9 @@ def _seen(job: Mapping[str, Any] | None, nodes: Mapping[str, _Node]) -> Seen:
     return Seen(state="ended", reason=why if status == "FAILED" else status.lower())
 
 
-def _wanted(asked: Asked) -> str:
-    label = f"has a label {LABEL} with {asked.gpu!r} in it" if asked.gpu else "has a GPU"
-    return label if asked.gpus == 1 else f"{label} and {asked.gpus} GPUs"
-
-
 def _there(nodes: Iterable[_Node]) -> str:
-    counted = Counter((node.gpu or "GPUs without a label", int(node.total[_GPU])) for node in nodes)
-    kinds = [f"{n} with {gpus} × {gpu}" for (gpu, gpus), n in sorted(counted.items())]
+    counted = Counter((node.gpu or UNNAMED, int(node.total[_GPU])) for node in nodes)
+    kinds = [f"{gpus} × {gpu} on {n} node(s)" for (gpu, gpus), n in sorted(counted.items())]
     return f"there are: {', '.join(kinds)}" if kinds else "there is no node with a GPU"
 
 
