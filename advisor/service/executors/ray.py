@@ -15,7 +15,7 @@ import math
 import os
 import re
 import ssl
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +135,10 @@ class RayExecutor:
             raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_there(nodes)}")
         return sorted({node.gpu for node in fit}) if asked.gpu else []
 
-    def _used(self, nodes: Iterable[_Node]) -> Counter[tuple[str, str]]:
+    def _used(self, nodes: Iterable[_Node]) -> dict[tuple[str, str], float]:
         """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
         said = self._found("/nodes?view=summary", "data", "nodeLogicalResources") or {}
-        used: Counter[tuple[str, str]] = Counter()
+        used: dict[tuple[str, str], float] = defaultdict(float)
         for job in self._found("/api/jobs/"):
             if job["status"] in _LIVE and (job.get("submission_id") or "").startswith("advisor-"):
                 _take(used, nodes, job)
@@ -231,7 +231,9 @@ def _node(found: Mapping[str, Any]) -> _Node:
     )
 
 
-def _take(used: Counter[tuple[str, str]], nodes: Iterable[_Node], job: Mapping[str, Any]) -> None:
+def _take(
+    used: dict[tuple[str, str], float], nodes: Iterable[_Node], job: Mapping[str, Any]
+) -> None:
     """Count what an attempt has, or will have on the first node that has it."""
     metadata = job.get("metadata") or {}
     gpus = int(metadata.get("gpus", 0))

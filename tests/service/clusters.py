@@ -1,0 +1,162 @@
+"""A real Ray cluster on this machine, of nodes whose GPUs are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from advisor.service.executors.ray import LABEL
+from tests.cache.servers import free_port
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "made-up-token-of-a-cluster-that-asks-for-one"
+_LIMIT_S = 90.0
+_MARK = "NODE_OF_TEST"
+"""In the environment of all that a node starts."""
+
+
+def until(found: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
+    """What is found, as soon as it is something."""
+    limit = time.monotonic() + limit_s
+    while not (value := found()):
+        assert time.monotonic() < limit, f"not within {limit_s} s"
+        time.sleep(0.1)
+    return value
+
+
+class Node:
+    """A node as processes, which all can be killed: words of `ray start`."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words),
+                *("--temp-dir", str(folder), "--object-store-memory", "80000000"),
+                *("--dashboard-agent-listen-port", "0", "--include-log-monitor", "false"),
+            ],
+            env=_environment() | {name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    @property
+    def processes(self) -> dict[int, str]:
+        """All that it started and that is alive, with their command lines."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdecimal() and self._mark.encode() in _words(folder / "environ"):
+                    found[int(folder.name)] = b" ".join(_words(folder / "cmdline")).decode()
+        return {pid: line for pid, line in found.items() if line}
+
+    def kill_raylet(self) -> None:
+        """What a node that is gone looks like from elsewhere."""
+        [pid] = [pid for pid, line in self.processes.items() if "/raylet/raylet " in line]
+        os.kill(pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        while found := self.processes:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self._process.wait()
+
+
+class Cluster:
+    """A head without GPUs, and a node with one for each name."""
+
+    def __init__(self, *gpus: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
+        self._port, self._client, self.port = free_port(), free_port(), free_port()
+        self.nodes: dict[str, Node] = {}
+        self._gpus = gpus
+        self._begun = 0
+
+    @property
+    def address(self) -> str:
+        return f"ray-jobs:http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """The head, then the nodes, which are waited for."""
+        words = ["--head", "--port", str(self._port), "--num-cpus", "0", "--num-gpus", "0"]
+        words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
+        self.head = Node(self._new(), *words, "--ray-client-server-port", str(self._client))
+        until(lambda: None in self.alive())
+        for gpu in self._gpus:
+            self.add(gpu)
+        until(lambda: set(self._gpus) <= self.alive())
+
+    def add(self, gpu: str) -> Node:
+        words = ["--address", f"127.0.0.1:{self._port}", "--num-cpus", "1", "--num-gpus", "1"]
+        self.nodes[gpu] = Node(self._new(), *words, "--labels", f"{LABEL}={gpu}")
+        return self.nodes[gpu]
+
+    def kill(self) -> None:
+        for node in (self.head, *self.nodes.values()):
+            node.kill()
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def alive(self) -> set[str | None]:
+        """The labels of the nodes that the head knows as alive; None for its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request("GET", "/api/v0/nodes", headers={"Authorization": f"Bearer {TOKEN}"})
+            said = json.loads(connection.getresponse().read())
+            found = said["data"]["result"]["result"]
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return set()
+        finally:
+            connection.close()
+        return {one["labels"].get(LABEL) for one in found if one["state"] == "ALIVE"}
+
+    def _new(self) -> Path:
+        self._begun += 1
+        return self._folder / str(self._begun)
+
+
+def _environment() -> dict[str, str]:
+    beside = str(Path(sys.executable).parent)
+    return os.environ | {
+        "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A node that is gone is missed after some seconds, not after half a minute.
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": "3",
+    }
+
+
+def _words(file: Path) -> list[bytes]:
+    return file.read_bytes().split(b"\0")
+
+
+@contextlib.contextmanager
+def cluster(*gpus: str) -> Iterator[Cluster]:
+    found = Cluster(*gpus)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
