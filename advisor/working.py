@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import functools
+import itertools
 import json
 import os
 import signal
@@ -20,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -31,8 +33,10 @@ from advisor.cache.records import Records
 from advisor.cache.seal import Seal
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
-from advisor.cache.stores.http import BYTES, JSON, HttpStore
-from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError
+from advisor.cache.stores.http import HttpStore
+from advisor.cache.stores.link import BYTES, JSON
+from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
+from advisor.report.text import duration
 from advisor.tuners.measure.run.guarded import Guarded, how
 
 BEAT_S = 2.0
@@ -40,6 +44,8 @@ AWAY_S = 900.0
 """A server that does not answer for so long is not coming back for this attempt."""
 STARTS_S = 1800.0
 """Beyond twice its budget, for a tuning to start what it measures."""
+LEAVES_S = 5.0
+"""For a server to hear the last words of a worker that was told to end."""
 PATIENCE_S = 10.0
 """For one answer."""
 SAVE_S = 10.0
@@ -50,9 +56,19 @@ MOST_SENT, MOST_TRIALS = 2**16, 200
 """Bytes of output and number of trials that go along with one beat."""
 _LOOK_S = 0.1
 _PR_SET_DUMPABLE = 4
+_OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
 
-End = Literal["done", "failed", "preempted"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of an attempt: `reason` for people, on one line; `record`: the id of what was
+    found."""
+
+    state: Literal["done", "failed", "preempted"]
+    reason: str = ""
+    record: str = ""
 
 
 class Dismissed(AdvisorError):
@@ -61,6 +77,10 @@ class Dismissed(AdvisorError):
 
 class Refused(AdvisorError):
     """The server does not take what it was sent."""
+
+
+class Stuck(AdvisorError):
+    """This machine cannot do what is asked for."""
 
 
 class Line:
@@ -75,7 +95,7 @@ class Line:
         self.store.patience_s = max(PATIENCE_S, self.store.patience_s)
 
     def attempt(self) -> dict[str, Any]:
-        return self._json("GET", "/api/attempt")
+        return self._told("GET", "/api/attempt")
 
     def archive(self, digest: str) -> bytes:
         return self._said("GET", f"/api/archives/{digest}")
@@ -88,42 +108,35 @@ class Line:
 
     def beat(self, news: Mapping[str, Any]) -> bool:
         """Whether to go on."""
-        return bool(self._json("POST", "/api/attempt/beat", news).get("go_on"))
+        return bool(self._told("POST", "/api/attempt/beat", news).get("go_on"))
 
-    def end(self, state: End, reason: str, record: str) -> None:
-        self._json(
-            "POST", "/api/attempt/end", {"state": state, "reason": reason, "record": record}
-        )
+    def end(self, outcome: Outcome) -> None:
+        self._told("POST", "/api/attempt/end", dataclasses.asdict(outcome))
 
-    def _json(
+    def _told(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         sent = None if body is None else json.dumps(body).encode()
-        try:
-            found = json.loads(self._said(method, path, sent, JSON if sent else ""))
-        except ValueError as exc:
-            raise StoreError(f"{self.store.url}: its answer is no JSON") from exc
-        if not isinstance(found, dict):
-            raise StoreError(f"{self.store.url}: its answer is no map")
-        return found
+        return self.store.read_json(self._said(method, path, sent, JSON if sent else ""))
 
     def _said(self, method: str, path: str, body: bytes | None = None, kind: str = "") -> bytes:
-        # On a connection of its own: one that broke is not tried again with what was said.
         status, _headers, data = self.store.ask(
             method,
             path,
             body=body,
             kind=kind,
+            # On one that broke it would be said again.
             headers={"Connection": "close"},
-            accepts=(400, 401, 403, 404, 409, 413, 422),
+            accepts=(*_OVER, *_REFUSALS),
         )
-        if status < 300:
-            return data
-        try:
-            why = str(json.loads(data)["detail"])[:300]
-        except (ValueError, KeyError, TypeError):
-            why = f"HTTP {status}"
-        raise (Dismissed if status in (401, 403, 404, 409) else Refused)(why)
+        if status in _OVER:
+            raise Dismissed(self._detail(data))
+        if status in _REFUSALS:
+            raise Refused(self._detail(data))
+        return data
+
+    def _detail(self, data: bytes) -> str:
+        return printable(str(self.store.read_json(data).get("detail", "")))[:300]
 
 
 @dataclass(slots=True)
@@ -133,16 +146,17 @@ class Tail:
     path: Path
     at: int = 0
 
-    def lines(self, most: int) -> list[bytes]:
-        """The next whole lines, so many at most."""
+    def trials(self, most: int) -> list[dict[str, Any]]:
+        """What the next whole lines hold, so many at most; those that hold none are passed over."""
+        found = []
         with self.path.open("rb") as file:
             file.seek(self.at)
-            found = []
-            for line in file:
-                if len(found) == most or not line.endswith(b"\n"):
+            for line in itertools.islice(file, most):
+                if not line.endswith(b"\n"):
                     break
-                found.append(line)
                 self.at += len(line)
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
         return found
 
     def text(self, most: int) -> str:
@@ -165,12 +179,12 @@ class Tail:
 
 @dataclass(slots=True)
 class Scratch:
-    """An attempt's folder."""
+    """An attempt's folder; `saved`: of each study, which state of it and when."""
 
     path: Path
     saved: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         for folder in (self.path, self.code, self.studies, self.path / "tmp"):
             make_folder(folder)
         for file in (self.output, self.events):
@@ -228,13 +242,14 @@ class Working:
     """
 
     def __init__(
-        self, line: Line, scratch: Scratch, *, away_s: float = AWAY_S, starts_s: float = STARTS_S
+        self, line: Line, folder: Path, *, away_s: float = AWAY_S, starts_s: float = STARTS_S
     ) -> None:
-        self._line, self._scratch = line, scratch
+        self._line, self._scratch = line, Scratch(folder)
         self._away_s, self._starts_s = away_s, starts_s
-        self._output, self._events = Tail(scratch.output), Tail(scratch.events)
-        self._heard = time.monotonic()
+        self._output, self._events = Tail(self._scratch.output), Tail(self._scratch.events)
+        self._device = ""
         self._unsent: dict[str, Any] = {}
+        self._heard, self._beaten = time.monotonic(), 0.0
         self.preempted = threading.Event()
 
     def run(self) -> None:
@@ -243,78 +258,87 @@ class Working:
         Raises:
             Dismissed: nothing more is wanted of it. StoreError: the server is away.
         """
-        state, reason, record = self._outcome()
-        self._patiently(lambda: self._line.end(state, reason, record))
-
-    def _outcome(self) -> tuple[End, str, str]:
         try:
-            asked = self._prepared()
-            if used := _users(asked):
-                return "preempted", used, ""
-            return self._tuned(asked)
-        except OSError as exc:
-            return "failed", f"{socket.gethostname()}:{self._scratch.path}: {exc.strerror}", ""
-        except (Refused, UsageError) as exc:
-            return "failed", str(exc), ""
+            with _here(self._scratch.path):
+                self._scratch.make()
+            outcome = self._outcome()
+        except (Stuck, Refused, UsageError, RecordDamaged) as exc:
+            outcome = Outcome(state="failed", reason=printable(" ".join(str(exc).split())))
+        self._patiently(lambda: self._line.end(outcome))
+
+    def _outcome(self) -> Outcome:
+        asked = self._prepared()
+        self._device = f"{socket.gethostname()}: CPU"
+        if asked.gpus:
+            from advisor.tuners.environment import gpus  # seconds to import
+
+            given = gpus()
+            self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in given)}"
+            if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in given if gpu.users):
+                return Outcome(state="preempted", reason=f"other processes use the GPU ({used})")
+        return self._tuned(asked)
 
     def _prepared(self) -> Asked:
         """What is asked for, with its code and what was searched before in the folder."""
         told = self._patiently(self._line.attempt)
         asked = Asked.of(told["asked"])
-        if asked.archive:
-            archive = self._patiently(lambda: self._line.archive(asked.archive))
-            with _full_disk():
-                parcel.unpack(archive, self._scratch.code)
-        for name in told["studies"]:
-            data = self._patiently(lambda name=name: self._line.study(name))  # type: ignore[misc]
-            beside(self._scratch.studies, name).write_bytes(data)
+        code = self._patiently(lambda: self._line.archive(asked.archive)) if asked.archive else b""
+        studies = {
+            name: self._patiently(functools.partial(self._line.study, name))
+            for name in told["studies"]
+        }
+        with _here(self._scratch.path):
+            if code:
+                parcel.unpack(code, self._scratch.code)
+            for name, data in studies.items():
+                beside(self._scratch.studies, name).write_bytes(data)
         return asked
 
-    def _tuned(self, asked: Asked) -> tuple[End, str, str]:
+    def _tuned(self, asked: Asked) -> Outcome:
         limit_s = 2 * asked.plan.seconds + self._starts_s
         until = time.monotonic() + limit_s
-        child = Guarded(
-            self._words(asked),
-            log=self._scratch.output,
-            environment=self._environment(),
-            folder=self._scratch.code / asked.folder,
-        )
+        with _here(self._scratch.path):
+            child = Guarded(
+                self._words(asked),
+                log=self._scratch.output,
+                environment=self._environment(),
+                folder=self._scratch.code / asked.folder,
+            )
         try:
-            said: tuple[End, str, str] | None = None
-            while not child.ended:
-                if self.preempted.wait(_LOOK_S):
-                    said = "preempted", "its worker was told to end", ""
-                    break
-                if time.monotonic() > until:
-                    said = "failed", f"took longer than {limit_s:.0f} s; see its log", ""
-                    break
+            while not child.ended and time.monotonic() < until and not self.preempted.is_set():
                 self._beat()
-            code, words = child.obituary() if said is None else (0, "")
+                self.preempted.wait(_LOOK_S)
+            code, words = child.obituary() if child.ended else (None, "")
         finally:
             child.end()
-        self._last_words()
-        return said or self._found(code, words)
+        self._tell_all()
+        if code is not None:
+            return self._found() if code == 0 else _failed(code, words)
+        if self.preempted.is_set():
+            return Outcome(state="preempted", reason="its worker was told to end")
+        return Outcome(
+            state="failed",
+            reason=f"ended after {duration(limit_s)}: twice its budget, and "
+            f"{duration(self._starts_s)} to start; its log may say where it hangs",
+        )
 
-    def _found(self, code: int, words: str) -> tuple[End, str, str]:
-        if code:
-            said = words.removeprefix("advisor: ") or "it said nothing"
-            return "failed", said if code in (1, 2) else f"{how(code)}: {said}", ""
-        record = self._scratch.record()
+    def _found(self) -> Outcome:
+        with _here(self._scratch.path):
+            record = self._scratch.record()
         if record is None:
-            return "failed", "advisor tune ended without a record", ""
+            return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
-        try:
-            self._patiently(lambda: server.put(record))
-        except RecordDamaged as exc:
-            return "failed", str(exc), ""
-        told = "" if record.compares else "its budget left no time to race anything"
-        return "done", told, record.id
+        self._patiently(lambda: server.put(record))
+        reason = "" if record.compares else "its budget left no time to race anything"
+        return Outcome(state="done", reason=reason, record=record.id)
 
     def _words(self, asked: Asked) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
-        scratch = self._scratch
-        tune += ["--cache", f"dir:{scratch.cache}", "--events", str(scratch.events)]
-        return [*tune, *(["--show-output", "--", *asked.command] or [asked.target])]
+        tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
+        return [
+            *tune,
+            *(["--show-output", "--", *asked.command] if asked.command else [asked.target]),
+        ]
 
     def _environment(self) -> dict[str, str]:
         """Of what runs submitted code: nothing that is advisor's own business."""
@@ -327,9 +351,121 @@ class Working:
         }
 
     def _beat(self) -> None:
-        """Say what is new, and save the search, where it is time for that.
+        """Say what is new and save the search, where it is time for that; a server that is away is
+        told later.
 
         Raises:
             Dismissed: nothing more is wanted. StoreError: the server is away for too long.
         """
-        ...
+        now = time.monotonic()
+        if now - self._beaten < BEAT_S:
+            return
+        self._beaten = now
+        try:
+            self._tell()
+            self._save()
+        except StoreError:
+            if now - self._heard > self._away_s:
+                raise
+        else:
+            self._heard = now
+
+    def _tell(self) -> bool:
+        """Say what is new; whether there was anything."""
+        if not self._unsent:
+            self._unsent = {
+                "trials": self._events.trials(MOST_TRIALS),
+                "log": self._output.text(MOST_SENT),
+                "device": self._device,
+            }
+        if not self._line.beat(self._unsent):
+            raise Dismissed("nothing more is wanted of this attempt")
+        new = bool(self._unsent["trials"] or self._unsent["log"])
+        self._unsent = {}
+        return new
+
+    def _save(self, last: bool = False) -> None:
+        for name, data in self._scratch.grown(last):
+            # One that is too large is not resumed.
+            with contextlib.suppress(Refused):
+                self._line.save(name, data)
+
+    def _tell_all(self) -> None:
+        self._patiently(lambda: self._save(last=True))
+        while self._patiently(self._tell):
+            pass
+
+    def _patiently(self, say: Callable[[], T]) -> T:
+        """Say something until the server has heard it; only for a moment to one that is stopping,
+        as it is where it has told this worker to end.
+
+        Raises:
+            Dismissed, Refused: what it said. StoreError: it is away for too long. RecordDamaged: of
+            what was sent.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                said = say()
+            except RecordDamaged:
+                raise
+            except StoreError:
+                now = time.monotonic()
+                leaving = self.preempted.is_set() and now - began > LEAVES_S
+                if leaving or now - self._heard > self._away_s:
+                    raise
+                time.sleep(BEAT_S)
+            else:
+                self._heard = time.monotonic()
+                return said
+
+
+def _failed(code: int, words: str) -> Outcome:
+    said = words.removeprefix("advisor: ") or "it said nothing"
+    reason = said if code in (1, 2) else f"{how(code)}: {said}"
+    return Outcome(state="failed", reason=printable(reason))
+
+
+def _keep_private() -> None:
+    """No other process of this user is to read the token out of this one's environment (prctl(2)).
+    One of root's can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def _here(folder: Path) -> Iterator[None]:
+    """What fails in a folder of this machine is no fault of the server's.
+
+    Raises:
+        Stuck: with what failed, and where.
+    """
+    try:
+        yield
+    except (OSError, StoreError) as exc:
+        why = getattr(exc, "strerror", "") or exc
+        raise Stuck(f"{socket.gethostname()}: {folder}: {why}") from exc
+
+
+def main(folder: str = "") -> None:
+    """Work on what $ADVISOR_SERVER has for the token in $ADVISOR_TOKEN, in a folder or a new one.
+
+    Raises:
+        SystemExit: with a line that says why it could not.
+    """
+    _keep_private()
+    path = Path(folder or tempfile.mkdtemp(prefix="advisor-"))
+    if folder:
+        (path / "pid").write_text(str(os.getpid()))
+    try:
+        working = Working(Line(os.environ["ADVISOR_SERVER"]), path / "work")
+        signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
+        working.run()
+    except (AdvisorError, OSError) as exc:
+        sys.exit(f"advisor: {exc}")
+    finally:
+        remove_folder(path / "work" if folder else path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -161,7 +161,8 @@ class Guard:
                 self._heard = [self._lifeline, self._wake]
                 return
             if self._log is not None and self._log.tell() < LOGGED:
-                self._log.write(said)
+                with contextlib.suppress(OSError):  # the disk is full
+                    self._log.write(said)
             self._kept.append(said)
             self._size += len(said)
             while self._size - len(self._kept[0]) >= PRINTED:
