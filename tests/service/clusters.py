@@ -8,16 +8,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from advisor.service.executors.ray import LABEL
+from advisor.tuners.measure.run.guarded import Guarded
 from tests.cache.servers import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,45 +36,38 @@ def until(found: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
 
 
 class Node:
-    """A node as processes, which all can be killed: words of `ray start`."""
+    """A node as processes, of which nothing is left when it is killed: words of `ray start`."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
-        name, _, value = self._mark.partition("=")
-        self._process = subprocess.Popen(
+        self._folder = folder
+        self._guarded = Guarded(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words),
                 *("--temp-dir", str(folder), "--object-store-memory", "80000000"),
                 *("--dashboard-agent-listen-port", "0", "--include-log-monitor", "false"),
             ],
-            env=_environment() | {name: value},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            log=folder.with_suffix(".log"),
+            environment=_environment() | {_MARK: str(folder)},
         )
 
-    @property
-    def processes(self) -> dict[int, str]:
-        """All that it started and that is alive, with their command lines."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if folder.name.isdecimal() and self._mark.encode() in _words(folder / "environ"):
-                    found[int(folder.name)] = b" ".join(_words(folder / "cmdline")).decode()
-        return {pid: line for pid, line in found.items() if line}
+    def attempts(self) -> list[int]:
+        """The processes of attempts on it, and all that these started."""
+        return [pid for pid, line in self._processes() if "advisor" in line]
 
     def kill_raylet(self) -> None:
-        """What a node that is gone looks like from elsewhere."""
-        [pid] = [pid for pid, line in self.processes.items() if "/raylet/raylet " in line]
-        os.kill(pid, signal.SIGKILL)
+        """Nobody answers for the node any more, and what it started is left behind."""
+        [raylet] = [pid for pid, line in self._processes() if "/raylet/raylet " in line]
+        os.kill(raylet, signal.SIGKILL)
 
     def kill(self) -> None:
-        while found := self.processes:
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-        self._process.wait()
+        self._guarded.end()
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        mark = f"{_MARK}={self._folder}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it is over
+                if mark in _words(folder / "environ"):
+                    yield int(folder.name), b" ".join(_words(folder / "cmdline")).decode()
 
 
 class Cluster:
@@ -84,6 +76,7 @@ class Cluster:
     def __init__(self, *gpus: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
         self._port, self._client, self.port = free_port(), free_port(), free_port()
+        self.head: Node | None = None
         self.nodes: dict[str, Node] = {}
         self._gpus = gpus
         self._begun = 0
@@ -108,7 +101,7 @@ class Cluster:
         return self.nodes[gpu]
 
     def kill(self) -> None:
-        for node in (self.head, *self.nodes.values()):
+        for node in filter(None, (self.head, *self.nodes.values())):
             node.kill()
 
     def close(self) -> None:
