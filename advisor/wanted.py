@@ -11,7 +11,7 @@ from pathlib import Path
 from advisor.asked import Asked
 from advisor.errors import TargetError, UsageError
 from advisor.parcel import Parcel, pack
-from advisor.tuners.measure.run.words import isolated
+from advisor.tuners.measure.run.words import check_open
 
 _PYTHONS = ("python", "python3")
 
@@ -36,8 +36,7 @@ class Wanted:
         if file and not (folder / file).is_file():
             what = asked.target or " ".join(asked.command[:2])
             raise TargetError(f"{what!r}: there is no file {file} in {folder}")
-        if option := isolated(asked.command):
-            raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
+        check_open(asked.command)
         parcel = pack(folder)
         folder = folder.resolve()
         if file and not (folder / file).resolve().is_relative_to(parcel.root):

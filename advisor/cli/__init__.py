@@ -9,7 +9,7 @@ import sys
 import click
 
 import advisor
-from advisor.cli import emitting, measuring, reading, running, serving, sharing
+from advisor.cli import emitting, jobs, measuring, reading, running, serving, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
@@ -41,6 +41,10 @@ for _command in (
     sharing.import_,
     sharing.sync,
     sharing.gc,
+    jobs.submit,
+    jobs.jobs,
+    jobs.logs,
+    jobs.cancel,
     serving.serve,
     serving.token,
     reading.forget,

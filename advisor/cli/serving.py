@@ -44,12 +44,23 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     is_flag=True,
     help="Only a proxy can connect: it encrypts, and sets X-Forwarded-For and -Proto.",
 )
-def serve(database: str | None, **where: Any) -> None:
-    """Serve records to a team over HTTP, until SIGTERM or Ctrl-C."""
+@click.option(
+    "--executor",
+    "executors",
+    multiple=True,
+    default=("local",),
+    metavar="local|none",
+    help="What tunes what is submitted; repeat for several.  [default: local, this machine]",
+)
+@click.option(
+    "--url", default="", help="Where workers find this server  [default: where it listens]"
+)
+def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
+    """Serve records to a team over HTTP, and tune what it submits, until SIGTERM or Ctrl-C."""
     from advisor import __version__
 
     run = _run()
-    run.serve(_opened(database), run.Where(**where), __version__, _say)
+    run.serve(_opened(database), run.Where(**where), __version__, _say, executors)
 
 
 def _say(address: str, token: str | None) -> None:

@@ -17,10 +17,13 @@ from sqlalchemy.sql.expression import FunctionElement
 
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
-from advisor.service.schema import VERSION, Base, Schema
+from advisor.service import migrations
+from advisor.service.schema import Schema
 
 WAITS_S = 10
 """For a lock, a statement or a connection."""
+_UPGRADES_S = 1800
+"""For the tables to be changed, by this server or by another."""
 _CONNECTIONS = 16
 _STARTING = 0x61647669
 """The advisory lock that PostgreSQL's servers start under, one after another."""
@@ -61,7 +64,8 @@ class Database:
         self._writer = self._engine.execution_options(writes=True)
 
     def start(self, first: Callable[[Session], None]) -> None:
-        """Make what is missing; where nothing was there, `first` fills it, in the same transaction.
+        """Make what is missing, or upgrade what a version before made; where nothing was there,
+        `first` fills it. All in one transaction, in which one server at a time is.
 
         Raises:
             StoreError: it cannot be reached or written, or a newer version of advisor made it.
@@ -72,18 +76,22 @@ class Database:
             except OSError as exc:
                 raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
         with self.writing() as session:
+            connection = session.connection()
             if not self._lite:
-                session.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
-            Base.metadata.create_all(session.connection())
-            there = session.get(Schema, 1)
-            if there is None:
-                session.add(Schema(id=1, version=VERSION))
-                first(session)
-            elif there.version > VERSION:
+                for limit in ("lock_timeout", "statement_timeout"):
+                    connection.execute(text(f"SET LOCAL {limit} = '{_UPGRADES_S}s'"))
+                connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
+            there = migrations.revision_of(connection)
+            if there > migrations.LAST:
                 raise StoreError(
-                    f"database {self.url}: schema {there.version} is newer than {VERSION}, which "
-                    "this version knows; upgrade advisor"
+                    f"database {self.url}: schema {int(there)} is newer than "
+                    f"{int(migrations.LAST)}, which this version knows; upgrade advisor"
                 )
+            if there < migrations.LAST:
+                migrations.upgrade(connection, there)
+            if not there:
+                session.add(Schema(id=1, version=int(migrations.LAST)))
+                first(session)
         if self._lite:
             self._path.chmod(0o600)
 

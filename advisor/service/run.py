@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import Database
+from advisor.service.executors.schemes import open_executors
+from advisor.service.reconcile import Reconciler
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -37,12 +40,18 @@ _LEAVES_S = 0.05
 class Server(uvicorn.Server):
     """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
 
-    def __init__(self, config: uvicorn.Config, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        stopping: threading.Event,
+        last: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
-        self._stopping = stopping
+        self._stopping, self._last = stopping, last
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
+        await asyncio.to_thread(self._last)
         self._leave()
         await super().shutdown(sockets)
 
@@ -63,6 +72,7 @@ class Where:
         port: 0 for any that is free.
         tls_cert, tls_key: PEM files, both or none.
         behind_proxy: nobody but a proxy connects, which encrypts and says who the client is.
+        url: where workers find it; '' for where it listens.
     """
 
     host: str = "127.0.0.1"
@@ -70,6 +80,7 @@ class Where:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     behind_proxy: bool = False
+    url: str = ""
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -86,12 +97,17 @@ class Where:
 
 
 def serve(
-    database: Database, where: Where, version: str, say: Callable[[str, str | None], None]
+    database: Database,
+    where: Where,
+    version: str,
+    say: Callable[[str, str | None], None],
+    executors: Sequence[str] = (),
 ) -> None:
     """Serve until a signal says stop; requests that are being answered are answered first.
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
+        executors: what starts jobs, as `open_executors` takes them.
 
     Raises:
         UsageError: the address cannot be had, or the certificate not be used.
@@ -121,11 +137,15 @@ def serve(
             timeout_graceful_shutdown=_STOPS_S,
             ssl_context_factory=None if context is None else lambda *_: context,
         )
+        reconciler = Reconciler(
+            database, open_executors(executors, database.url), _for_workers(where, listening)
+        )
         # What stopped it uvicorn raises again when it is done, and nothing is left to do then.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        Server(config, service.stopping).run(sockets=[listening])
+        reconciler.start()
+        Server(config, service.stopping, reconciler.close).run(sockets=[listening])
     finally:
         listening.close()
         database.close()
@@ -165,6 +185,13 @@ def _listening(where: Where) -> socket.socket:
     except (OSError, OverflowError) as exc:
         why = getattr(exc, "strerror", "") or exc
         raise UsageError(f"--host {where.host} --port {where.port}: {why}") from exc
+
+
+def _for_workers(where: Where, listening: socket.socket) -> str:
+    """Where workers find the server: by itself, on this machine."""
+    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    near = dataclasses.replace(where, host=every.get(where.host, where.host))
+    return where.url or _address(near, listening)
 
 
 def _address(where: Where, listening: socket.socket) -> str:

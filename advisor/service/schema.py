@@ -5,9 +5,6 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, ForeignKey, Index, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-VERSION = 2
-"""Of the tables below. A server refuses a database of a newer one."""
-
 _Bytewise = String().with_variant(String(collation="C"), "postgresql")
 """Text that is ordered by its bytes, whatever the language of the database."""
 
@@ -17,7 +14,7 @@ class Base(DeclarativeBase):
 
 
 class Schema(Base):
-    """One row: the version that the tables have."""
+    """One row, for servers from before there were migrations: a version that they refuse."""
 
     __tablename__ = "schema"
 

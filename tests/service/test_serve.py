@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from sqlalchemy import text
 
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
@@ -26,7 +27,7 @@ from advisor.cache.stores import open_store
 from advisor.cli import main
 from advisor.errors import StoreError, UsageError
 from advisor.service import records as records_of
-from advisor.service import schema, tokens
+from advisor.service import tokens
 from advisor.service.database import Database
 from advisor.service.run import Where, new_token
 from tests.cache import servers
@@ -175,7 +176,9 @@ def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
     key, data = written(1)
     with serving(lite) as served, socket.create_connection(("127.0.0.1", served.port)) as idle:
         idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert idle.recv(2**12)
+        said = b""
+        while not said.endswith(b"}"):  # its head may come alone
+            said += idle.recv(2**12)
         with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
             client.sendall(
                 f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\n"
@@ -215,10 +218,8 @@ def test_a_newer_schema_is_refused(database_url: str) -> None:
     database = Database(database_url)
     database.start(lambda _session: None)
     with database.writing() as session:
-        there = session.get(schema.Schema, 1)
-        assert there is not None
-        there.version = schema.VERSION + 1
-    with pytest.raises(StoreError, match=r"schema 2 is newer than 1.*upgrade advisor") as caught:
+        session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
+    with pytest.raises(StoreError, match=r"schema 999 is newer than \d+, .*upgrade") as caught:
         database.start(lambda _session: None)
     database.close()
     assert "s3cret" not in str(caught.value)

@@ -39,7 +39,7 @@ _MOST_WORDS = 4096
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|OMP_\w+|MKL_\w+|KMP_\w+"
-    r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_CACHE_HOME|XDG_RUNTIME_DIR|SSL_CERT_\w+"
+    r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_\w+|SSL_CERT_\w+"
     r"|HF_HOME|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_\w+|(?i:https?_proxy|no_proxy)"
 )
 """Of the server's environment: what programs need to run, and nothing that may be a secret."""

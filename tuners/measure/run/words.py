@@ -31,11 +31,16 @@ def measurable(words: Sequence[str]) -> str:
         UsageError: there is none, its Python is isolated, or a word cannot be typed on one line.
     """
     path = program(words)
-    if option := isolated(words):
-        raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
+    check_open(words)
     if odd := next((word for word in words if not word.isprintable()), None):
         raise UsageError(f"command: {odd!r:.80} is no text on one line; put it into a script")
     return path
+
+
+def check_open(words: Sequence[str]) -> None:
+    """Raise UsageError where no pilot gets into a command, as its Python is isolated."""
+    if option := isolated(words):
+        raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
 
 
 def isolated(words: Sequence[str]) -> str:

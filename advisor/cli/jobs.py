@@ -1,0 +1,244 @@
+"""Commands that ask a server for tunings: submit, jobs, logs, cancel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from advisor.cache.task import Task
+from advisor.cli.options import (
+    COMMAND,
+    DONE,
+    FAILED,
+    Command,
+    OrCommand,
+    collected,
+    complete_files,
+    console,
+    json_option,
+    row_options,
+)
+from advisor.errors import UsageError
+from advisor.tuners.search.plan import Plan
+
+if TYPE_CHECKING:
+    from advisor.client import Client, Job
+
+STATES = ("queued", "running", "preempted", "done", "failed", "cancelled")
+_ID = click.IntRange(1, 2**31 - 1)
+
+
+server_option = click.option(
+    "--server",
+    metavar="URL",
+    help="http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in "
+    "pyproject.toml]",
+)
+
+
+def _client(server: str | None) -> Client:
+    """Raises UsageError where no server is named."""
+    from advisor.client import Client, server_of
+
+    url = server or server_of()
+    if not url:
+        raise UsageError(
+            "no server: give --server URL, or set ADVISOR_CACHE to one, as https://advisor.example"
+        )
+    return Client(url)
+
+
+def _place_options(command: Command) -> Command:
+    """Where a job runs."""
+    options: tuple[Callable[[Command], Command], ...] = (
+        click.option("--gpu", metavar="TEXT", default="", help="With this in its name, as H100."),
+        click.option(
+            "--gpus",
+            type=click.IntRange(0, 64),
+            metavar="N",
+            help="So many on one machine; 0, as --device cpu: the CPU.  [default: 1]",
+        ),
+        click.option(
+            "--pip",
+            multiple=True,
+            metavar="REQUIREMENT",
+            help="On Ray: installed before; repeat for more.",
+        ),
+        click.option("--container", metavar="IMAGE", help="On Ray: where it runs in."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(cls=OrCommand)
+@click.argument("target", required=False, shell_complete=complete_files)
+@_place_options
+@row_options(Task)
+@row_options(Plan)
+@server_option
+@click.option("-f", "--follow", is_flag=True, help="Show what it prints, until it is over.")
+@json_option
+@click.pass_context
+def submit(
+    ctx: click.Context,
+    /,
+    target: str | None,
+    server: str | None,
+    follow: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Have a server tune TARGET, or your own run, where the GPU is: as `advisor tune` does here.
+
+    A run: advisor submit --gpu H100 --gpus 4 -- torchrun --nproc-per-node 4 train.py. The code
+    travels along: what git tracks or does not ignore, else this folder, but for what
+    .advisorignore names. The same request twice is one job.
+    """
+    command = ctx.meta[COMMAND]
+    if bool(command) == bool(target):
+        raise UsageError("give a TARGET and --shape, or your command after --, one of them")
+    place = {name: options.pop(name) for name in ("gpu", "gpus", "pip", "container")}
+    given = collected(Plan, options) | collected(Task, options)
+    from advisor.asked import Asked
+    from advisor.report import jobs as shown
+    from advisor.wanted import Wanted
+
+    cpu = given.get("device") == "cpu"
+    if place["gpus"] is None:
+        place["gpus"] = 0 if cpu else 1
+    if command and cpu and not place["gpus"]:
+        del given["device"]  # which a run shows itself
+    asked = Asked(
+        command=command,
+        target=target or "",
+        force=given.pop("force", False),
+        options=given,
+        gpu=place["gpu"],
+        gpus=place["gpus"],
+        env=_environment(place["pip"], place["container"]),
+    )
+    client = _client(server)
+    wanted = Wanted.of(asked, Path.cwd())
+    if wanted.parcel is not None and not as_json:
+        for line in shown.travels(wanted.parcel):
+            click.echo(line)
+    job = client.ask(wanted)
+    if not as_json:
+        click.echo(_greeting(job, server))
+    if follow:
+        ctx.exit(_followed(client, job.id, as_json))
+    if as_json:
+        click.echo(json.dumps(_plain(job) | {"code": _code(wanted)}))
+
+
+def _environment(pip: tuple[str, ...], container: str | None) -> dict[str, str]:
+    if wrong := next((one for one in pip if len(one.split()) != 1), None):
+        raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
+    found = {"pip": " ".join(pip), "container": container or ""}
+    return {name: text for name, text in found.items() if text}
+
+
+def _greeting(job: Job, server: str | None) -> str:
+    where = f" --server {server}" if server else ""
+    if job.new:
+        return f"job {job.id} {job.state}; to follow it: advisor logs -f {job.id}{where}"
+    if job.state == "done":
+        return f"job {job.id}: done before, the same; --force measures again"
+    return f"job {job.id}: asked for before, the same; {job.state}"
+
+
+def _code(wanted: Any) -> dict[str, Any] | None:
+    if wanted.parcel is None:
+        return None
+    told = dataclasses.asdict(wanted.parcel)
+    return told | {"archive": len(wanted.parcel.archive), "root": str(wanted.parcel.root)}
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    return dataclasses.asdict(job)
+
+
+def _followed(client: Client, id: int, as_json: bool) -> int:
+    """Show a job's log until it is over; the exit code."""
+    texts = []
+    for text in client.log(id, follow=True):
+        if as_json:
+            texts.append(text)
+        else:
+            click.echo(text, nl=False)
+    job = client.job(id)
+    if as_json:
+        click.echo(json.dumps(_plain(job) | {"log": "".join(texts)}))
+    else:
+        why = f": {job.reason}" if job.reason else ""
+        record = f"; to see its record: advisor show {job.record}" if job.record else ""
+        click.echo(f"job {job.id} {job.state}{why}{record}", err=True)
+    return DONE if job.state == "done" else FAILED
+
+
+@click.command()
+@click.argument("id", required=False, type=_ID)
+@click.option(
+    "--state", "states", multiple=True, type=click.Choice(STATES), help="Only these; repeat."
+)
+@click.option(
+    "--most", type=click.IntRange(1, 10_000), default=50, help="The newest so many.  [default: 50]"
+)
+@server_option
+@json_option
+def jobs(
+    id: int | None, states: tuple[str, ...], most: int, server: str | None, as_json: bool
+) -> None:
+    """List what a server was asked to tune, or show the job ID."""
+    from advisor.report import jobs as shown
+
+    client = _client(server)
+    if id is not None:
+        job = client.job(id)
+        click.echo(json.dumps(_plain(job)) if as_json else "\n".join(shown.lines(job)))
+        return
+    found = client.jobs(states, most)
+    if as_json:
+        click.echo(json.dumps({"jobs": [_plain(job) for job in found]}))
+    elif not found:
+        click.echo("No jobs; to ask for one: advisor submit -- python train.py")
+    else:
+        console().print(shown.listing(found))
+
+
+@click.command()
+@click.argument("id", type=_ID)
+@click.option("-f", "--follow", is_flag=True, help="Go on until it is over.")
+@server_option
+@json_option
+def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
+    """Show what the job ID prints. With -f the exit code is 0 if it is done, 1 otherwise."""
+    client = _client(server)
+    if follow:
+        click.get_current_context().exit(_followed(client, id, as_json))
+    text = client.log(id)
+    if as_json:
+        click.echo(json.dumps({"id": id, "log": "".join(text)}))
+        return
+    for part in text:
+        click.echo(part, nl=False)
+
+
+@click.command()
+@click.argument("id", type=_ID)
+@server_option
+@json_option
+def cancel(id: int, server: str | None, as_json: bool) -> None:
+    """End the job ID, with all that it started; exit code 1 where it was over before."""
+    state = _client(server).cancel(id)
+    if as_json:
+        click.echo(json.dumps({"id": id, "state": state}))
+    else:
+        click.echo(f"job {id} {state}" + ("" if state == "cancelled" else " before"))
+    click.get_current_context().exit(DONE if state == "cancelled" else FAILED)

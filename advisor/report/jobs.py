@@ -1,0 +1,79 @@
+"""Jobs of a server as tables and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from advisor.cache.shown import size
+from advisor.client import Job
+from advisor.parcel import Parcel
+from advisor.report.data import Table
+from advisor.report.text import age, rate
+
+_NAMED = 5
+"""Names of what stays at home that are said."""
+
+
+def listing(jobs: Sequence[Job]) -> Table:
+    """One line a job."""
+    table = Table(
+        "Jobs, the newest first",
+        ("ID", "state", "what", "where", "since", "by", "reason"),
+        right=("ID",),
+        whole=("ID", "state", "where", "since"),
+        spare=("by", "reason"),
+    )
+    for job in jobs:
+        table.row(
+            str(job.id),
+            job.state,
+            job.what,
+            job.where,
+            age(job.changed),
+            job.by,
+            job.reason or (f"record {job.record}" if job.record else ""),
+            warns=job.state == "failed",
+        )
+    return table
+
+
+def lines(job: Job) -> Iterator[str]:
+    """How one job is, and where it was tried."""
+    yield f"job {job.id} {job.state}: {job.what}"
+    if job.reason:
+        yield f"  {job.reason}"
+    yield f"  on {job.where}, asked for by {job.by} {_ago(job.created)}"
+    for one in job.tries:
+        why = f": {one['reason']}" if one.get("reason") else ""
+        yield (
+            f"  attempt {one.get('number')} {one.get('state')} on {one.get('executor')} "
+            f"{one.get('device') or ''}".rstrip()
+            + why
+        )
+    if job.trials:
+        best = max(job.trials, key=lambda one: one.get("samples_per_s") or 0.0)
+        yield (
+            f"  {len(job.trials)} trials so far, the fastest {best.get('what')}: "
+            f"{rate(best.get('samples_per_s') or 0.0)} samples/s"
+        )
+    if job.record:
+        yield f"  record {job.record}; to see it: advisor show {job.record}"
+
+
+def _ago(then: float) -> str:
+    made = age(then)
+    return "just now" if made == "now" else f"{made} ago"
+
+
+def travels(parcel: Parcel) -> Iterator[str]:
+    """What is sent of a folder, and what is not."""
+    commit = f", commit {parcel.commit[:12]}" if parcel.commit else ""
+    changed = " and what differs from it" if parcel.dirty and commit else ""
+    yield (
+        f"code    {parcel.files} file{'s' * (parcel.files != 1)}, {size(parcel.size)} "
+        f"({size(len(parcel.archive))} packed) of {parcel.root}{commit}{changed}"
+    )
+    if parcel.left_out:
+        more = len(parcel.left_out) - _NAMED
+        listed = ", ".join(parcel.left_out[:_NAMED])
+        yield f"stays   {listed}{f' and {more} more' if more > 0 else ''}"

@@ -1,0 +1,349 @@
+"""Asking a server for tunings: from Python, and with submit, jobs, logs and cancel."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.asked import Asked
+from advisor.client import Client
+from advisor.errors import StoreError, UsageError
+from advisor.service.attempts import Claimed
+from advisor.wanted import Wanted
+from tests.cache import servers
+from tests.cache.examples import record
+from tests.face.commands import advisor
+from tests.service.serving import Served, fresh, serving
+from tests.service.test_jobs import RECORD, claimed
+from tests.service.test_records import named, put
+from tests.service.test_store import answering
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
+        yield found
+
+
+@pytest.fixture
+def served(started: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """With nothing in its database, and a token that may submit in the environment."""
+    fresh(started)
+    monkeypatch.setenv("ADVISOR_TOKEN", started.tokens["submit"])
+    monkeypatch.setenv("ADVISOR_CACHE", started.url)
+    return started
+
+
+@pytest.fixture
+def client(served: Served) -> Client:
+    return Client(served.url)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "net.py").write_text("class Net: ...\n")
+    (tmp_path / "train.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def beat(served: Served, one: Claimed, text: str, **more: Any) -> None:
+    body = {"log": text, "trials": [], "device": "GPU 0"} | more
+    assert served.ask("POST", "/api/attempt/beat", one.external, body).status == 200
+
+
+def end(served: Served, one: Claimed, **last: Any) -> None:
+    assert served.ask("POST", "/api/attempt/end", one.external, last).status == 200
+
+
+def test_a_job_as_python_sees_it(served: Served, client: Client, project: Path) -> None:
+    job = client.submit("nets/net.py:Net", shape=(64, 8), gpu="H100", budget="1m")
+    assert job.new and job.state == "queued" and not job.over
+    again = client.submit("nets/net.py:Net", shape="64x8", gpu="H100", budget=60, seed=None)
+    assert (again.id, again.new) == (job.id, False)
+    one = claimed(served)
+    assert one is not None and one.job == job.id
+    archive = served.ask("GET", f"/api/archives/{one.asked.archive}", one.external).data
+    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
+        assert {"nets/net.py", "train.py"} <= set(found.getnames())
+    beat(served, one, "trial 1\n")
+    assert [*client.log(job.id)] == ["trial 1\n"]
+    seen: list[str] = []
+    reader = threading.Thread(
+        target=lambda: seen.extend(client.log(job.id, follow=True, poll_s=0.01))
+    )
+    reader.start()
+    beat(served, one, "trial 2\n")
+    end(served, one, state="failed", reason="out of memory")
+    reader.join(30)
+    assert "".join(seen) == "trial 1\ntrial 2\n"
+    told = client.job(job.id)
+    assert (told.state, told.reason, told.over) == ("failed", "out of memory", True)
+    assert (told.where, told.by, told.attempts) == ("H100", "a submit", 1)
+    assert told.tries[0]["device"] == "GPU 0"
+    assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
+
+
+def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [client.submit("torchvision:resnet18", shape=(n, 3, 8, 8)).id for n in range(1, 6)]
+    monkeypatch.setattr("advisor.client._MOST_PAGE", 2)
+    assert [job.id for job in client.jobs()] == made[::-1]
+    assert [job.id for job in client.jobs(most=3)] == made[:1:-1]
+    assert client.cancel(made[0]) == client.cancel(made[0]) == "cancelled"
+    assert client.job(made[0]).state == "cancelled"
+
+
+def test_code_that_is_there_is_not_sent_again(
+    client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    exchange = client._link._exchange
+
+    def told(method: str, path: str, *more: Any) -> Any:
+        sent.append(method)
+        return exchange(method, path, *more)
+
+    monkeypatch.setattr(client._link, "_exchange", told)
+    for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
+        client.submit(command=["python", "train.py"], gpu=gpu)
+        assert sent == methods
+        sent.clear()
+
+
+def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> Asked:
+    return Wanted.of(Asked(command=command, target=target, **more), folder).asked
+
+
+def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "torchrun"):
+        (project / ".venv" / "bin" / name).touch()
+    here = project / "nets"
+    assert wanted(here, "python", "net.py").folder == "nets"
+    assert wanted(project, "python", "train.py").folder == ""
+    assert wanted(project, ".venv/bin/torchrun", "train.py").command == ("torchrun", "train.py")
+    python = str(project / ".venv" / "bin" / "python")
+    found = wanted(here, python, f"{project}/train.py", "--data", "/data", "--out=/x", f"{here}/o")
+    assert found.command == ("python", "../train.py", "--data", "/data", "--out=/x", "o")
+    shape = {"options": {"shape": "1x8"}}
+    assert wanted(here, target=f"{here}/net.py:Net", **shape).target == "net.py:Net"
+    assert wanted(here, target="torchvision:resnet18", **shape).archive == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["python", "trian.py"], "there is no file trian.py"),
+        (["python", "-I", "train.py"], "keeps advisor out"),
+        (["python", "../outside.py"], "lies outside"),
+    ],
+)
+def test_commands_that_are_not_sent(project: Path, command: list[str], says: str) -> None:
+    below = project / "below"
+    below.mkdir()
+    (below / "train.py").touch()
+    (project / "outside.py").touch()
+    with pytest.raises(UsageError, match=says):
+        wanted(below, *command)
+
+
+def test_servers_that_do_not_serve(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["read"])
+    assert Client(served.url).jobs() == []
+    with pytest.raises(StoreError, match="may read; this needs submit"):
+        Client(served.url).submit("torchvision:resnet18", shape=(1, 3, 8, 8))
+    assert Client(served.url, served.tokens["submit"]).submit("torchvision:a", shape=(1, 8)).new
+    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
+        Client(served.url, "adv_" + "x" * 43).jobs()
+    with pytest.raises(UsageError, match="no token"):
+        Client(served.url, "with blanks")
+    with pytest.raises(UsageError, match="expected http"):
+        Client("dir:/data")
+    with pytest.raises(UsageError, match="in the clear"):
+        Client("http://advisor.team")
+    with pytest.raises(UsageError, match="there is no such job"):
+        Client(served.url).job(7)
+    with pytest.raises(StoreError, match="has no jobs; it is older"):
+        Client(f"http://127.0.0.1:{served.port}/below").jobs()
+    with pytest.raises(StoreError, match=r"^server http://127.0.0.1:\d+: .*refused"):
+        Client(f"http://127.0.0.1:{servers.free_port()}").jobs()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"<html>",
+        b"[]",
+        b'{"jobs": 5}',
+        b'{"jobs": [5]}',
+        b'{"jobs": [{"id": "7", "state": "done", "what": "x"}]}',
+        b'{"jobs": [{"id": 7, "state": ["done"], "what": "x"}]}',
+        b'{"id": 7}',
+        b'{"text": 5, "next": 1, "ended": true}',
+        b'{"text": "", "next": -1, "ended": true}',
+    ],
+)
+def test_whatever_a_server_says(said: bytes) -> None:
+    with answering(lambda _path: (200, {}, said)) as store:
+        client = Client(store.url)
+        for act in (client.jobs, lambda: client.job(7), lambda: [*client.log(7)]):
+            with pytest.raises(StoreError, match="no server of advisor's"):
+                act()
+        with pytest.raises(StoreError, match="no server of advisor's"):
+            client.cancel(7)
+
+
+def test_nothing_that_a_server_says_steers_a_terminal() -> None:
+    line = b'{"id": 7, "state": "done", "what": "\\u001b[2J", "tries": [{"device": "\\u001b"}]}'
+    log = b'{"text": "a\\u001b[2J\\n", "next": 1, "ended": true}'
+    with answering(lambda path: (200, {}, log if "/log" in path else line)) as store:
+        job = Client(store.url).job(7)
+        assert (job.what, job.tries[0]["device"]) == ("?[2J", "?")
+        assert [*Client(store.url).log(7)] == ["a?[2J\n"]
+
+
+def test_a_server_that_is_away_for_a_while_is_followed_on() -> None:
+    said = [
+        (200, b'{"text": "a", "next": 1, "ended": false}'),
+        (503, b"{}"),
+        (200, b'{"text": "b", "next": 2, "ended": true}'),
+    ]
+
+    def next_one(_path: str) -> tuple[int, dict[str, str], bytes]:
+        status, data = said.pop(0)
+        return status, {}, data
+
+    with answering(next_one) as store:
+        client = Client(store.url)
+        assert [*client.log(7, follow=True, poll_s=0.01)] == ["a", "b"]
+
+
+SUBMIT = ("submit", "--gpu", "H100", "--gpus", "2")
+RUN = ("--", "python", "train.py")
+
+
+def told(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_submit(served: Served, project: Path) -> None:
+    (project / ".env").write_text("KEY=1")
+    said = advisor(project, *SUBMIT, *RUN)
+    code, stays, last = said.stdout.splitlines()
+    assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
+    assert stays == "stays   .env: ignored"
+    assert last == "job 1 queued; to follow it: advisor logs -f 1"
+    again = told(advisor(project, *SUBMIT, "--json", *RUN))
+    assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
+    assert again["code"]["left_out"] == [".env: ignored"]
+    said = advisor(project, *SUBMIT, *RUN)
+    assert said.stdout.splitlines()[-1] == "job 1: asked for before, the same; queued"
+    other = advisor(project, "submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
+    assert other.stdout.splitlines()[-1].startswith("job 2 queued")
+    assert told(advisor(project, "jobs", "2", "--json"))["gpus"] == 0
+    target = advisor(project, "submit", "torchvision:resnet18", "--shape", "4x3x8x8")
+    assert target.stdout == "job 3 queued; to follow it: advisor logs -f 3\n"
+
+
+def test_the_server_may_be_named(served: Served, project: Path) -> None:
+    plain = served.url.partition("?")[0]
+    for cache in ("dir:store", ""):
+        alone = advisor(project, *SUBMIT, *RUN, ADVISOR_CACHE=cache)
+        assert alone.returncode == 2 and alone.stderr.startswith(
+            "advisor: no server: give --server"
+        )
+    found = advisor(project, *SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
+    assert found.stdout.endswith(f"advisor logs -f 1 --server {plain}\n")
+    assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{served.url}").returncode == 0
+    (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{served.url}"\n')
+    assert told(advisor(project, "jobs", "--json", ADVISOR_CACHE=""))["jobs"][0]["id"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("submit", "give a TARGET and --shape, or your command after --"),
+        ("submit model.py -- python train.py", "one of them"),
+        ("submit model.py", "shape: give your batch"),
+        ("submit nets/none.py --shape 1x8", "there is no file nets/none.py"),
+        ("submit --budget 1s -- python train.py", "budget 1s"),
+        ("submit --shape 1x8 -- python train.py", "--shape: a run shows it itself"),
+        ("submit --gpu ! -- python train.py", "gpu '!': expected a part of a GPU's name"),
+        ("submit --gpus 99 -- python train.py", "99"),
+        ("submit --device cpu --gpus 2 -- python train.py", "give gpus 0 for the CPU"),
+        ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
+        ("submit -- python none.py", "there is no file none.py"),
+        ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
+        ("jobs --state none", "none"),
+        ("jobs seven", "seven"),
+        ("jobs 7", "there is no such job"),
+        ("logs 7", "there is no such job"),
+        ("cancel 7", "there is no such job"),
+    ],
+)
+def test_what_is_refused(served: Served, project: Path, words: str, says: str) -> None:
+    said = advisor(project, *shlex.split(words))
+    assert said.returncode == 2 and says in said.stderr
+    assert said.stderr.count("\n") == 1 and not said.stdout
+    assert Client(served.url).jobs() == []
+
+
+def test_jobs_logs_and_cancel(served: Served, project: Path) -> None:
+    assert advisor(project, "jobs").stdout.startswith("No jobs; to ask for one: advisor submit")
+    for _ in range(2):
+        advisor(project, *SUBMIT, *RUN)
+        one = claimed(served)
+        assert one is not None
+        beat(served, one, "trial 1\n")
+        end(served, one, state="failed", reason="no loss")
+    listed = advisor(project, "jobs")
+    heads, first, second = listed.stdout.splitlines()
+    assert heads.split() == ["ID", "state", "what", "where", "since", "by", "reason"]
+    wanted = ["failed", "python", "train.py", "2", "x", "H100", "now", "a", "submit", "no", "loss"]
+    assert (first.split(), second.split()) == (["2", *wanted], ["1", *wanted])
+    assert "2 x H100, asked for by a submit just now" in advisor(project, "jobs", "1").stdout
+    assert "attempt 1 failed on local:here GPU 0" in advisor(project, "jobs", "1").stdout
+    assert advisor(project, "logs", "1").stdout == "trial 1\n"
+    assert told(advisor(project, "logs", "1", "--json")) == {"id": 1, "log": "trial 1\n"}
+    followed = advisor(project, "logs", "-f", "1")
+    assert (followed.returncode, followed.stdout) == (1, "trial 1\n")
+    assert followed.stderr == "job 1 failed: no loss\n"
+    advisor(project, *SUBMIT, *RUN)
+    assert advisor(project, "cancel", "3").stdout == "job 3 cancelled\n"
+    late = advisor(project, "cancel", "1")
+    assert (late.returncode, late.stdout) == (1, "job 1 failed before\n")
+    states = told(advisor(project, "jobs", "--state", "cancelled", "--json"))["jobs"]
+    assert [job["id"] for job in states] == [3]
+    refused = advisor(project, "jobs", ADVISOR_TOKEN="x" * 12)
+    assert refused.returncode == 1 and "set ADVISOR_TOKEN to one of" in refused.stderr
+
+
+def test_submit_follows(served: Served, project: Path) -> None:
+    def work() -> None:
+        while (one := claimed(served)) is None:
+            pass
+        beat(served, one, "trial 1\n")
+        put(served, *named(record()), one.external)
+        end(served, one, state="done", record=RECORD)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    said = advisor(project, "submit", "-f", *RUN)
+    worker.join(30)
+    assert said.returncode == 0 and said.stdout.splitlines()[-1] == "trial 1"
+    assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
+    again = advisor(project, "submit", *RUN)
+    assert again.stdout.splitlines()[-1] == "job 1: done before, the same; --force measures again"
+    assert told(advisor(project, "submit", "--force", "--json", *RUN))["id"] == 2
