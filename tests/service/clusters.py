@@ -39,7 +39,7 @@ class Node:
     """A node as processes, of which nothing is left when it is killed: words of `ray start`."""
 
     def __init__(self, folder: Path, *words: str) -> None:
-        self._folder = folder
+        self.folder = str(folder)
         self._guarded = Guarded(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words),
@@ -52,7 +52,7 @@ class Node:
 
     def attempts(self) -> list[int]:
         """The processes of attempts on it, and all that these started."""
-        return [pid for pid, line in self._processes() if "advisor" in line]
+        return [pid for pid, line in self._processes() if " -m advisor." in line]
 
     def kill_raylet(self) -> None:
         """Nobody answers for the node any more, and what it started is left behind."""
@@ -63,7 +63,7 @@ class Node:
         self._guarded.end()
 
     def _processes(self) -> Iterator[tuple[int, str]]:
-        mark = f"{_MARK}={self._folder}".encode()
+        mark = f"{_MARK}={self.folder}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it is over
                 if mark in _words(folder / "environ"):
