@@ -110,16 +110,22 @@ class Cluster:
 
     def alive(self) -> set[str | None]:
         """The labels of the nodes that the head knows as alive; None for its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
-            connection.request("GET", "/api/v0/nodes", headers={"Authorization": f"Bearer {TOKEN}"})
-            said = json.loads(connection.getresponse().read())
+            said = json.loads(self.ask("GET", "/api/v0/nodes"))
             found = said["data"]["result"]["result"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return set()
+        return {one["labels"].get(LABEL) for one in found if one["state"] == "ALIVE"}
+
+    def ask(self, method: str, path: str, body: object = None) -> bytes:
+        """What the head answers; also an error of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            connection.request(method, path, json.dumps(body), headers)
+            return connection.getresponse().read()
         finally:
             connection.close()
-        return {one["labels"].get(LABEL) for one in found if one["state"] == "ALIVE"}
 
     def _new(self) -> Path:
         self._begun += 1

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from advisor.client import Client, Job
-from advisor.service.executors import ExecutorAway
-from advisor.service.executors.ray import RayExecutor
+from advisor.errors import UsageError
+from advisor.service.executors import ExecutorAway, Room
+from advisor.service.executors.ray import LABEL, RayExecutor
+from advisor.service.executors.schemes import open_executors
 from tests.cache.servers import free_port
 from tests.service import clusters
 from tests.service.clusters import TOKEN, Cluster, until
+from tests.service.serving import Served
 from tests.service.test_serve import Process
-
-ray = pytest.importorskip("ray.dashboard.optional_deps", reason="ray[default] is not installed")
 
 LEASE_S = 8.0
 SERVE = f"""
@@ -49,6 +50,7 @@ class Net(torch.nn.Linear):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    pytest.importorskip("ray.dashboard.optional_deps", reason="ray[default] is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         with clusters.cluster("H100", "A100") as found:
@@ -141,6 +143,43 @@ def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         team.kill()
 
 
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("ray-jobs:http://head.example", "ray:http://head.example:8265"),
+        ("ray-jobs:https://head.example:443/", "ray:https://head.example:443"),
+        ("ray-jobs:http://[::1]:8265", "ray:http://[::1]:8265"),
+        ("ray://head.example:10001", "ray:http://head.example:8265"),
+    ],
+)
+def test_an_address(address: str, name: str) -> None:
+    [executor] = open_executors([address], "")
+    assert executor.name == name
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ray:8265",
+        "ray://",
+        "ray-jobs:ray://head",
+        "ray-jobs:ftp://head",
+        "ray-jobs:http://user:secret@head",
+        "ray-jobs:http://head:99999",
+        "ray-jobs:http://head/path",
+    ],
+)
+def test_no_address(address: str) -> None:
+    with pytest.raises(UsageError, match=r"expected ray-jobs:http\[s\]://HOST"):
+        open_executors([address], "")
+
+
+def test_what_is_no_ray_is_away(served: Served) -> None:
+    executor = RayExecutor(f"ray-jobs:http://127.0.0.1:{served.port}")
+    with pytest.raises(ExecutorAway, match="no head of Ray"):
+        executor.room()
+
+
 def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     one, two = team.ask("H100", "the server was killed"), team.ask("A100", "the server was killed")
     none = team.ask("H200", "no node has that GPU")
@@ -156,6 +195,23 @@ def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     job = until(lambda: (found := none.now).reason and found)
     assert job.state == "queued" and "named 'H200'" in job.reason
     assert "H100" in job.reason and "A100" in job.reason
+
+
+def test_what_others_use_is_no_room(cluster: Cluster) -> None:
+    executor = RayExecutor(cluster.address)
+    job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
+    job["entrypoint_label_selector"] = {LABEL: "A100"}
+    cluster.ask("POST", "/api/jobs/", job)
+    until(lambda: Room(gpu="H100", gpus=1) in executor.room())
+    taken = until(lambda: [one for one in executor.room() if one.gpu == "A100" and not one.gpus])
+    assert "1 of 1" in taken[0].why
+    cluster.ask("POST", "/api/jobs/others/stop")
+
+
+def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
+    with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
+        RayExecutor(cluster.address).room()
 
 
 def test_cancelled(team: Team) -> None:
