@@ -44,8 +44,6 @@ AWAY_S = 900.0
 """A server that does not answer for so long is not coming back for this attempt."""
 STARTS_S = 1800.0
 """Beyond twice its budget, for a tuning to start what it measures."""
-LEAVES_S = 5.0
-"""For a server to hear the last words of a worker that was told to end."""
 PATIENCE_S = 10.0
 """For one answer."""
 SAVE_S = 10.0
@@ -398,25 +396,21 @@ class Working:
             pass
 
     def _patiently(self, say: Callable[[], T]) -> T:
-        """Say something until the server has heard it; only for a moment to one that is stopping,
-        as it is where it has told this worker to end.
+        """Say something until the server has heard it; once where this worker is told to end.
 
         Raises:
             Dismissed, Refused: what it said. StoreError: it is away for too long. RecordDamaged: of
             what was sent.
         """
-        began = time.monotonic()
         while True:
             try:
                 said = say()
             except RecordDamaged:
                 raise
             except StoreError:
-                now = time.monotonic()
-                leaving = self.preempted.is_set() and now - began > LEAVES_S
-                if leaving or now - self._heard > self._away_s:
+                if self.preempted.is_set() or time.monotonic() - self._heard > self._away_s:
                     raise
-                time.sleep(BEAT_S)
+                self.preempted.wait(BEAT_S)
             else:
                 self._heard = time.monotonic()
                 return said
@@ -457,16 +451,18 @@ def main(folder: str = "") -> None:
     """
     _keep_private()
     path = Path(folder or tempfile.mkdtemp(prefix="advisor-"))
-    if folder:
-        (path / "pid").write_text(str(os.getpid()))
+    work = path / "work"
     try:
-        working = Working(Line(os.environ["ADVISOR_SERVER"]), path / "work")
+        working = Working(Line(os.environ["ADVISOR_SERVER"]), work)
         signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
+        if folder:
+            (path / "pid.new").write_text(str(os.getpid()))
+            (path / "pid.new").rename(path / "pid")
         working.run()
     except (AdvisorError, OSError) as exc:
         sys.exit(f"advisor: {exc}")
     finally:
-        remove_folder(path / "work" if folder else path)
+        remove_folder(work if folder else path)
 
 
 if __name__ == "__main__":

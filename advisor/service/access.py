@@ -11,11 +11,13 @@ from typing import Annotated
 from fastapi import BackgroundTasks, Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
-from advisor.service import attempts, tokens
+from advisor.service import archives, attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
+from advisor.service.lookups import Lookups
 from advisor.service.metrics import Metrics
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
@@ -41,6 +43,7 @@ class Service:
         tls: the server itself speaks it.
         stopping: it answers what it is asked, and no more.
         streams: how many look at a job as it goes on.
+        lookups: those that are not in the database yet.
     """
 
     database: Database
@@ -53,6 +56,7 @@ class Service:
     guesses: Rates = field(default_factory=lambda: Rates(GUESSES))
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
+    lookups: Lookups = field(default_factory=Lookups)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -78,6 +82,19 @@ class Service:
                 raise _busy("too many tokens that are none")
             raise unknown()
         return caller
+
+    def most(self, request: Request) -> int:
+        """Bytes that the body of a request may have: many from nobody but who may send them."""
+        _scheme, _blank, token = request.headers.get("authorization", "").partition(" ")
+        role, most = ("submit", archives.MOST_BYTES)
+        if request.url.path.startswith("/api/attempt/"):
+            role, most = ("worker", attempts.MOST_STUDY)
+        try:
+            with self.database.reading() as session:
+                caller = tokens.find(session, token.strip(), "")
+        except StoreError:  # the route says so
+            caller = None
+        return most if caller is not None and caller.may(role) else MAX_BYTES
 
     def note(self, caller: Caller) -> None:
         """Note that a token is in use, where the database takes it: no answer waits for that."""

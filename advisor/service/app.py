@@ -38,7 +38,7 @@ def application(service: Service, version: str) -> FastAPI:
     app.add_exception_handler(StoreError, _away)
     # The last one added is the first to see a request.
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=3)
-    app.add_middleware(Bodies)
+    app.add_middleware(Bodies, most=service.most)
     app.add_middleware(Headers, lasting=service.tls)
     app.add_middleware(Measured, metrics=service.metrics)
     app.openapi()  # made once, and not in the first request

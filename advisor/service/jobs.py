@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -23,7 +23,7 @@ from advisor.asked import Asked
 from advisor.errors import UsageError
 from advisor.service import archives, records
 from advisor.service.database import now
-from advisor.service.schema import Attempt, Job, Log, Token, Trial
+from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
 WAITING = ("queued", "preempted")
@@ -38,6 +38,9 @@ MOST_LOG = 4 * 2**20
 """Characters of one job's log."""
 MOST_TEXT = 2**19
 """Characters of a log in one answer."""
+_MOST_PIECES = 2000
+LOG_KEPT_S, STUDIES_KEPT_S = 30 * 86_400.0, 86_400.0
+"""Since a job was over."""
 _REASON = 500
 _STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """What steers a terminal, as colours and titles do."""
@@ -217,15 +220,26 @@ def log(session: Session, number: int, after: int) -> Text | None:
     state = session.scalar(select(Job.state).where(Job.id == number))
     if state is None:
         return None
-    query = select(Log.id, Log.data).where(Log.job == number, Log.id > after).order_by(Log.id)
-    parts: list[str] = []
-    size, last = 0, after
-    for id, data in session.execute(query.execution_options(yield_per=16)):
-        if parts and size + len(data) > MOST_TEXT:
-            return Text(text="".join(parts), next=last, ended=False)
-        parts.append(data)
-        size, last = size + len(data), id
-    return Text(text="".join(parts), next=last, ended=state not in LIVE)
+    behind = (Log.job == number, Log.id > after)
+    sizes = select(Log.id, func.length(Log.data)).where(*behind).order_by(Log.id)
+    rows = session.execute(sizes.limit(_MOST_PIECES + 1)).all()
+    left, last = MOST_TEXT, after
+    for id, size in rows[:_MOST_PIECES]:
+        left -= size
+        if left < 0 and last != after:
+            break
+        last = id
+    parts = session.scalars(select(Log.data).where(*behind, Log.id <= last).order_by(Log.id))
+    ended = state not in LIVE and (not rows or last == rows[-1][0])
+    return Text(text="".join(parts), next=last, ended=ended)
+
+
+def tidy(session: Session) -> None:
+    """Remove what a job that is over needs no more: its search's files, and later its log."""
+    at = now(session)
+    for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
+        over = select(Job.id).where(Job.state.not_in(LIVE), Job.changed < at - kept_s)
+        session.execute(delete(table).where(table.job.in_(over)))
 
 
 def log_text(text: str) -> str:

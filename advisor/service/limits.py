@@ -7,17 +7,23 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from advisor.cache.codec import MAX_BYTES
 
-BODY_S = 10.0
-"""For a whole body to come."""
+BODY_S, LARGE_S = 10.0, 60.0
+"""For a whole body to come; for one of LARGE."""
+LARGE = ("/api/archives/", "/api/attempt/studies/")
+"""Where a body may be larger than others, from whoever has a token that may send it."""
+MOST_LARGE = 4
+"""Such bodies at once: each is in memory."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -35,21 +41,39 @@ class Bodies:
     """Reads a body whole before anything is done for it, and refuses one that is too large or slow:
     a thread and a connection to the database wait for no client."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, most: Callable[[Request], int]) -> None:
+        """`most`: bytes that the body of a request may have, which goes to one of LARGE."""
+        self._app, self._most, self._large = app, most, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if not scope["path"].startswith(LARGE) or scope["method"] != "PUT":
+            await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
+            return
+        if self._large >= MOST_LARGE:
+            refusal = _refuse(503, "too many large bodies at once", {"Retry-After": "1"})
+            await refusal(scope, receive, send)
+            return
+        self._large += 1
         try:
-            body = await asyncio.wait_for(_whole(receive), BODY_S)
+            most = await run_in_threadpool(self._most, Request(scope))
+            await self._bounded(scope, receive, send, most, LARGE_S)
+        finally:
+            self._large -= 1
+
+    async def _bounded(
+        self, scope: Scope, receive: Receive, send: Send, most: int, within_s: float
+    ) -> None:
+        try:
+            body = await asyncio.wait_for(_whole(receive, most), within_s)
         except TimeoutError:
-            await _refuse(408, f"the body took longer than {BODY_S:.0f} s")(scope, receive, send)
+            refusal = _refuse(408, f"the body took longer than {within_s:.0f} s")
+            await refusal(scope, receive, send)
             return
         except ValueError:
-            refusal = _refuse(413, f"the body is larger than {MAX_BYTES} bytes")
-            await refusal(scope, receive, send)
+            await _refuse(413, f"the body is larger than {most} bytes")(scope, receive, send)
             return
         if body is None:  # hung up
             return
@@ -61,7 +85,7 @@ class Bodies:
         await self._app(scope, read, send)
 
 
-async def _whole(receive: Receive) -> bytes | None:
+async def _whole(receive: Receive, most: int) -> bytes | None:
     """A body; None where the client hangs up. Raises ValueError where it is too large."""
     parts, size = [], 0
     while True:
@@ -70,14 +94,14 @@ async def _whole(receive: Receive) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MAX_BYTES:
+        if size > most:
             raise ValueError
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _refuse(status: int, why: str) -> JSONResponse:
-    return JSONResponse({"detail": why}, status, headers={"Connection": "close"})
+def _refuse(status: int, why: str, more: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": why}, status, headers={"Connection": "close", **(more or {})})
 
 
 class Headers:

@@ -72,9 +72,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The keys of what was found, the nearest record's first, and how many bytes each has."""
+    """The keys of what was found, the nearest record's first, and how many bytes each has.
+
+    `place` is the nearest's, '' for none; `kind` how the best of its versions matches.
+    """
 
     sizes: Mapping[str, int]
+    place: str = ""
+    kind: Kind = "miss"
 
     @property
     def etag(self) -> str:
@@ -96,14 +101,20 @@ class Found:
 def look(session: Session, question: Question) -> Found:
     """The nearest records of those that are looked for, in all versions, and the marks on them."""
     places = _places(session, question)
+    if not places:
+        return Found(sizes={})
     rows = session.execute(select(Item.place, Item.key, Item.size).where(Item.place.in_(places)))
     order = {place: number for number, place in enumerate(places)}
     found = sorted((order[place], key, size) for place, key, size in rows)
-    return Found(sizes={key: size for _number, key, size in found})
+    sizes = {key: size for _number, key, size in found}
+    (place, versions), *_others = places.items()
+    kinds = {compared(question.wanted, json.loads(known))[0] for known in versions}
+    return Found(sizes=sizes, place=place, kind=min(kinds, key=_NEARNESS.__getitem__))
 
 
-def _places(session: Session, question: Question) -> list[str]:
-    """The places of what is looked for, at most MOST_PLACES: by how they match, then the newest."""
+def _places(session: Session, question: Question) -> dict[str, list[str]]:
+    """The places of what is looked for, at most MOST_PLACES: by how they match, then the newest;
+    of each the fields of its versions, as JSON."""
     here = str(question.wanted.get("device.name", ""))
     query = (
         select(Item.place, Item.fields, Item.created)
@@ -112,11 +123,14 @@ def _places(session: Session, question: Question) -> list[str]:
         .limit(_MOST_COMPARED)
     )
     found: dict[str, tuple[int, int, float]] = {}
+    versions: dict[str, list[str]] = {}
     for place, known, created in session.execute(query):
+        versions.setdefault(place, []).append(known)
         if place not in found:
             kind, differs = compared(question.wanted, json.loads(known))
             found[place] = _NEARNESS[kind], len(differs), -created
-    return sorted(found, key=lambda place: (*found[place], place))[:MOST_PLACES]
+    nearest = sorted(found, key=lambda place: (*found[place], place))[:MOST_PLACES]
+    return {place: versions[place] for place in nearest}
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
@@ -309,7 +323,7 @@ class Near:
 
 def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
     """What a lookup would be told, the nearest first."""
-    order = {place: number for number, place in enumerate(_places(session, question)[:most])}
+    order = {place: number for number, place in enumerate([*_places(session, question)][:most])}
     query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
     found: dict[str, Near] = {}
     for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):

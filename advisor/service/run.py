@@ -26,6 +26,7 @@ from advisor.service.app import application
 from advisor.service.database import Database
 from advisor.service.executors.schemes import open_executors
 from advisor.service.reconcile import Reconciler
+from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -145,7 +146,8 @@ def serve(
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
         reconciler.start()
-        Server(config, service.stopping, reconciler.close).run(sockets=[listening])
+        with upkeep(service):
+            Server(config, service.stopping, reconciler.close).run(sockets=[listening])
     finally:
         listening.close()
         database.close()

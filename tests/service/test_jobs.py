@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
+import random
+import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import select, update
 
-from advisor.service import attempts
+from advisor.cache.codec import to_plain
+from advisor.cache.key import fields
+from advisor.service import archives, attempts, jobs, limits, schema, upkeep
 from advisor.service.attempts import Claimed
-from tests.cache.examples import record
+from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served
-from tests.service.test_records import named, put
+from tests.service.test_records import look, named, put
 
 CODE = gzip.compress(b"the code")
 DIGEST = hashlib.sha256(CODE).hexdigest()
@@ -190,3 +198,326 @@ def test_a_job_goes_where_it_asked_to(served: Served) -> None:
     ):
         one = claimed(served, gpu, gpus)
         assert (one and numbers.index(one.job) + 1) == expected, (gpu, gpus)
+
+
+def states(served: Served, number: int) -> tuple[str, list[str]]:
+    """Of a job and of its attempts."""
+    found = told(served, number)
+    return found["state"], [one["state"] for one in found["tries"]]
+
+
+def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
+    """What one function does to the database, and its answer."""
+    with served.database.writing() as session:
+        return change(session, *what)
+
+
+def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
+    one = started(served)
+    served.ask("PUT", "/api/attempt/studies/x", one.external, b"half")
+    for number in range(1, attempts.MOST_LOST + 1):
+        assert one is not None and one.number == number
+        assert served.ask("GET", "/api/attempt/studies/x", one.external).data == b"half"
+        assert of(served, attempts.lose, one.attempt, f"node {number % 2} is gone")
+        assert not of(served, attempts.lose, one.attempt, "again")
+        assert ended(served, one, state="failed").status == 409
+        last, one = one, claimed(served)
+    assert one is None
+    found = told(served, last.job)
+    assert found["state"] == "failed" and len(found["tries"]) == attempts.MOST_LOST
+    assert found["reason"] == "5 attempts were lost: node 1 is gone; node 0 is gone"
+    assert submit(served).json["new"]
+
+
+def test_what_is_preempted_has_not_failed(served: Served) -> None:
+    one = started(served)
+    for _ in range(attempts.MOST_LOST):
+        assert ended(served, one, state="preempted", reason="a spot").status == 200
+        assert states(served, one.job)[0] == "preempted"
+        again = claimed(served)
+        assert again is not None and again.job == one.job
+        assert of(served, attempts.preempt, again.attempt, "the node is drained")
+        one = again
+        one = claimed(served) or pytest.fail("it waits")
+    assert states(served, one.job)[0] == "running"
+
+
+def test_what_a_command_fails_with_is_not_tried_again(served: Served) -> None:
+    one = started(served)
+    assert ended(served, one, state="failed", reason="exit 2\x1b[2J").status == 200
+    found = told(served, one.job)
+    assert (found["state"], found["reason"]) == ("failed", "exit 2?[2J")
+    assert claimed(served) is None
+
+
+def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
+    number = submit(served).json["id"]
+    submit(served, gpus=2)
+    one = claimed(served)
+    assert one is not None and one.job == number
+    assert of(served, attempts.put_back, one.attempt, "no node has an H100")
+    assert not of(served, attempts.put_back, one.attempt, "no node has an H100")
+    assert served.ask("GET", "/api/attempt", one.external).status == 401
+    found = told(served, number)
+    assert (found["state"], found["reason"]) == ("queued", "no node has an H100")
+    assert found["tries"] == [] and found["attempts"] == 0
+    other = claimed(served)
+    assert other is not None and other.job != number  # others do not wait for it
+    assert claimed(served) is None
+    of(served, jobs.because, number, "no executor")
+    assert told(served, number)["reason"] == "no executor"
+    of(served, jobs.because, other.job, "no executor")
+    assert told(served, other.job)["reason"] != "no executor"
+    with served.database.writing() as session:
+        session.execute(update(schema.Job).values(due=0.0))
+    again = claimed(served)
+    assert again is not None and again.external == one.external
+
+
+def cancelled(served: Served, number: int, role: str = "submit") -> Answer:
+    return served.ask("POST", f"/api/jobs/{number}/cancel", role)
+
+
+def test_a_job_is_its_owners_to_cancel(served: Served) -> None:
+    number = submit(served).json["id"]
+    assert cancelled(served, number, "worker").status == 403
+    assert cancelled(served, 9999999).status == 404
+    for role in ("submit", "submit", "admin"):
+        assert cancelled(served, number, role).json == {"state": "cancelled"}
+    assert claimed(served) is None
+    one = started(served)
+    assert cancelled(served, one.job, "admin").status == 200
+    with served.database.reading() as session:
+        (seen,) = attempts.running(session, "local:here")
+        assert seen.unwanted and seen.silent_s < 60 and not attempts.running(session, "ray:x")
+    beat = served.ask("POST", "/api/attempt/beat", one.external, {"log": "last words"})
+    assert beat.json == {"go_on": False}
+    if number % 2:
+        assert of(served, attempts.stopped, one.attempt)
+    else:
+        assert ended(served, one, state="done", record=RECORD).status == 200
+    assert states(served, one.job) == ("cancelled", ["cancelled"])
+    assert ended(served, one, state="failed").status == 409
+    assert cancelled(served, one.job).json == {"state": "cancelled"}
+
+
+def test_a_token_has_so_many_jobs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MOST_LIVE", 2)
+    first = submit(served, gpus=1).json["id"]
+    assert submit(served, gpus=2).status == 201
+    assert "2 jobs of this token" in submit(served, gpus=3).json["detail"]
+    assert submit(served, gpus=2).status == 200
+    assert submit(served, "admin", gpus=3).status == 201
+    cancelled(served, first)
+    assert submit(served, gpus=4).status == 201
+
+
+def test_what_a_worker_says_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = started(served)
+    for said in (
+        {"trials": [{"number": 0, "samples_per_s": -1.0}]},
+        {"trials": [{"number": 0, "ratio": 1e99}]},
+        {"trials": [{"number": 2**40}]},
+        {"trials": [{"number": 0, "more": 1}]},
+        {"trials": [{"number": 0, "what": "x" * 70_000}]},
+        {"trials": [{"number": 0}] * 1001},
+        {"log": 5},
+        b'{"trials": [{"number": 0, "ratio": NaN}]}',
+        b'{"log": "\\ud800"}',
+    ):
+        assert served.ask("POST", "/api/attempt/beat", one.external, said).status == 422, said
+    for last in ({"state": "queued"}, {"state": "done"}, {"state": "done", "record": "../x"}):
+        assert ended(served, one, **last).status == 422
+    wild = {"trials": [{"number": 1, "what": "a\nb\x1b[2J"}], "device": "\x00", "log": "\0a"}
+    assert served.ask("POST", "/api/attempt/beat", one.external, wild).status == 200
+    assert told(served, one.job)["trials"][0]["what"] == "a b?[2J"
+    monkeypatch.setattr(jobs, "MOST_LOG", 100)
+    for _ in range(3):
+        served.ask("POST", "/api/attempt/beat", one.external, {"log": "x" * 60})
+    text = served.ask("GET", f"/api/jobs/{one.job}/log", "read").json["text"]
+    assert len(text) < 200 and text.count("the log ends here") == 1
+    monkeypatch.setattr(jobs, "MOST_TEXT", 50)
+    log, after = "", 0
+    for _ in range(4):
+        part = served.ask("GET", f"/api/jobs/{one.job}/log?after={after}", "read").json
+        log, after = log + part["text"], part["next"]
+    assert log == text
+    monkeypatch.setattr(jobs, "MOST_TRIALS", 3)
+    trials = {"trials": [{"number": number} for number in range(9)]}
+    served.ask("POST", "/api/attempt/beat", one.external, trials)
+    assert len(told(served, one.job)["trials"]) == 3
+    for number in range(attempts.MOST_STUDIES + 1):
+        kept = served.ask("PUT", f"/api/attempt/studies/{number}", one.external, b"")
+    assert kept.status == 422
+    assert served.ask("GET", "/api/attempt/studies/nothing", one.external).status == 404
+
+
+def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
+    served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
+    other = started(served, archive=DIGEST)
+    one = started(served, gpus=2)
+    for role in ("worker", "admin"):
+        assert served.ask("GET", "/api/attempt", role).status == 403
+    for role, status in (("worker", 403), (one.external, 403), (other.external, 200)):
+        assert served.ask("GET", f"/api/archives/{DIGEST}", role).status == status
+    assert served.ask("GET", f"/api/archives/{DIGEST}", "admin").data == CODE
+    assert served.ask("GET", f"/api/archives/{'ab' * 32}", "admin").status == 404
+    names = {one["name"] for one in served.ask("GET", "/api/tokens", "admin").json["tokens"]}
+    assert names == {"a read", "a submit", "a worker", "a admin"}
+
+
+def test_archives_are_bounded_and_what_they_say(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MOST_BYTES", 3 * 2**20)
+    large = gzip.compress(random.Random(1).randbytes(2**21), 1)
+    digest = hashlib.sha256(large).hexdigest()
+    for role, status in (("read", 413), ("submit", 201), ("submit", 200)):
+        assert served.ask("PUT", f"/api/archives/{digest}", role, large).status == status
+    assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", large).status == 422
+    plain = hashlib.sha256(b"no gzip").hexdigest()
+    assert served.ask("PUT", f"/api/archives/{plain}", "submit", b"no gzip").status == 422
+    too_large = b"x" * (3 * 2**20 + 1)
+    assert served.ask("PUT", f"/api/archives/{digest}", "submit", too_large).status == 413
+    assert served.ask("POST", "/api/jobs", "submit", b"x" * (2**20 + 1)).status == 413
+    one = started(served)
+    study = b"x" * (2**20 + 1)
+    assert served.ask("PUT", "/api/attempt/studies/x", one.external, study).status == 200
+    assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
+
+
+def test_slow_archives_keep_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LARGE_S", 0.3)
+    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        head = f"PUT /api/archives/{DIGEST} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab"
+        client.sendall(head.encode())
+        said = {served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status}
+        assert client.recv(2**12).startswith(b"HTTP/1.1 408")
+    said.add(served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status)
+    assert said in ({503, 201}, {201, 200})
+
+
+def test_what_is_old_goes(served: Served) -> None:
+    served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
+    done, live = started(served, archive=DIGEST), started(served, gpus=2)
+    for one in (done, live):
+        served.ask("POST", "/api/attempt/beat", one.external, {"log": "x"})
+        served.ask("PUT", "/api/attempt/studies/x", one.external, b"x")
+    with served.database.writing() as session:
+        session.execute(update(schema.Archive).values(used=0.0))
+        session.execute(update(schema.Job).values(changed=0.0))
+    upkeep.tidy(served.service)
+    assert served.ask("GET", f"/api/archives/{DIGEST}", "admin").status == 200
+    ended(served, done, state="failed")
+    with served.database.writing() as session:
+        session.execute(update(schema.Job).values(changed=0.0))
+    upkeep.tidy(served.service)
+    assert served.ask("GET", f"/api/archives/{DIGEST}", "admin").status == 404
+    assert served.ask("GET", f"/api/jobs/{done.job}/log", "read").json["text"] == ""
+    assert served.ask("GET", f"/api/jobs/{live.job}/log", "read").json["text"] == "x"
+    with served.database.reading() as session:
+        assert list(session.scalars(select(schema.Study.job))) == [live.job]
+
+
+def test_lookups_are_counted(served: Served) -> None:
+    for key in (KEY, changed(KEY, "software.driver", "590.2")):
+        put(served, *named(record(key=key)))
+    wanted = to_plain(fields(KEY))
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("exact", wanted),
+        ("exact", wanted),
+        ("stale", wanted | {"software.driver": "1.1"}),
+        ("nearest", wanted | {"device.name": "NVIDIA B200"}),
+    ]
+    for _outcome, want in asked:
+        assert look(served, model=KEY.model, wanted=json.dumps(want)).status == 200
+    assert look(served, model="cd" * 32, wanted=json.dumps(wanted)).status == 200
+    assert look(served, model=KEY.model).status == 200  # a list, and no script
+    with served.database.reading() as session:
+        assert session.scalar(select(schema.Lookup.day)) is None  # no lookup writes
+    for _ in range(2):
+        served.service.lookups.flush(served.database)
+    assert look(served, model=KEY.model, wanted=json.dumps(wanted)).status == 200
+    served.service.lookups.flush(served.database)
+    with served.database.reading() as session:
+        rows = session.scalars(select(schema.Lookup)).all()
+        found = {(one.outcome, one.device): one.count for one in rows}
+        places = {one.outcome: bool(one.place) for one in rows}
+    here = KEY.environment.device.name
+    assert found == {
+        ("exact", here): 3,
+        ("stale", here): 1,
+        ("nearest", "NVIDIA B200"): 1,
+        ("miss", here): 1,
+    }
+    assert places == {"exact": True, "stale": True, "nearest": True, "miss": False}
+
+
+def test_metrics_of_jobs(served: Served) -> None:
+    submit(served)
+    started(served, gpus=2)
+    said = served.ask("GET", "/metrics", "read").data.decode()
+    assert 'advisor_jobs{state="queued"} 1.0' in said
+    assert 'advisor_attempts{state="running"} 1.0' in said
+    assert "advisor_oldest_waiting_job_seconds 0." in said
+
+
+def together(count: int, does: Callable[[int], Any]) -> list[Any]:
+    """What several threads come to that begin at once."""
+    found: list[Any] = []
+    begin = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        begin.wait()
+        found.append(does(number))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == count  # none raised
+    return found
+
+
+def test_eight_claim_each_job_once(served: Served) -> None:
+    numbers = {submit(served, options={"seed": seed}).json["id"] for seed in range(40)}
+
+    def claim(_number: int) -> list[Claimed]:
+        return list(itertools.takewhile(bool, (claimed(served) for _ in itertools.count())))  # type: ignore[arg-type]
+
+    found = [one for some in together(8, claim) for one in some]
+    assert sorted(one.job for one in found) == sorted(numbers)
+    assert {one.number for one in found} == {1} and len({one.token for one in found}) == 40
+
+
+def test_the_same_at_once_is_one_job(served: Served) -> None:
+    said = together(8, lambda _number: submit(served))
+    assert sorted(one.status for one in said) == [200] * 7 + [201]
+    assert len({one.json["id"] for one in said}) == 1
+
+
+def test_a_job_is_finished_once(served: Served) -> None:
+    """By its worker that says it twice, a reconciler that gave it up, and who cancels it."""
+    put(served, *named(record()))
+    for turn in range(6):
+        one = started(served, options={"seed": turn})
+        does: list[Callable[[], Any]] = [
+            lambda one=one: ended(served, one, state="done", record=RECORD).status,  # type: ignore[misc]
+            lambda one=one: ended(served, one, state="failed").status,  # type: ignore[misc]
+            lambda one=one: cancelled(served, one.job).json["state"],  # type: ignore[misc]
+            lambda one=one: of(served, attempts.lose, one.attempt, "gone"),  # type: ignore[misc]
+        ]
+        does = does[turn % 2 :]
+        said = together(len(does), lambda number, does=does: does[number]())  # type: ignore[misc]
+        assert [*said].count(200) + said.count(True) == 1, said
+        state, tries = states(served, one.job)
+        assert len(tries) == 1 and tries[0] != "running"
+        events = served.ask("GET", "/api/audit", "admin").json["events"]
+        subjects = [event for event in events if event["subject"].startswith(f"{one.job} ")]
+        subjects += [event for event in events if event["subject"] == str(one.job)]
+        last = [event["action"] for event in subjects if event["action"] != "job queued"]
+        final = {"job done", "job failed", "job cancelled"}
+        assert sum(action in final for action in last) == 1, last
+        assert f"job {state}" in last

@@ -280,7 +280,7 @@ def test_a_body_in_pieces_is_bounded_too() -> None:
         return {"type": "http.request", "body": b"x" * 2**16, "more_body": True}
 
     with pytest.raises(ValueError):
-        asyncio.run(limits._whole(endless))
+        asyncio.run(limits._whole(endless, 2**20))
 
 
 def test_many_at_once_put_the_same(served: Served) -> None:
@@ -316,6 +316,7 @@ def test_metrics(lite: str) -> None:
     assert "advisor_records 1.0" in said
     assert 'route="/api/records/{key:path}",status="201"} 1.0' in said
     assert "nowhere" not in said
+    assert 'advisor_jobs{state="queued"} 0.0' in said
 
 
 def test_headers(served: Served) -> None:

@@ -26,8 +26,8 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cli import main
 from advisor.errors import StoreError, UsageError
+from advisor.service import attempts, tokens
 from advisor.service import records as records_of
-from advisor.service import tokens
 from advisor.service.database import Database
 from advisor.service.run import Where, new_token
 from tests.cache import servers
@@ -92,6 +92,7 @@ def written(number: int) -> tuple[str, bytes]:
 def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was acknowledged is there, with its line in the log, and nothing in halves."""
     acknowledged: list[str] = []
+    over: set[int] = set()
     stop = threading.Event()
 
     def write(first: int, port: int, token: str) -> None:
@@ -103,16 +104,33 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
                     acknowledged.append(key)
             number += 4
 
+    def tune(seed: int, port: int, token: str) -> None:
+        """Jobs, which another server on the same database starts."""
+        other = Database(database_url)
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                asked = {"command": ["train"], "options": {"seed": seed}}
+                assert ask(port, "POST", "/api/jobs", token, asked).status == 201
+                with other.writing() as session:
+                    one = attempts.claim(session, "here", "", 1)
+                assert one is not None
+                said = ask(port, "POST", "/api/attempt/end", one.token, {"state": "failed"})
+                assert said.status == 200
+                over.add(one.job)
+            seed += 1
+        other.close()
+
     with process("--database", database_url) as server:
         token = server.token
         assert re.fullmatch(r"adv_[\w-]{43}", token)
         threads = [
             threading.Thread(target=write, args=(first, server.port, token)) for first in range(4)
         ]
+        threads.append(threading.Thread(target=tune, args=(0, server.port, token)))
         for thread in threads:
             thread.start()
         limit = time.monotonic() + 60
-        while len(acknowledged) < 40 and time.monotonic() < limit:
+        while (len(acknowledged) < 40 or len(over) < 4) and time.monotonic() < limit:
             time.sleep(0.01)
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
         stop.set()
@@ -122,6 +140,8 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         served.tokens["admin"] = token
         there = set(served.ask("GET", "/api/records", "admin").json["keys"])
         assert len(acknowledged) >= 40 and set(acknowledged) <= there
+        ended = served.ask("GET", "/api/jobs?state=failed&most=200", "admin").json["jobs"]
+        assert len(over) >= 4 and over <= {job["id"] for job in ended}
         monkeypatch.setenv("ADVISOR_TOKEN", token)
         records = Records(open_store(served.url))
         assert len(records.all()) == len(there) and records.damaged == []

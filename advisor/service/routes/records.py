@@ -71,6 +71,7 @@ def lookup(
 ) -> Response:
     with here.database.reading() as session:
         found = records.look(session, question)
+        here.lookups.count(question, found)
         headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
         if request.headers.get("if-none-match", "").removeprefix("W/") == found.etag:
             return Response(status_code=304, headers=headers)

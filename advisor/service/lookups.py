@@ -1,0 +1,89 @@
+"""What is looked up, and how it was answered: so that a team sees what is covered, and what is
+measured again is what is in use. Counted in memory: no lookup waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sqlalchemy import delete
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from advisor.cache.match import Kind
+from advisor.service.database import Database
+from advisor.service.records import Found, Question
+from advisor.service.schema import Lookup
+
+OUTCOMES: Mapping[Kind, str] = {"exact": "exact", "compatible": "stale", "miss": "nearest"}
+"""By how the nearest record matches; 'miss' where there is none."""
+KEPT_DAYS = 400
+MOST_KINDS = 2000
+"""Different lookups that are counted between two times that they are written."""
+MOST_DEVICE = 100
+_DAY_S = 86_400
+
+
+class Kept(NamedTuple):
+    """What is counted together; see `schema.Lookup`."""
+
+    day: int
+    device: str
+    place: str
+    model: str
+    outcome: str
+
+
+class Lookups:
+    """Of one server, since they were last written."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Kept] = Counter()
+        self._lock = threading.Lock()
+
+    def count(self, question: Question, found: Found) -> None:
+        """Count one that was asked for a device, as scripts do and lists do not."""
+        device = str(question.wanted.get("device.name", ""))[:MOST_DEVICE]
+        if not device:
+            return
+        outcome = OUTCOMES[found.kind] if found.place else "miss"
+        day = int(time.time()) // _DAY_S
+        kept = Kept(day, device, found.place, question.model[:12], outcome)
+        with self._lock:
+            if kept in self._counts or len(self._counts) < MOST_KINDS:
+                self._counts[kept] += 1
+
+    def flush(self, database: Database) -> None:
+        """Write them.
+
+        Raises:
+            StoreError: the database takes nothing; they are written the next time.
+        """
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        written = False
+        try:
+            with database.writing() as session:
+                for kept in sorted(counts):  # in one order: servers wait for each other's rows
+                    _add(session, kept, counts[kept])
+            written = True
+        finally:
+            if not written:
+                with self._lock:
+                    self._counts.update(counts)
+
+
+def _add(session: Session, kept: Kept, count: int) -> None:
+    kind = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
+    added = kind.insert(Lookup).values(**kept._asdict(), count=count)
+    more = Lookup.count + added.excluded.count
+    keys = [column.name for column in Lookup.__table__.primary_key]
+    session.execute(added.on_conflict_do_update(index_elements=keys, set_={"count": more}))
+
+
+def tidy(session: Session) -> None:
+    """Forget those of long ago."""
+    session.execute(delete(Lookup).where(Lookup.day < int(time.time()) // _DAY_S - KEPT_DAYS))

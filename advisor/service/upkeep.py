@@ -1,0 +1,50 @@
+"""What a server does beside answering: it writes what was counted, and removes what is old."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+from advisor.errors import StoreError
+from advisor.service import archives, jobs, lookups
+from advisor.service.access import Service
+
+EVERY_S = 30.0
+TIDIES_S = 3600.0
+_log = logging.getLogger("advisor")
+
+
+@contextlib.contextmanager
+def upkeep(service: Service) -> Iterator[None]:
+    """From now on until it is left, and a last time then."""
+    thread = threading.Thread(target=_keep_up, args=(service,), name="upkeep", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        service.stopping.set()
+        thread.join()
+
+
+def _keep_up(service: Service) -> None:
+    tidied, stopping = time.monotonic(), False
+    while not stopping:
+        stopping = service.stopping.wait(EVERY_S)
+        try:
+            service.lookups.flush(service.database)
+            if not stopping and time.monotonic() - tidied > TIDIES_S:
+                tidy(service)
+                tidied = time.monotonic()
+        except StoreError as exc:
+            _log.warning("upkeep: %s", exc)
+
+
+def tidy(service: Service) -> None:
+    """Remove what is old and nobody needs."""
+    with service.database.writing() as session:
+        jobs.tidy(session)
+        archives.tidy(session, jobs.LIVE)
+        lookups.tidy(session)

@@ -1,0 +1,166 @@
+"""Attempts on this machine: what they are given, what they may see, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from advisor.asked import Asked
+from advisor.errors import UsageError
+from advisor.service.executors import ExecutorAway, Room, Start, Unplaceable
+from advisor.service.executors.local import Local, environment
+from advisor.service.executors.schemes import open_executors
+from advisor.tuners.environment import Gpu
+from tests.cache import servers
+
+H100, L4 = "NVIDIA H100", "NVIDIA L4"
+DATABASE = "sqlite:////somewhere"
+
+
+def gpu(number: int, name: str = H100, *users: int) -> Gpu:
+    return Gpu(uuid=f"GPU-{number}", name=name, users=users)
+
+
+def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start:
+    """Of a worker whose server does not answer: it waits for it."""
+    return Start(
+        external=external,
+        server_url=f"http://127.0.0.1:{servers.free_port()}",
+        token="adv_secret-of-the-attempt",
+        asked=Asked(command=("python", "train.py"), gpus=gpus, gpu=name),
+    )
+
+
+def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def states(local: Local, *external: str) -> list[str]:
+    return [seen.state for seen in local.seen(external).values()]
+
+
+@pytest.fixture
+def gpus() -> list[Gpu]:
+    return []
+
+
+@pytest.fixture
+def local(tmp_path: Path, gpus: list[Gpu]) -> Iterator[Local]:
+    found = Local(DATABASE, tmp_path, lambda: gpus)
+    yield found
+    found.close()
+    assert "running" not in states(found, *(one.name for one in places(tmp_path)))
+    found.close()
+
+
+def places(folder: Path) -> Sequence[Path]:
+    return [one for one in folder.glob("*/advisor-*") if one.is_dir()]
+
+
+def environ(folder: Path) -> dict[str, str]:
+    """That of the one worker there."""
+    (pid,) = folder.glob("*/advisor-*/pid")
+    text = Path(f"/proc/{pid.read_text()}/environ").read_text()
+    return dict(line.split("=", 1) for line in text.split("\0") if line)
+
+
+def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
+    assert local.room() == [Room(gpu="", gpus=0)]
+    assert local.start(start())
+    assert local.room() == []
+    with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
+        local.start(start("advisor-2-1"))
+    with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
+        local.start(start("advisor-3-1", gpus=1))
+    assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
+    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    local.stop("advisor-1-1")
+    until(lambda: states(local, "advisor-1-1") == ["ended"])
+    assert local.room() == [Room(gpu="", gpus=0)]
+    local.stop("advisor-1-1")
+    assert places(tmp_path) == [] and states(local, "advisor-1-1") == ["unknown"]
+
+
+def test_a_gpu_is_given_once_and_not_where_others_use_it(
+    local: Local, gpus: list[Gpu], tmp_path: Path
+) -> None:
+    gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
+    used = f"GPU 1 is used by other processes: {os.getpid()} ("
+    h100, l4, cpu = local.room()
+    assert (h100.gpu, h100.gpus, h100.why[: len(used)]) == (H100, 2, used)
+    assert (l4, cpu) == (Room(gpu=L4, gpus=1), Room(gpu="", gpus=0))
+    with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
+        local.start(start(gpus=3))
+    with pytest.raises(Unplaceable, match="GPU 1 is used"):
+        local.start(start(gpus=1, name="B200"))
+    assert local.start(start(gpus=2, name="h100")) == f"{H100}, {H100}"
+    h100, l4 = local.room()  # what measures on a GPU needs the CPU
+    assert (h100.gpus, l4.gpus) == (0, 1)
+    assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
+    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    assert environ(tmp_path)["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
+    with pytest.raises(Unplaceable, match="something is measured on this machine"):
+        local.start(start("advisor-2-1"))
+
+
+def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    for name in ("ADVISOR_DATABASE", "ADVISOR_SECRET", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "s3cret")
+    given = environment(start(), "")
+    assert "s3cret" not in given.values()
+    assert {name for name in given if name.startswith("ADVISOR_")} == {
+        "ADVISOR_SERVER",
+        "ADVISOR_TOKEN",
+    }
+    assert (given["PATH"], given["CUDA_VISIBLE_DEVICES"]) == ("/bin", "")
+
+
+def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
+    """After it was killed: nothing of what it knew is left but what lies on the disk."""
+    local.start(start())
+    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    again = Local(DATABASE, tmp_path, list)
+    with pytest.raises(ExecutorAway, match="another server here"):
+        again.room()
+    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
+    assert local._owner is not None
+    os.close(local._owner)  # as the kernel does
+    local._owner = None
+    assert again.room() == [] and states(again, "advisor-1-1") == ["running"]
+    assert again.start(start())  # it is there already
+    assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: states(again, "advisor-1-1") == ["ended"])
+    assert again.seen(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
+    again.close()
+
+
+def test_one_that_does_not_end_is_killed(
+    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advisor.service.executors.local.STOPS_S", 0.1)
+    local.start(start())
+    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
+    os.kill(pid, signal.SIGSTOP)
+    local.stop("advisor-1-1")
+    until(lambda: states(local, "advisor-1-1") == ["ended"])
+    assert "SIGKILL" in local.seen(["advisor-1-1"])["advisor-1-1"].reason
+
+
+def test_what_an_executor_may_be_called() -> None:
+    assert open_executors(["none"], DATABASE) == []
+    (here,) = open_executors(["local"], DATABASE)
+    assert here.name.startswith("local:") and "sqlite" not in here.name
+    for texts, says in ((["slurm:x"], "expected one of local"), (["local"] * 2, "given twice")):
+        with pytest.raises(UsageError, match=says):
+            open_executors(texts, DATABASE)

@@ -1,0 +1,381 @@
+"""A tuning from where it is asked for to where it is found: `advisor serve` on this machine, with
+workers, processes and bad luck that are real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor import parcel, working
+from advisor.cache.reader import EVERYTHING
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
+from advisor.service import attempts
+from advisor.tuners.measure.worker import host_memory
+from tests.cache import servers
+from tests.face.commands import LAYERED, SHAPE, advisor
+from tests.service.serving import Served, ask
+from tests.service.test_serve import Process
+
+TARGET = {
+    "target": "model.py:Net",
+    "options": {"shape": [SHAPE], "batches": "4", "compile": False, "seed": 1},
+    "gpus": 0,
+}
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from model import Net
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,))), batch_size=4)
+for _ in range(1000):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    print("an epoch is over")
+"""
+HANGS = """
+import os, sys, time
+
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with open(sys.argv[1] + "/daemon", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(1000)
+    os._exit(0)
+with open(sys.argv[1] + "/hangs", "w") as file:
+    file.write(str(os.getpid()))
+print("token", os.environ.get("ADVISOR_TOKEN"), flush=True)
+while True:
+    os.write(1, b"x" * 65535 + b"\\n")
+"""
+
+
+@dataclass
+class Team:
+    """A server that may be killed and started again, and someone who asks it for tunings."""
+
+    folder: Path
+    port: int = field(default_factory=servers.free_port)
+    server: Process | None = None
+    token: str = ""
+
+    def start(self) -> None:
+        database = f"sqlite:///{self.folder}/service.db"
+        self.server = Process("--database", database, "--port", str(self.port))
+        self.token = self.token or self.server.token
+
+    def stop(self, how: signal.Signals) -> int:
+        assert self.server is not None
+        return self.server.stop(how)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}?timeout=20s"
+
+    def submit(self, files: dict[str, str], **asked: Any) -> int:
+        code = self.folder / f"code-{time.monotonic_ns()}"
+        code.mkdir()
+        for name, text in files.items():
+            (code / name).write_text(text)
+        packed = parcel.pack(code)
+        path = f"/api/archives/{packed.digest}"
+        assert ask(self.port, "PUT", path, self.token, packed.archive).status == 201
+        said = ask(self.port, "POST", "/api/jobs", self.token, asked | {"archive": packed.digest})
+        assert said.status == 201, said.data
+        number: int = said.json["id"]
+        return number
+
+    def job(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = ask(self.port, "GET", f"/api/jobs/{number}", self.token).json
+        return found
+
+    def log(self, number: int) -> str:
+        text, after = "", 0
+        while part := ask(
+            self.port, "GET", f"/api/jobs/{number}/log?after={after}", self.token
+        ).json:
+            text, after = text + part["text"], part["next"]
+            if not part["text"]:
+                break
+        return text
+
+    def until(self, number: int, there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        limit = time.monotonic() + 200
+        while not there(found := self.job(number)):
+            assert time.monotonic() < limit, (found, self.log(number)[-2000:])
+            assert found["state"] not in ("done", "failed", "cancelled"), (found, self.log(number))
+            time.sleep(0.1)
+        return found
+
+    def ended(self, number: int) -> dict[str, Any]:
+        over = ("done", "failed", "cancelled")
+        return self.until(number, lambda job: job["state"] in over)
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes of attempts, each with all that it started."""
+        found = (self.folder / "cache").glob("advisor/jobs/*/advisor-*/pid")
+        pids = [int(path.read_text()) for path in found]
+        return [one for pid in pids if alive(pid) for one in host_memory.family(pid)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def gone(*pids: int) -> bool:
+    limit = time.monotonic() + 60
+    while any(map(alive, pids)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+@contextlib.contextmanager
+def a_team(folder: Path) -> Iterator[Team]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        team = Team(folder)
+        team.start()
+        try:
+            yield team
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                assert team.stop(signal.SIGTERM) == 0
+            assert team.workers == []
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    """A server that the tests below share."""
+    with a_team(tmp_path_factory.mktemp("team")) as found:
+        yield found
+
+
+def test_a_model_is_tuned_and_found_by_others(
+    team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = team.submit({"model.py": LAYERED}, **with_budget("8s"))
+    job = team.ended(number)
+    assert (job["state"], len(job["tries"])) == ("done", 1), (job, team.log(number))
+    assert job["trials"][0]["what"] == "torch default" and job["trials"][0]["ratio"] == 1
+    assert job["tries"][0]["device"].endswith(": CPU")
+    assert "Net: " in (log := team.log(number)) and "trial 0:" in log
+    monkeypatch.setenv("ADVISOR_TOKEN", team.token)
+    monkeypatch.setenv("ADVISOR_CACHE", team.url)
+    (held,) = Records(open_store(team.url)).held(EVERYTHING)
+    assert (held.record.id, len(held.record.trials)) == (job["record"], len(job["trials"]))
+    # From elsewhere, with the same code.
+    (tmp_path / "model.py").write_text(LAYERED)
+    done = advisor(tmp_path, "why", "model.py:Net", "--shape", SHAPE, "--device", "cpu")
+    assert job["record"].partition("@")[0] in done.stdout, done
+    (answer,) = [ask(team.port, "GET", f"/api/jobs/{number}/log", team.token).json]
+    assert answer["ended"] is True
+
+
+def with_budget(budget: str) -> dict[str, Any]:
+    return TARGET | {"options": {**TARGET["options"], "budget": budget}}  # type: ignore[dict-item]
+
+
+def test_a_script_as_it_is_outlives_its_server(team: Team) -> None:
+    """Killed while the job runs, and back: the worker goes on, and the job is done once."""
+    files = {"model.py": LAYERED, "train.py": SCRIPT}
+    options = {"budget": "10s", "compile": False}
+    number = team.submit(files, command=["python", "train.py"], options=options, gpus=0)
+    team.until(number, lambda job: bool(job["trials"]))
+    before = team.workers
+    assert before and team.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert alive(before[0])
+    team.start()
+    job = team.ended(number)
+    assert (job["state"], [one["state"] for one in job["tries"]]) == ("done", ["done"]), job
+    assert job["record"] and job["what"] == "python train.py"
+    assert "an epoch is over" in team.log(number)
+    events = ask(team.port, "GET", "/api/audit", team.token).json["events"]
+    assert [one["action"] for one in events].count("job done") == len(
+        {job for job in range(1, number + 1) if team.job(job)["state"] == "done"}
+    )
+    assert gone(*before)
+
+
+def test_what_an_attempt_searched_the_next_one_goes_on_with(tmp_path: Path) -> None:
+    """The worker and all that it started are killed; then the server is told to stop."""
+    with a_team(tmp_path) as team:
+        number = team.submit({"model.py": LAYERED}, **with_budget("16s"))
+        first = team.until(number, lambda job: len(job["trials"]) >= 2)
+        killed = team.workers
+        for process in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        assert gone(*killed)
+        there = lambda job: any(one["attempt"] == 2 for one in job["trials"])  # noqa: E731
+        team.until(number, there)
+        running = team.workers
+        assert team.stop(signal.SIGTERM) == 0 and gone(*running)
+        team.start()
+        job = team.ended(number)
+        assert job["state"] == "done", (job, team.log(number))
+        assert [one["state"] for one in job["tries"]] == ["lost", "preempted", "done"]
+        log = team.log(number)
+        assert log.count("trials of an earlier run") == 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ADVISOR_TOKEN", team.token)
+            (held,) = Records(open_store(team.url)).held(EVERYTHING)
+        assert len(held.record.trials) > len(first["trials"])
+        tried = {trial.number for trial in held.record.trials}
+        assert {one["number"] for one in first["trials"]} <= tried
+
+
+def test_what_is_cancelled_leaves_nothing(team: Team, tmp_path: Path) -> None:
+    """Of a command that prints without end, never trains, and has a daemon."""
+    files = {"hangs.py": HANGS}
+    command = ["python", "hangs.py", str(tmp_path)]
+    number = team.submit(files, command=command, options={"budget": "3m"}, gpus=0)
+    daemon, hangs = tmp_path / "daemon", tmp_path / "hangs"
+    team.until(number, lambda _job: daemon.exists() and hangs.exists())
+    team.until(number, lambda _job: "are left out" in team.log(number))
+    family = [*team.workers, int(daemon.read_text()), int(hangs.read_text())]
+    said = ask(team.port, "POST", f"/api/jobs/{number}/cancel", team.token)
+    assert said.json == {"state": "cancelled"}
+    assert gone(*family)
+    limit = time.monotonic() + 60
+    while (job := team.job(number))["tries"][0]["state"] == "running":
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    assert (job["state"], job["tries"][0]["state"]) == ("cancelled", "cancelled")
+    log = team.log(number)
+    assert "token None" in log and len(log) < 2**23
+    assert list((team.folder / "cache").glob("advisor/jobs/*/*/work")) == []
+
+
+def test_a_command_that_fails(team: Team) -> None:
+    files = {"train.py": "import torch\nraise SystemExit('no data here')"}
+    number = team.submit(files, command=["python", "train.py"], gpus=0)
+    job = team.ended(number)
+    assert (job["state"], len(job["tries"])) == ("failed", 1)
+    assert "no data here" in job["reason"], job
+    assert "no data here" in team.log(number)
+
+
+def attempt(served: Served, files: dict[str, str], folder: Path, **asked: Any) -> int:
+    """A job that is claimed; its attempt's token is then the one that a worker here has."""
+    code = folder / "code"
+    code.mkdir()
+    for name, text in files.items():
+        (code / name).write_text(text)
+    packed = parcel.pack(code)
+    assert (
+        served.ask("PUT", f"/api/archives/{packed.digest}", "submit", packed.archive).status < 300
+    )
+    said = served.ask("POST", "/api/jobs", "submit", {**asked, "archive": packed.digest, "gpus": 0})
+    with served.database.writing() as session:
+        found = attempts.claim(session, "here", "", 0)
+    assert found is not None and found.job == said.json["id"]
+    served.tokens["attempt"] = found.token
+    return found.job
+
+
+@pytest.fixture
+def claimed(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def claim(*args: Any, **asked: Any) -> int:
+        number = attempt(served, *args, **asked)
+        monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["attempt"])
+        return number
+
+    return claim
+
+
+def state(served: Served, number: int) -> tuple[str, str]:
+    job = served.ask("GET", f"/api/jobs/{number}", "read").json
+    return job["state"], job["reason"]
+
+
+def test_a_full_disk_is_one_clear_reason(
+    served: Served, claimed: Callable[..., int], tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounts nothing here: {mounted.stderr.decode().strip()}")
+    try:
+        files = {f"{n}.txt": str(n) * 2**16 for n in range(8)}
+        number = claimed(files, tmp_path, command=["python", "train.py"])
+        working.Working(working.Line(served.url), small / "work").run()
+        told, reason = state(served, number)
+        assert told == "failed" and "No space left on device" in reason and str(small) in reason
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_server_that_does_not_come_back(
+    served: Served, claimed: Callable[..., int], tmp_path: Path
+) -> None:
+    claimed({}, tmp_path, command=["python", "train.py"])
+    away = f"http://127.0.0.1:{servers.free_port()}"
+    one = working.Working(working.Line(away), tmp_path / "work", away_s=0.1)
+    with pytest.raises(working.StoreError, match="refused"):
+        one.run()
+    # One that is told to end does not wait for it.
+    two = working.Working(working.Line(away), tmp_path / "work2")
+    two.preempted.set()
+    with pytest.raises(working.StoreError, match="refused"):
+        two.run()
+
+
+def test_one_that_is_over_is_told_so(
+    served: Served, claimed: Callable[..., int], tmp_path: Path
+) -> None:
+    number = claimed({}, tmp_path, command=["python", "train.py"])
+    with served.database.writing() as session:
+        (running,) = attempts.running(session)
+        attempts.lose(session, running.attempt, "not heard of")
+    with pytest.raises(working.Dismissed, match="over"):
+        working.Working(working.Line(served.url), tmp_path / "work").run()
+    assert state(served, number) == ("queued", "attempt 1 was lost: not heard of")
+
+
+def test_what_takes_too_long_is_ended(
+    served: Served, claimed: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+    command = ["python", "train.py"]
+    number = claimed({"train.py": script}, tmp_path, command=command, options={"budget": "3s"})
+    one = working.Working(working.Line(served.url), tmp_path / "work", starts_s=0.1)
+    one.run()
+    told, reason = state(served, number)
+    assert told == "failed" and reason.startswith("ended after 6.1 s: twice its budget")
+    pid = tmp_path / "work" / "code" / "pid"
+    assert not pid.exists() or gone(int(pid.read_text()))
+
+
+def test_a_tail_keeps_both_ends_of_what_is_too_long(tmp_path: Path) -> None:
+    file = tmp_path / "output"
+    file.write_bytes(b"begin" + b"." * 1000 + b"end")
+    tail = working.Tail(file)
+    assert tail.text(10) == "begin\n[advisor: 998 bytes of output are left out]\n..end"
+    with file.open("ab") as more:
+        more.write("é".encode())
+    assert (tail.text(10), tail.text(10)) == ("é", "")
