@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from advisor.asked import Asked
+from advisor.asked import Asked, is_meant
 from advisor.errors import UsageError
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
@@ -55,7 +55,7 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
     """
     at = now(session)
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
-    fitting = [kind for kind in kinds if kind.casefold() in gpu.casefold()]
+    fitting = [kind for kind in kinds if is_meant(kind, gpu)]
     query = (
         select(Job)
         .where(Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))

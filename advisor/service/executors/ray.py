@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from advisor.asked import Asked
+from advisor.asked import Asked, is_meant
 from advisor.errors import UsageError, printable
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
 
@@ -127,7 +127,7 @@ class RayExecutor:
             Unplaceable: no node could.
         """
         nodes = [node for node in self._nodes() if not node.gone and node.total[_GPU] >= 1]
-        named = [node for node in nodes if asked.gpu.casefold() in node.gpu.casefold()]
+        named = [node for node in nodes if is_meant(asked.gpu, node.gpu or UNNAMED)]
         fit = [node for node in named if node.total[_GPU] >= asked.gpus]
         if not fit:
             wanted = f"{asked.gpus} GPUs" if asked.gpus > 1 else "a GPU"
