@@ -137,7 +137,6 @@ def needs(role: str) -> Callable[..., Caller]:
 
 
 Reads = Annotated[Caller, Depends(needs("read"))]
-Submits = Annotated[Caller, Depends(needs("submit"))]
 Works = Annotated[Caller, Depends(needs("worker"))]
 Administers = Annotated[Caller, Depends(needs("admin"))]
 
@@ -166,6 +165,16 @@ def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -
     return Attempting(caller, attempt)
 
 
+def submits(here: Here, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
+    """A dependency: who may ask for tunings. An attempt may not, whatever its code gets hold of."""
+    with here.database.reading() as session:
+        if attempts.of_token(session, caller.token) is not None:
+            raise HTTPException(403, "this token is an attempt's; it asks for no jobs")
+    return caller
+
+
+submits.role = "submit"  # type: ignore[attr-defined]
+Submits = Annotated[Caller, Depends(submits)]
 own.role = "worker"  # type: ignore[attr-defined] # for who walks over the routes
 Own = Annotated[Attempting, Depends(own)]
 

@@ -4,6 +4,7 @@ the worker of each says what it does, with a token of its own."""
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
     if job is None:
         return None
     job.attempts += 1
-    external = f"advisor-{job.id}-{job.attempts}"
+    # Another database may count its jobs on the same executor, or have done so before.
+    external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
     asked = Asked.of(json.loads(job.asked))
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
     token, text = tokens.lend(session, external, expires)
@@ -116,7 +118,7 @@ def placed(session: Session, attempt: int, device: str) -> bool:
     """Say what an attempt was given; whether it still runs."""
     if (found := _locked(session, attempt)) is None:
         return False
-    found[1].device = device[:200]
+    found[1].device = jobs.said(device)
     return True
 
 
@@ -234,7 +236,7 @@ def beat(session: Session, attempt: int, said: Beat) -> bool:
     job, one = found
     one.beat = now(session)
     if said.device:
-        one.device = said.device[:200]
+        one.device = jobs.said(said.device)
     _add_trials(session, one, said.trials)
     _add_log(session, job, one, jobs.log_text(said.log))
     return job.state == "running"
@@ -292,9 +294,9 @@ def _ended(
 
 def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
     """End an attempt, whose token holds no more from now on."""
-    one.state, one.reason, one.ended = state, reason[:500], now(session)
+    one.state, one.reason, one.ended = state, jobs.said(reason), now(session)
     session.get_one(Token, one.token).revoked = time.time()
-    note(session, None, f"attempt {state}", f"{one.external} {reason}".rstrip())
+    note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
     session.flush()
 
 

@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.asked import Asked
+from advisor.cache.domain import line
 from advisor.errors import UsageError
 from advisor.service import archives, records
 from advisor.service.database import now
@@ -110,8 +111,13 @@ def locked(session: Session, number: int) -> Job | None:
 
 def change(session: Session, job: Job, state: str, reason: str, by: Caller | None) -> None:
     """Give a job that is locked another state, and say so in the audit log."""
-    note(session, by, f"job {state}", f"{job.id} {reason}".rstrip())
-    job.state, job.reason, job.changed = state, reason[:_REASON], now(session)
+    job.state, job.reason, job.changed = state, said(reason), now(session)
+    note(session, by, f"job {state}", f"{job.id} {job.reason}".rstrip())
+
+
+def said(reason: str) -> str:
+    """A reason, whoever gave it, as one line that steers no terminal."""
+    return line(reason)[:_REASON]
 
 
 def cancel(session: Session, number: int, by: Caller) -> str | None:
@@ -132,11 +138,8 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
 
 def because(session: Session, number: int, reason: str) -> None:
     """Say of a job that waits why it does."""
-    session.execute(
-        update(Job)
-        .where(Job.id == number, Job.state.in_(WAITING), Job.reason != reason[:_REASON])
-        .values(reason=reason[:_REASON])
-    )
+    where = (Job.id == number, Job.state.in_(WAITING), Job.reason != said(reason))
+    session.execute(update(Job).where(*where).values(reason=said(reason)))
 
 
 def waiting(session: Session, most: int = MOST_LISTED) -> Sequence[Job]:

@@ -52,13 +52,16 @@ class Bodies:
         if not scope["path"].startswith(LARGE) or scope["method"] != "PUT":
             await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
             return
+        most = await run_in_threadpool(self._most, Request(scope))
+        if most <= MAX_BYTES:
+            await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
+            return
         if self._large >= MOST_LARGE:
             refusal = _refuse(503, "too many large bodies at once", {"Retry-After": "1"})
             await refusal(scope, receive, send)
             return
         self._large += 1
         try:
-            most = await run_in_threadpool(self._most, Request(scope))
             await self._bounded(scope, receive, send, most, LARGE_S)
         finally:
             self._large -= 1

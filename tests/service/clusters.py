@@ -21,7 +21,7 @@ from tests.cache.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "made-up-token-of-a-cluster-that-asks-for-one"
-_LIMIT_S = 90.0
+_LIMIT_S = 200.0
 _MARK = "NODE_OF_TEST"
 """In the environment of all that a node starts."""
 

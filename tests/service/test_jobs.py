@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ from sqlalchemy import select, update
 from advisor.asked import is_meant
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
-from advisor.service import archives, attempts, jobs, limits, schema, upkeep
+from advisor.service import archives, attempts, jobs, limits, live, schema, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served
+from tests.service.serving import Answer, Served, serving
 from tests.service.test_records import look, named, put
 
 CODE = gzip.compress(b"the code")
@@ -116,6 +118,32 @@ def test_a_stream_tells_all_of_it(served: Served) -> None:
     how = {"Last-Event-ID": last}
     again = served.ask("GET", f"/api/jobs/{one.job}/events", "read", headers=how).data.decode()
     assert "event: trial" not in again and "event: log" not in again and "event: state" in again
+
+
+def test_a_stream_goes_on_until_the_job_is_over_or_the_server_stops(
+    lite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "EVERY_S", 0.02)
+    with contextlib.ExitStack() as closing, serving(lite) as served:
+        over, other = started(served), started(served, gpus=2)
+        streams = []
+        for one in (over, other):
+            connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
+            closing.callback(connection.close)
+            headers = {"Authorization": f"Bearer {served.tokens['read']}"}
+            connection.request("GET", f"/api/jobs/{one.job}/events", headers=headers)
+            streams.append(closing.enter_context(connection.getresponse()))
+            assert b'"running"' in streams[-1].readline() + streams[-1].readline()
+        served.ask("POST", "/api/attempt/beat", over.external, {"log": "now"})
+        while b'"now"' not in streams[0].readline():
+            pass
+        ended(served, over, state="failed")
+        assert b'"failed"' in streams[0].read()
+        assert served.service.streams == 1
+        monkeypatch.setattr(live, "MOST_STREAMS", 1)
+        assert served.ask("GET", f"/api/jobs/{over.job}/events", "read").status == 429
+        served.server.should_exit = True
+        assert b"failed" not in streams[1].read()
 
 
 def test_the_same_twice_is_one_job(served: Served) -> None:
@@ -380,6 +408,8 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
         assert served.ask("GET", f"/api/archives/{DIGEST}", role).status == status
     assert served.ask("GET", f"/api/archives/{DIGEST}", "admin").data == CODE
     assert served.ask("GET", f"/api/archives/{'ab' * 32}", "admin").status == 404
+    for role, status in ((one.external, 403), ("worker", 201)):
+        assert submit(served, role, gpus=3).status == status
     names = {one["name"] for one in served.ask("GET", "/api/tokens", "admin").json["tokens"]}
     assert names == {"a read", "a submit", "a worker", "a admin"}
 
@@ -404,16 +434,22 @@ def test_archives_are_bounded_and_what_they_say(
     assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
 
 
-def test_slow_archives_keep_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LARGE_S", 0.3)
-    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+def test_large_bodies_are_few_and_not_waited_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"/api/archives/{DIGEST}"
+    monkeypatch.setattr(limits, "LARGE_S", 0.1)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        head = f"PUT /api/archives/{DIGEST} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab"
-        client.sendall(head.encode())
-        said = {served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status}
+        head = f"PUT {place} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+        token = served.tokens["submit"]
+        client.sendall(f"{head}Authorization: Bearer {token}\r\n\r\nab".encode())
         assert client.recv(2**12).startswith(b"HTTP/1.1 408")
-    said.add(served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status)
-    assert said in ({503, 201}, {201, 200})
+    monkeypatch.setattr(limits, "LARGE_S", 60)
+    monkeypatch.setattr(limits, "MOST_LARGE", 0)
+    assert served.ask("PUT", place, "submit", CODE).status == 503
+    assert served.ask("PUT", place, "", CODE).status == 401  # who has no token takes no room
+    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    assert served.ask("PUT", place, "submit", CODE).status == 201
 
 
 def test_what_is_old_goes(served: Served) -> None:

@@ -133,7 +133,7 @@ class RayExecutor:
             wanted = f"{asked.gpus} GPUs" if asked.gpus > 1 else "a GPU"
             label = f" and {asked.gpu!r} in its label {LABEL}" if asked.gpu else ""
             raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_there(nodes)}")
-        return sorted({node.gpu for node in fit}) if asked.gpu else []
+        return sorted({node.gpu for node in fit if node.gpu}) if asked.gpu else []
 
     def _used(self, nodes: Iterable[_Node]) -> dict[tuple[str, str], float]:
         """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
