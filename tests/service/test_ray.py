@@ -166,6 +166,7 @@ def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             Path(table).write_text(team.table() + "\n")
     finally:
         team.kill()
+        team.database.close()
 
 
 @pytest.mark.parametrize(
