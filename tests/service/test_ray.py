@@ -5,8 +5,10 @@ With $RAY_ATTEMPTS set to a file, a table of all attempts is written there.
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +27,6 @@ from advisor.service.schema import Attempt
 from tests.cache.servers import free_port
 from tests.service import clusters
 from tests.service.clusters import TOKEN, Cluster, until
-from tests.service.serving import Served
 from tests.service.test_serve import Process
 
 LEASE_S = 8.0
@@ -200,10 +201,25 @@ def test_no_address(address: str) -> None:
         open_executors([address], "")
 
 
-def test_what_is_no_ray_is_away(served: Served) -> None:
-    executor = RayExecutor(f"ray-jobs:http://127.0.0.1:{served.port}")
-    with pytest.raises(ExecutorAway, match="no head of Ray"):
-        executor.room()
+def test_what_is_no_ray_is_away() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        with pytest.raises(ExecutorAway, match=r"HTTP 501"):
+            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").room()
+
+
+@pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"data": {"result": {"result": [{}]}}}'])
+def test_what_says_something_else_is_no_ray(said: bytes) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        with pytest.raises(ExecutorAway, match=r"no head of Ray"):
+            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").room()
 
 
 def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:

@@ -9,6 +9,7 @@ some seconds late. Ray's jobs do not outlive its head.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -16,10 +17,10 @@ import os
 import re
 import ssl
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from advisor.asked import Asked, is_meant
@@ -43,7 +44,7 @@ _MOST_ANSWER = 64 * 2**20
 _MOST_NODES = 10_000
 _GPU, _CPU = "GPU", "CPU"
 _USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
-_LIVE = ("PENDING", "RUNNING")
+T = TypeVar("T")
 _NEVER_BEGAN = ("JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE")
 """Ray's words for a job that found no node: others had taken it."""
 
@@ -57,6 +58,50 @@ class _Node:
     gpu: str
     total: Mapping[str, float]
     gone: str
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> _Node:
+        total = said["resources_total"]
+        return cls(
+            id=said["node_id"],
+            ip=said["node_ip"],
+            gpu=said["labels"].get(LABEL, ""),
+            total={what: float(total.get(what, 0.0)) for what in (_GPU, _CPU)},
+            gone="" if said["state"] == "ALIVE" else said["state_message"] or "it is dead",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """`node`: its id, '' before it has one; `ended`: its command did, by itself; `error`: Ray's
+    word for why it failed; `gpus` and `labels`: what it asked for, of an attempt."""
+
+    id: str
+    status: str
+    why: str
+    error: str
+    node: str
+    ended: bool
+    gpus: int
+    labels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> _Job:
+        asked = said["metadata"] or {}
+        return cls(
+            id=said["submission_id"] or "",
+            status=said["status"],
+            why=_last_line(said["message"] or ""),
+            error=said["error_type"] or "",
+            node=said["driver_node_id"] or "",
+            ended=said["driver_exit_code"] is not None,
+            gpus=int(asked.get("advisor_gpus", 0)),
+            labels=tuple(asked.get("advisor_labels", "").split()),
+        )
+
+    @property
+    def live(self) -> bool:
+        return self.status in ("PENDING", "RUNNING")
 
 
 class RayExecutor:
@@ -94,19 +139,9 @@ class RayExecutor:
     def start(self, start: Start) -> str:
         asked = start.asked
         labels = self._labels(asked) if asked.gpus else []
-        body: dict[str, Any] = {
-            "entrypoint": _WORKER,
-            "submission_id": start.external,
-            "runtime_env": {**_environment(asked), "env_vars": _variables(start)},
-            "metadata": {"gpus": str(asked.gpus), "gpu": ",".join(labels)},
-            "entrypoint_num_gpus": asked.gpus,
-            "entrypoint_num_cpus": 0 if asked.gpus else 1,
-        }
-        if labels:
-            only = labels[0] if len(labels) == 1 else f"in({','.join(labels)})"
-            body["entrypoint_label_selector"] = {LABEL: only}
         if self._job(start.external) is None:
-            self._ask("POST", "/api/jobs/", body)
+            said = self._ask("POST", "/api/jobs/", _request(start, labels))[1]
+            self._decoded(said, lambda said: said["submission_id"])
         return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
 
     def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
@@ -137,32 +172,35 @@ class RayExecutor:
 
     def _used(self, nodes: Iterable[_Node]) -> dict[tuple[str, str], float]:
         """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
-        said = self._found("/nodes?view=summary", "data", "nodeLogicalResources") or {}
+        said = self._read("/nodes?view=summary", lambda said: said["data"]["nodeLogicalResources"])
         used: dict[tuple[str, str], float] = defaultdict(float)
-        for job in self._found("/api/jobs/"):
-            if job["status"] in _LIVE and (job.get("submission_id") or "").startswith("advisor-"):
+        for job in self._read("/api/jobs/", lambda said: [_Job.of(one) for one in said]):
+            if job.live and job.id.startswith("advisor-"):
                 _take(used, nodes, job)
         for node in nodes:
-            for number, what in _USED.findall(said.get(node.id, "")):
+            for number, what in _USED.findall((said or {}).get(node.id, "")):
                 used[node.id, what] = max(used[node.id, what], float(number))
         return used
 
     def _nodes(self) -> list[_Node]:
         """All that Ray knows, those that are gone too."""
-        path = f"/api/v0/nodes?limit={_MOST_NODES}"
-        return [_node(one) for one in self._found(path, "data", "result", "result")]
+        return self._read(
+            f"/api/v0/nodes?limit={_MOST_NODES}",
+            lambda said: [_Node.of(one) for one in said["data"]["result"]["result"]],
+        )
 
-    def _job(self, external: str) -> dict[str, Any] | None:
+    def _job(self, external: str) -> _Job | None:
         status, said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
-        return None if status == 404 else self._json(said)
+        return None if status == 404 else self._decoded(said, _Job.of)
 
-    def _found(self, path: str, *within: str) -> Any:
-        found = self._json(self._ask("GET", path)[1])
-        for name in within:
-            if not isinstance(found, dict) or name not in found:
-                raise self._foreign()
-            found = found[name]
-        return found
+    def _read(self, path: str, of: Callable[[Any], T]) -> T:
+        return self._decoded(self._ask("GET", path)[1], of)
+
+    def _decoded(self, said: bytes, of: Callable[[Any], T]) -> T:
+        try:
+            return of(json.loads(said))
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise ExecutorAway(f"{self.name}: no head of Ray 2.60 or later answers there") from exc
 
     def _ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         """Status and body of an answer, 200 or 404.
@@ -170,24 +208,21 @@ class RayExecutor:
         Raises:
             ExecutorAway: nobody answers, or with a refusal or a fault.
         """
-        headers = {"Content-Type": "application/json"}
-        if token := _token():
-            headers["Authorization"] = f"Bearer {token}"
-        connection = self._connection()
+        sent = None if body is None else json.dumps(body)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            data = answer.read(_MOST_ANSWER)
-        except (OSError, http.client.HTTPException) as exc:
+            with contextlib.closing(self._connection()) as connection:
+                connection.request(method, path, sent, _headers())
+                answer = connection.getresponse()
+                status, said = answer.status, answer.read(_MOST_ANSWER)
+        except (OSError, http.client.HTTPException, ValueError) as exc:
             reason = getattr(exc, "strerror", "") or str(exc) or type(exc).__name__
             raise ExecutorAway(f"{self.name}: {reason}") from exc
-        finally:
-            connection.close()
-        if answer.status in (401, 403):
-            raise ExecutorAway(f"{self.name}: {_last_line(data)}; set RAY_AUTH_TOKEN")
-        if answer.status not in (200, 404):
-            raise ExecutorAway(f"{self.name}: HTTP {answer.status}: {_last_line(data)}")
-        return answer.status, data
+        if status in (200, 404):
+            return status, said
+        why = _last_line(said.decode(errors="replace"))
+        if status in (401, 403):
+            raise ExecutorAway(f"{self.name}: {why}; set RAY_AUTH_TOKEN")
+        raise ExecutorAway(f"{self.name}: HTTP {status}: {why}")
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._address
@@ -196,71 +231,50 @@ class RayExecutor:
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(host, port, timeout=_WAITS_S, context=context)
 
-    def _json(self, data: bytes) -> Any:
-        try:
-            return json.loads(data)
-        except ValueError as exc:
-            raise self._foreign() from exc
 
-    def _foreign(self) -> ExecutorAway:
-        return ExecutorAway(f"{self.name}: no head of Ray 2.60 or later answers there")
-
-
-def _environment(asked: Asked) -> dict[str, Any]:
-    """Ray's runtime_env."""
-    found: dict[str, Any] = {}
+def _request(start: Start, labels: Sequence[str]) -> dict[str, Any]:
+    """What asks for an attempt, on a node that has one of these labels."""
+    asked = start.asked
+    environment: dict[str, Any] = {
+        "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_TOKEN": start.token}
+    }
     if "pip" in asked.env:
-        found["pip"] = asked.env["pip"].split()
+        environment["pip"] = asked.env["pip"].split()
     if "container" in asked.env:
-        found["image_uri"] = asked.env["container"]
-    return found
+        environment["image_uri"] = asked.env["container"]
+    return {
+        "entrypoint": _WORKER,
+        "submission_id": start.external,
+        "runtime_env": environment,
+        "metadata": {"advisor_gpus": str(asked.gpus), "advisor_labels": " ".join(labels)},
+        "entrypoint_num_gpus": asked.gpus,
+        "entrypoint_num_cpus": 0 if asked.gpus else 1,
+        "entrypoint_label_selector": {LABEL: f"in({','.join(labels)})"} if labels else {},
+    }
 
 
-def _variables(start: Start) -> dict[str, str]:
-    return {"ADVISOR_SERVER": start.server_url, "ADVISOR_TOKEN": start.token}
-
-
-def _node(found: Mapping[str, Any]) -> _Node:
-    total = found.get("resources_total") or {}
-    return _Node(
-        id=found["node_id"],
-        ip=found.get("node_ip") or "",
-        gpu=(found.get("labels") or {}).get(LABEL, ""),
-        total={what: float(total.get(what, 0.0)) for what in (_GPU, _CPU)},
-        gone="" if found["state"] == "ALIVE" else found.get("state_message") or "it is dead",
-    )
-
-
-def _take(
-    used: dict[tuple[str, str], float], nodes: Iterable[_Node], job: Mapping[str, Any]
-) -> None:
+def _take(used: dict[tuple[str, str], float], nodes: Iterable[_Node], job: _Job) -> None:
     """Count what an attempt has, or will have on the first node that has it."""
-    metadata = job.get("metadata") or {}
-    gpus = int(metadata.get("gpus", 0))
-    what, number = (_GPU, gpus) if gpus else (_CPU, 1)
-    labels = [one for one in metadata.get("gpu", "").split(",") if one]
+    what, number = (_GPU, job.gpus) if job.gpus else (_CPU, 1)
     for node in nodes:
-        there = job.get("driver_node_id")
         free = node.total[what] - used[node.id, what]
-        waits = not there and free >= number and (not labels or node.gpu in labels)
-        if node.id == there or waits:
+        fits = free >= number and (not job.labels or node.gpu in job.labels)
+        if node.id == job.node or (not job.node and fits):
             used[node.id, what] += number
             return
 
 
-def _seen(job: Mapping[str, Any] | None, nodes: Mapping[str, _Node]) -> Seen:
+def _seen(job: _Job | None, nodes: Mapping[str, _Node]) -> Seen:
     if job is None:
         return Seen(state="unknown", reason="Ray does not know it; was its head restarted?")
-    status, why = job["status"], _last_line((job.get("message") or "").encode())
-    node = nodes.get(job.get("driver_node_id") or "")
-    unfinished = status in ("RUNNING", "FAILED") and job.get("driver_exit_code") is None
-    if node is not None and node.gone and unfinished:
+    node = nodes.get(job.node)
+    if node is not None and node.gone and not job.ended and (job.live or job.status == "FAILED"):
         return Seen(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
-    if status in _LIVE:
-        return Seen(state="running", reason=why if status == "PENDING" else "")
-    if job.get("error_type") in _NEVER_BEGAN:
-        return Seen(state="preempted", reason=f"Ray found no node for it: {why}")
-    return Seen(state="ended", reason=why if status == "FAILED" else status.lower())
+    if job.live:
+        return Seen(state="running", reason=job.why if job.status == "PENDING" else "")
+    if job.error in _NEVER_BEGAN:
+        return Seen(state="preempted", reason=f"Ray found no node for it: {job.why}")
+    return Seen(state="ended", reason=job.why if job.status == "FAILED" else job.status.lower())
 
 
 def _there(nodes: Iterable[_Node]) -> str:
@@ -269,28 +283,22 @@ def _there(nodes: Iterable[_Node]) -> str:
     return f"there are: {', '.join(kinds)}" if kinds else "there is no node with a GPU"
 
 
-def _last_line(data: bytes) -> str:
+def _last_line(text: str) -> str:
     """Of a traceback or a message of Ray's, what says why."""
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
+    lines = [line.strip() for line in text.splitlines()]
     return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
 
 
-def _token() -> str:
-    """As ray/_raylet's AuthenticationTokenLoader looks for it; '' for none.
-
-    Raises:
-        ExecutorAway: the file that is named cannot be read.
-    """
-    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
-        return token
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    try:
-        return path.read_text().strip()
-    except OSError as exc:
-        if named:
-            raise ExecutorAway(f"RAY_AUTH_TOKEN_PATH {named!r}: {exc.strerror}") from exc
-        return ""
+def _headers() -> dict[str, str]:
+    """Raises OSError where the file that is named for the token cannot be read."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if not token:
+        named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+        path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+        if named or path.is_file():
+            token = path.read_text().strip()
+    found = {"Content-Type": "application/json"}
+    return found | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
 def _proof(executor: RayExecutor) -> Executor:
