@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -206,7 +205,7 @@ def _is_plain(value: object, depth: int = 2) -> bool:
     if isinstance(value, str):
         return is_line(value)
     if isinstance(value, int | float):
-        return math.isfinite(value) and abs(value) < 2**63
+        return abs(value) < 2**63  # no NaN is
     if isinstance(value, Mapping):
         return all(isinstance(name, str) for name in value) and _is_plain([*value.values()], depth)
     if isinstance(value, list | tuple):

@@ -1,8 +1,11 @@
 """The process of an attempt: it has tuned what a server asks for, and tells the server.
 
-`python -m advisor.working [FOLDER]`, with $ADVISOR_SERVER and, in $ADVISOR_TOKEN, the attempt's own
-token. What runs the code that somebody submitted is a child of it, under a guard, without the
-token: when either is gone, nothing of what was started is left.
+`python -m advisor.working [PLACE]`, with $ADVISOR_SERVER and, in $ADVISOR_TOKEN, the attempt's own
+token. It works in a new folder below the system's temporary one: below longer paths no socket has a
+name. In a folder PLACE it leaves its number, `pid`, and a link to that folder, `work`.
+
+What runs the code that somebody submitted is a child of it, under a guard and without the token:
+when either is gone, nothing of what was started is left.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from advisor import parcel
@@ -38,6 +41,10 @@ from advisor.cache.stores.link import BYTES, JSON
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.report.text import duration
 from advisor.tuners.measure.run.guarded import Guarded, how
+from advisor.tuners.measure.worker import host_memory
+
+if TYPE_CHECKING:
+    from advisor.tuners.environment import Gpu
 
 BEAT_S = 2.0
 AWAY_S = 900.0
@@ -52,6 +59,7 @@ SMALL = 2**18
 MOST_STUDY = 8 * 2**20
 MOST_SENT, MOST_TRIALS = 2**16, 200
 """Bytes of output and number of trials that go along with one beat."""
+MOST_REASON = 500
 _LOOK_S = 0.1
 _PR_SET_DUMPABLE = 4
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -211,22 +219,25 @@ class Scratch:
         return self.path / "events"
 
     def grown(self, last: bool) -> Iterator[tuple[str, bytes]]:
-        """The studies that changed since they were last asked for, in whole lines.
+        """The studies that changed since they were last taken, in whole lines. One counts as taken
+        when the next is asked for.
 
         Args:
             last: large ones too, however short a time ago that was.
         """
         for path in sorted(self.studies.glob("*.journal")):
-            about = path.lstat()
             changed, at = self.saved.get(path.name, (0.0, -SAVE_S))
             now = time.monotonic()
-            early = about.st_size > SMALL and now - at < SAVE_S and not last
-            if about.st_mtime == changed or early:
-                continue
-            self.saved[path.name] = about.st_mtime, now
-            with contextlib.suppress(OSError):  # no plain file, or too large: it is not resumed
+            try:
+                about = path.lstat()
+                early = about.st_size > SMALL and now - at < SAVE_S and not last
+                if about.st_mtime == changed or early:
+                    continue
                 data = read_regular(path, MOST_STUDY)
-                yield path.name, data[: data.rfind(b"\n") + 1]
+            except OSError:  # gone, no plain file, or too large: it is not resumed
+                continue
+            yield path.name, data[: data.rfind(b"\n") + 1]
+            self.saved[path.name] = about.st_mtime, now
 
     def record(self) -> Record | None:
         """What was found; None for nothing."""
@@ -247,6 +258,8 @@ class Working:
         self._line, self._scratch = line, Scratch(folder)
         self._away_s, self._starts_s = away_s, starts_s
         self._output, self._events = Tail(self._scratch.output), Tail(self._scratch.events)
+        self._gpus: Callable[[], Sequence[Gpu]] = list
+        self._others: set[str] = set()
         self._device = ""
         self._unsent: dict[str, Any] = {}
         self._heard, self._beaten = time.monotonic(), 0.0
@@ -272,9 +285,9 @@ class Working:
         if asked.gpus:
             from advisor.tuners.environment import gpus  # seconds to import
 
-            given = gpus()
-            self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in given)}"
-            if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in given if gpu.users):
+            self._gpus = gpus
+            self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in gpus())}"
+            if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in gpus() if gpu.users):
                 return Outcome(state="preempted", reason=f"other processes use the GPU ({used})")
         return self._tuned(asked)
 
@@ -329,8 +342,9 @@ class Working:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
         self._patiently(lambda: server.put(record))
-        reason = "" if record.compares else "its budget left no time to race anything"
-        return Outcome(state="done", reason=reason, record=record.id)
+        told = [] if record.compares else ["its budget left no time to race anything"]
+        told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
+        return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
 
     def _words(self, asked: Asked) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
@@ -361,6 +375,7 @@ class Working:
         if now - self._beaten < BEAT_S:
             return
         self._beaten = now
+        self._look_for_others()
         try:
             self._tell()
             self._save()
@@ -369,6 +384,16 @@ class Working:
                 raise
         else:
             self._heard = now
+
+    def _look_for_others(self) -> None:
+        """Note who uses the GPUs beside this attempt, as far as their numbers mean something here:
+        in a container they may be the host's."""
+        for gpu in self._gpus():
+            if gpu.users:
+                own = host_memory.family(os.getpid())
+                others = [n for n in gpu.users if n not in own and Path(f"/proc/{n}").exists()]
+                if others:
+                    self._others.add(dataclasses.replace(gpu, users=tuple(others)).used_by)
 
     def _tell(self) -> bool:
         """Say what is new; whether there was anything."""
@@ -443,26 +468,26 @@ def _here(folder: Path) -> Iterator[None]:
         raise Stuck(f"{socket.gethostname()}: {folder}: {why}") from exc
 
 
-def main(folder: str = "") -> None:
-    """Work on what $ADVISOR_SERVER has for the token in $ADVISOR_TOKEN, in a folder or a new one.
+def main(place: str = "") -> None:
+    """Work on what $ADVISOR_SERVER has for the token in $ADVISOR_TOKEN.
 
     Raises:
         SystemExit: with a line that says why it could not.
     """
     _keep_private()
-    path = Path(folder or tempfile.mkdtemp(prefix="advisor-"))
-    work = path / "work"
+    scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
-        working = Working(Line(os.environ["ADVISOR_SERVER"]), work)
+        working = Working(Line(os.environ["ADVISOR_SERVER"]), scratch)
         signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
-        if folder:
-            (path / "pid.new").write_text(str(os.getpid()))
-            (path / "pid.new").rename(path / "pid")
+        if place:
+            Path(place, "work").symlink_to(scratch)
+            Path(place, "pid.new").write_text(str(os.getpid()))
+            Path(place, "pid.new").rename(Path(place, "pid"))
         working.run()
     except (AdvisorError, OSError) as exc:
         sys.exit(f"advisor: {exc}")
     finally:
-        remove_folder(work if folder else path)
+        remove_folder(scratch)
 
 
 if __name__ == "__main__":

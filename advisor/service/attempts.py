@@ -68,10 +68,14 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
     job = session.scalar(query)
     if job is None:
         return None
+    try:
+        asked = Asked.of(json.loads(job.asked))
+    except UsageError as exc:  # another version of advisor took it
+        jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
+        return claim(session, executor, gpu, gpus)
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
-    asked = Asked.of(json.loads(job.asked))
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
     token, text = tokens.lend(session, external, expires)
     attempt = Attempt(

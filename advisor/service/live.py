@@ -84,6 +84,8 @@ async def stream(service: Service, number: int, first: News) -> AsyncIterator[st
             yield f"event: {name}\ndata: {json.dumps(data)}\n\n"
         if found.events:
             yield f"id: {found.seen.id}\n\n"  # what came before it has come whole
+        if found.ended:
+            yield "event: end\ndata: {}\n\n"  # so that nobody asks again
         if found.ended or service.stopping.is_set() or time.monotonic() > until:
             return
         await asyncio.sleep(EVERY_S)

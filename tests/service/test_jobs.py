@@ -112,6 +112,7 @@ def test_a_stream_tells_all_of_it(served: Served) -> None:
     parts = [part.splitlines() for part in said.data.decode().split("\n\n") if part]
     names = [part[0] for part in parts]
     assert names[:3] == ["event: trial", "event: log", "event: state"]
+    assert names[4:] == ["event: end"]
     assert json.loads(parts[1][1].removeprefix("data: "))["text"] == "a\nb"
     assert json.loads(parts[2][1].removeprefix("data: "))["reason"] == "no such file"
     last = names[3].removeprefix("id: ")
@@ -318,6 +319,16 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
         session.execute(update(schema.Job).values(due=0.0))
     again = claimed(served)
     assert again is not None and again.external == one.external
+
+
+def test_what_another_version_took_holds_nobody_up(served: Served) -> None:
+    number = submit(served).json["id"]
+    with served.database.writing() as session:
+        session.execute(update(schema.Job).values(asked='{"another": 1}'))
+    one = started(served, gpus=2)
+    assert one.job != number
+    found = told(served, number)
+    assert found["state"] == "failed" and "cannot read it: 'another'" in found["reason"]
 
 
 def cancelled(served: Served, number: int, role: str = "submit") -> Answer:

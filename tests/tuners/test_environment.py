@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -90,6 +91,9 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, card: dict[str, Any]) -> str:
         return str(card["uuid"])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card: dict[str, Any]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in card["users"]]
 
     def nvmlDeviceGetCudaComputeCapability(self, card: dict[str, Any]) -> tuple[int, int]:
         return card["capability"]  # type: ignore[no-any-return]
@@ -341,3 +345,15 @@ def test_what_nvml_says_is_what_torch_says() -> None:
     assert found.device.multiprocessors == properties.multi_processor_count
     assert found.device.capability == f"{properties.major}.{properties.minor}"
     assert device_uuid("cuda:0") == str(properties.uuid)
+
+
+def test_gpus_say_who_computes_on_them(machine: Machine) -> None:
+    cut = h200("GPU-c", slices=[mig("MIG-1")])
+    machine(FakeNvml(cut, fails=("nvmlDeviceGetComputeRunningProcesses",)))
+    name = "NVIDIA H200 MIG 1g.18gb"
+    assert environment.gpus() == [environment.Gpu(uuid="MIG-1", name=name, users=())]
+    machine(FakeNvml(h200("GPU-a", users=[os.getpid(), 2**22 + 1]), h200("GPU-b", users=[])))
+    one, other = environment.gpus()
+    assert (one.uuid, one.name, one.users) == ("GPU-a", "NVIDIA H200", (os.getpid(), 2**22 + 1))
+    assert one.used_by.startswith(f"{os.getpid()} (") and one.used_by.endswith(f", {2**22 + 1}")
+    assert other.used_by == ""

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ KEPT_S = 60.0
 _LOOK_S = 0.05
 _MOST_WORDS = 4096
 _INHERITED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|OMP_\w+|MKL_\w+|KMP_\w+"
     r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_\w+|SSL_CERT_\w+"
     r"|HF_HOME|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_\w+|(?i:https?_proxy|no_proxy)"
@@ -94,6 +95,8 @@ class Local:
             place = _Place(self._folder / start.external)
             if place.alive:
                 return place.device
+            if start.asked.env:
+                raise Unplaceable("this machine has no environment but its own; ask for none")
             with contextlib.ExitStack() as held:
                 given, locks = self._given(start.asked, held)
                 device = ", ".join(gpu.name for gpu in given) or host_cpu()
@@ -244,7 +247,7 @@ _MEASURED = "the CPU of this machine is measured on"
 
 class _Place:
     """An attempt's folder: `lock` is held by its worker while that lives, `pid` its number, `words`
-    what it printed, `device` what it was given."""
+    what it printed, `device` what it was given, `work` a link to where it works."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -290,6 +293,10 @@ class _Place:
                 os.kill(int((self.path / "pid").read_text()), number)
 
     def remove(self) -> None:
+        work = self.path / "work"
+        # Code that was submitted could have laid another link.
+        if work.is_symlink() and work.readlink().parent == Path(tempfile.gettempdir()):
+            remove_folder(work.readlink())
         remove_folder(self.path)
 
 
