@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from advisor.asked import Asked
-from advisor.cache.settings import Cache, cache_urls
 from advisor.cache.stores.link import BYTES, JSON, Link
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.wanted import Wanted
@@ -309,13 +308,3 @@ class Client:
 def _lines(text: str) -> str:
     """Lines that steer no terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
-
-
-def server_of(cache: Cache = None) -> str:
-    """The URL of the first server among the stores; '' where there is none.
-
-    Raises:
-        UsageError: the project's settings are wrong.
-    """
-    urls = (str(url) for url in cache_urls(cache))
-    return next((url for url in urls if url.startswith(("http://", "https://"))), "")

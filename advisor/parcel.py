@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from advisor.cache.shown import size
+from advisor.cache.stores.patience import go_on
 from advisor.errors import StoreError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -107,10 +108,7 @@ def pack(folder: Path) -> Parcel:
     """
     left_out: dict[str, str] = {}
     try:
-        tree = _checkout(folder.resolve()) or _Tree(root=folder.resolve())
-        _is_a_project(tree.root)
-        if not tree.commit and not tree.tracked:
-            tree = _Tree(tree.root, untracked=_walked(tree.root, left_out))
+        tree = _checkout(folder.resolve()) or _plain(folder.resolve(), left_out)
         chosen = itertools.islice(_chosen(tree, left_out), 4 * MOST_FILES)
         entries = sorted(chosen, key=lambda one: one.name)
         _holds(tree.root, entries)
@@ -129,17 +127,27 @@ def pack(folder: Path) -> Parcel:
     )
 
 
-def _is_a_project(root: Path) -> None:
-    with contextlib.suppress(RuntimeError):  # no home
-        if root in (Path.home().resolve(), *Path.home().resolve().parents):
-            raise UsageError(f"{root}: is no project's folder; its files are not sent anywhere")
+def _plain(root: Path, left_out: dict[str, str]) -> _Tree:
+    if _is_a_home(root):
+        raise UsageError(f"{root}: is no project's folder; its files are not sent anywhere")
+    return _Tree(root, untracked=_walked(root, left_out))
+
+
+def _is_a_home(folder: Path) -> bool:
+    """Whether it is the user's home, or a folder above it."""
+    try:
+        return Path.home().resolve().is_relative_to(folder)
+    except RuntimeError:  # there is none
+        return False
 
 
 def _checkout(folder: Path) -> _Tree | None:
-    """What git says of the folder; None where it knows nothing of it."""
+    """What git says of the folder; None where it knows nothing of it, or keeps a whole home."""
     try:
         root = Path(os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).rstrip("\n"))
     except (FileNotFoundError, NotADirectoryError, subprocess.CalledProcessError):
+        return None
+    if _is_a_home(root):
         return None
     commit = ""
     with contextlib.suppress(subprocess.CalledProcessError):  # there is none yet
@@ -175,6 +183,7 @@ def _walked(root: Path, left_out: dict[str, str]) -> Iterator[str]:
     """The files of a folder that git does not know; nothing is looked for in what is ignored."""
     default, own = _spec(DEFAULTS.split()), _own(root)
     for place, folders, files in os.walk(root, onerror=_raise):
+        go_on()
         below = PurePosixPath(Path(place).relative_to(root).as_posix())
         for name in list(folders):
             path = str(below / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -46,7 +47,12 @@ class _Later:
 
             told = json.loads(os.environ[RUN])
             command, tune_s = told["command"], told["tune_s"]
-            self._made = Conducted(command, tune_s=tune_s) if tune_s else Found(command)
+            folder = Path(told["folder"]) if told["folder"] else None
+            self._made = (
+                Conducted(command, tune_s=tune_s, folder=folder)
+                if tune_s
+                else Found(command, folder=folder)
+            )
         return self._made
 
     def takes_over(self) -> bool:
@@ -85,4 +91,8 @@ def environment(command: list[str], tune_s: float) -> dict[str, str]:
     """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
     from advisor.tuners.act.pilot.line import RUN, bringing
 
-    return {RUN: json.dumps({"command": command, "tune_s": tune_s}), **bringing(INJECTED)}
+    folder = ""
+    with contextlib.suppress(OSError):  # it is gone
+        folder = str(Path.cwd())
+    told = {"command": command, "tune_s": tune_s, "folder": folder}
+    return {RUN: json.dumps(told), **bringing(INJECTED)}

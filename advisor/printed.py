@@ -80,6 +80,28 @@ def about(command: str, record: Record, cache: Cache = None) -> str:
 def tune_first(request: Request, near: Record | None) -> str:
     """What ends a miss: 'run: ', and the whole command, with all that was asked for, else as in the
     nearest record; where something of it cannot be known, in words what to give."""
+    target, unless, given = _needed(request, near)
+    if target and given["shapes"]:
+        return f"run{unless}: {_tune(_first(request, target, given), _elsewhere(request.cache))}"
+    needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
+    if not given["shapes"]:
+        needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
+    return f"run advisor tune {', '.join(needed)}"
+
+
+def task_first(request: Request, near: Record | None) -> Task | None:
+    """What that command would tune; None where something of it cannot be known."""
+    target, unless, given = _needed(request, near)
+    whole = target and given["shapes"] and not unless
+    return _first(request, target, given) if whole else None
+
+
+def _first(request: Request, target: str, given: Mapping[str, Any]) -> Task:
+    return Task(**{**given, "target": target, "device": _named(request.device)})
+
+
+def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, Any]]:
+    """The target, '' where it has no name; what may be missing from it; the fields of a task."""
     given = {**({} if near is None else _as_dict(here(near))), **request.given}
     target, unless = given.pop("target", ""), ""
     if isinstance(request.target, str):
@@ -88,17 +110,10 @@ def tune_first(request: Request, near: Record | None) -> str:
         target = shlex.join(request.given["command"])
     elif not target and request.target is not None:
         target, unless = _class_of(request.target, given.get("model_args", {}))
-    shapes = given.pop("shapes", None)
+    shapes = given.setdefault("shapes", ())
     if shapes and request.batch and len(shapes) == 1:
-        shapes = ((request.batch, *shapes[0][1:]),)
-    if target and shapes:
-        given["device"] = _named(request.device)
-        task = Task(target=target, shapes=shapes, **given)
-        return f"run{unless}: {_tune(task, _elsewhere(request.cache))}"
-    needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
-    if not shapes:
-        needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
-    return f"run advisor tune {', '.join(needed)}"
+        given["shapes"] = ((request.batch, *shapes[0][1:]),)
+    return target, unless, given
 
 
 def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from advisor.errors import UsageError
 
 _MOST_BYTES = 2**22
-ON_MISS = ("default", "nearest")
+ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
@@ -40,6 +40,12 @@ def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     if isinstance(listed, bytes) or not isinstance(listed, Iterable):
         raise UsageError(f"cache {cache!r}: expected a folder, a store's URL, or several")
     return tuple(url for one in listed for url in _urls_in(one))
+
+
+def server_url(cache: Cache = None) -> str:
+    """Of the stores the first that is a server of the team's; '' where none is. Raises as
+    `cache_urls`."""
+    return next((url for url in cache_urls(cache) if url.startswith(("http://", "https://"))), "")
 
 
 def _urls_in(one: object) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from advisor.cache.settings import server_url
 from advisor.cache.task import Task
 from advisor.cli.options import (
     COMMAND,
@@ -43,9 +44,9 @@ server_option = click.option(
 
 def _client(server: str | None) -> Client:
     """Raises UsageError where no server is named."""
-    from advisor.client import Client, server_of
+    from advisor.client import Client
 
-    url = server or server_of()
+    url = server or server_url()
     if not url:
         raise UsageError(
             "no server: give --server URL, or set ADVISOR_CACHE to one, as https://advisor.example"

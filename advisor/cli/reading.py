@@ -114,6 +114,10 @@ def report(key: str, file: Path, cache: str | None) -> None:
         click.echo(f"page: {file}")
 
 
+_SERVED = ("default", "nearest")
+"""Of settings.ON_MISS, what says which advice a miss is served."""
+
+
 @click.command()
 @click.argument("target", shell_complete=complete_files)
 @row_options(Task, asked=True)
@@ -121,7 +125,7 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @click.option("--capture", is_flag=True, help="As for a script that uses advice.capture.")
 @click.option(
     "--on-miss",
-    type=click.Choice(settings.ON_MISS),
+    type=click.Choice(_SERVED),
     help="What a miss is served. default: torch's defaults; nearest: what is safe of the nearest "
     "record.",
 )
@@ -144,6 +148,8 @@ def why(
     from advisor.tuners.knobs import described
 
     asked = collected(Task, options)
+    if on_miss is None and settings.on_miss() not in _SERVED:
+        on_miss = "default"  # who asks why asks for no tuning
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
         advice = lookups.lookup(

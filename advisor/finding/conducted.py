@@ -54,10 +54,13 @@ class Conducted(Found):
         tune_s: float,
         cache: Cache = None,
         given: Mapping[str, Any] | None = None,
-        on_miss: str = "default",
+        on_miss: str | None = None,
         strict: bool = False,
+        folder: Path | None = None,
     ) -> None:
-        super().__init__(command, cache=cache, given=given, on_miss=on_miss, strict=strict)
+        super().__init__(
+            command, cache=cache, given=given, on_miss=on_miss, strict=strict, folder=folder
+        )
         self._tune_s = tune_s
         self._line: Line | None = None
         self._folder = ""

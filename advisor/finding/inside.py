@@ -13,6 +13,7 @@ from advisor.cache.task import permissions
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.conducted import Conducted
 from advisor.finding.lookups import Lookup, looked_up_by, warn
+from advisor.finding.meant import folder
 from advisor.finding.piloted import Found
 from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 from advisor.tuners.search.plan import Plan
@@ -53,8 +54,9 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
     how: dict[str, Any] = {
         "cache": asked["cache"],
         "given": permissions({name: asked[name] for name in PERMISSIONS}),
-        "on_miss": asked["on_miss"] or settings.on_miss() or "default",
+        "on_miss": asked["on_miss"],
         "strict": strict,
+        "folder": folder(),
     }
     if tune is None:
         return Found(own_command(), **how)

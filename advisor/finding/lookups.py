@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache import settings
@@ -23,7 +24,8 @@ from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, carried
 from advisor.finding.find import Outcome, find
-from advisor.finding.meant import CODE, Meant, script
+from advisor.finding.job import asked_for
+from advisor.finding.meant import CODE, Meant, folder, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
@@ -99,9 +101,11 @@ def apply(
             seconds, or '2h'. Default: what the record was tuned for.
         cache: store URL, or several, looked up in order; default: $ADVISOR_CACHE, else
             [tool.advisor] cache in pyproject.toml, else the user's cache folder.
-        on_miss: 'default' (torch's defaults) or 'nearest' (what is safe to carry over from the
-            nearest record: same target, other shape or device). Default: $ADVISOR_ON_MISS, else
-            [tool.advisor] on-miss.
+        on_miss: 'default' (torch's defaults), 'nearest' (what is safe to carry over from the
+            nearest record: same target, other shape or device) or 'request' (torch's defaults, and
+            a tuning is asked for at the first server among the stores, with the code sent along,
+            in a thread that nothing waits for). Default: $ADVISOR_ON_MISS, else [tool.advisor]
+            on-miss.
         tune: without a target, where nothing is known of the run: so many seconds, or '10m', of
             its first time are spent on trying configs at its step boundaries; it trains on in each
             of them, then with the best, which is remembered. A config that fails costs nothing but
@@ -256,13 +260,20 @@ class Lookup:
             raise NoRecord(outcome.refused)
         if request.nearest and akin(query, outcome.match.nearest):
             return self._near(request, query, outcome.match)
-        raise NoRecord(self._missed(request, query, outcome.match))
+        why = self._missed(request, query, outcome.match)
+        if request.asks and NoRecord not in self.leaves:
+            why += f"; {asked_for(request, query, outcome.match.nearest, self._folder())}"
+        raise NoRecord(why)
 
     def _requested(self) -> Request:
         return Request.of(self._target, self._asked)
 
     def _queried(self, request: Request) -> Query:
         return request.query()
+
+    def _folder(self) -> Path | None:
+        """Where the script was started, as far as that is known."""
+        return folder()
 
     def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
         record = match.record

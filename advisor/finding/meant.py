@@ -138,6 +138,13 @@ def script() -> Path:
     return Path(file)
 
 
+def folder() -> Path | None:
+    """The current folder; None where it is gone."""
+    with contextlib.suppress(OSError):
+        return Path.cwd()
+    return None
+
+
 def beside() -> list[Spec]:
     """The running script and the modules beside it; of one in a package, also those around it."""
     here = script()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
@@ -40,6 +41,7 @@ class Found:
         command: of the run, for what is printed.
         given: fields of a Task that the user permits.
         on_miss, strict: as `apply` takes them.
+        folder: where it was started.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class Found:
         *,
         cache: Cache = None,
         given: Mapping[str, Any] | None = None,
-        on_miss: str = "default",
+        on_miss: str | None = None,
         strict: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self._command = tuple(command)
         self._cache = cache
         self._given = dict(given or {})
-        self._on_miss, self._strict = on_miss, strict
+        self._on_miss, self._strict, self._where = on_miss, strict, folder
         self._put = Config()
         self._seen: Seen | None = None
 
@@ -93,6 +96,7 @@ class Found:
         set_up_logging()
         self._seen = seen
         lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
+        lookup.started_in = self._where
         lookup.leaves = (NoRecord,) if searches else ()
         advice = served(lookup, device=seen.device, strict=self._strict)
         record = advice.record
@@ -165,6 +169,7 @@ class _OfRun(Lookup):
     """A lookup with the model in hand, of which a running script shows what makes its key."""
 
     goes_on = "as the script is"
+    started_in: Path | None = None
 
     def __init__(
         self,
@@ -172,7 +177,7 @@ class _OfRun(Lookup):
         command: tuple[str, ...],
         given: dict[str, Any],
         cache: Cache,
-        on_miss: str,
+        on_miss: str | None,
     ) -> None:
         super().__init__(None, {})
         self._seen, self._command, self._given = seen, command, given
@@ -192,6 +197,9 @@ class _OfRun(Lookup):
             on_miss=self._on_miss,
             cache=self._cache,
         )
+
+    def _folder(self) -> Path | None:
+        return self.started_in
 
     def _queried(self, request: Request) -> Query:
         from advisor.tuners.environment import detect

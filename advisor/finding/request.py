@@ -119,9 +119,18 @@ class Request:
         Raises:
             UsageError: what is set is none of settings.ON_MISS.
         """
+        return self._misses == "nearest"
+
+    @property
+    def asks(self) -> bool:
+        """Whether a miss is to be asked of the team's server as a job. Raises as `nearest`."""
+        return self._misses == "request"
+
+    @property
+    def _misses(self) -> str:
         on_miss = self.on_miss or settings.on_miss() or "default"
         _is_on_miss(on_miss)
-        return on_miss == "nearest"
+        return on_miss
 
     def length(self, batch: int) -> Length | None:
         """How long the job is, at the batch that it names, else at this one."""

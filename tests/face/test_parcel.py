@@ -109,7 +109,10 @@ def test_a_checkout_travels_as_it_lies_there(project: Path) -> None:
 
 def test_no_commit_yet(project: Path) -> None:
     git(project, "init", "-q")
-    assert names(pack(project).archive) == PACKED and pack(project).commit == ""
+    (project / ".gitignore").write_text("run.sh\n")
+    packed = pack(project)
+    assert names(packed.archive) == [".gitignore", *(one for one in PACKED if one != "run.sh")]
+    assert packed.commit == ""
 
 
 def test_submodules_travel(project: Path, tmp_path: Path) -> None:
@@ -185,6 +188,9 @@ def test_a_home_is_not_packed(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     for folder in (project, project.parent, Path("/")):
         with pytest.raises(UsageError, match="no project's folder"):
             pack(folder)
+    git(project, "init", "-q")  # as for settings
+    packed = pack(project / "nets")
+    assert (packed.root, names(packed.archive)) == (project / "nets", ["net.py"])
 
 
 def test_files_that_cannot_be_used(project: Path) -> None:

@@ -116,9 +116,12 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
 def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests.settings, "on_miss", lambda: "nearest")
     assert of().nearest and not of(on_miss="default").nearest
+    assert not of().asks and of(on_miss="request").asks and not of(on_miss="request").nearest
     monkeypatch.setattr(requests.settings, "on_miss", lambda: "panic")
     assert of(on_miss="nearest").nearest
-    with pytest.raises(UsageError, match=r"^on_miss 'panic': expected one of default, nearest$"):
+    with pytest.raises(
+        UsageError, match=r"^on_miss 'panic': expected one of default, nearest, request$"
+    ):
         _ = of().nearest
 
 
@@ -126,7 +129,7 @@ def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     ("target", "asked", "said"),
     [
         (3, {}, "target 3: expected a target's name or an nn.Module"),
-        (None, {"on_miss": "panic"}, "on_miss 'panic': expected one of default, nearest"),
+        (None, {"on_miss": "panic"}, "on_miss 'panic': expected one of default, nearest, request"),
         (None, {"batch": 0}, "batch 0: expected a number of at least 1, or 'free'"),
         (None, {"batch": "all"}, "batch 'all': expected a number of at least 1, or 'free'"),
         (None, {"batch": True}, "batch True: expected a number of at least 1, or 'free'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,23 @@ def served(running: Served) -> Served:
     """With nothing in its database but a token of each role."""
     fresh(running)
     return running
+
+
+@pytest.fixture(scope="session")
+def running_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that all tests share for which one database is enough."""
+    with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
+        yield found
+
+
+@pytest.fixture
+def team(running_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """With nothing in its database; it is the store here, with a token that may submit."""
+    fresh(running_lite)
+    monkeypatch.setenv("ADVISOR_TOKEN", running_lite.tokens["submit"])
+    monkeypatch.setenv("ADVISOR_CACHE", running_lite.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
+    return running_lite
 
 
 @pytest.fixture

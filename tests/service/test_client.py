@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,15 @@ from advisor.wanted import Wanted
 from tests.cache import servers
 from tests.cache.examples import record
 from tests.face.commands import advisor
-from tests.service.serving import Served, fresh, serving
+from tests.service.serving import Served
 from tests.service.test_jobs import RECORD, claimed
 from tests.service.test_records import named, put
 from tests.service.test_store import answering
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
-        yield found
-
-
 @pytest.fixture
-def served(started: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """With nothing in its database, and a token that may submit in the environment."""
-    fresh(started)
-    monkeypatch.setenv("ADVISOR_TOKEN", started.tokens["submit"])
-    monkeypatch.setenv("ADVISOR_CACHE", started.url)
-    return started
-
-
-@pytest.fixture
-def client(served: Served) -> Client:
-    return Client(served.url)
+def client(team: Served) -> Client:
+    return Client(team.url)
 
 
 @pytest.fixture
@@ -66,25 +50,25 @@ def end(served: Served, one: Claimed, **last: Any) -> None:
     assert served.ask("POST", "/api/attempt/end", one.external, last).status == 200
 
 
-def test_a_job_as_python_sees_it(served: Served, client: Client, project: Path) -> None:
+def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) -> None:
     job = client.submit("nets/net.py:Net", shape=(64, 8), gpu="H100", budget="1m")
     assert job.new and job.state == "queued" and not job.over
     again = client.submit("nets/net.py:Net", shape="64x8", gpu="H100", budget=60, seed=None)
     assert (again.id, again.new) == (job.id, False)
-    one = claimed(served)
+    one = claimed(team)
     assert one is not None and one.job == job.id
-    archive = served.ask("GET", f"/api/archives/{one.asked.archive}", one.external).data
+    archive = team.ask("GET", f"/api/archives/{one.asked.archive}", one.external).data
     with tarfile.open(fileobj=io.BytesIO(archive)) as found:
         assert {"nets/net.py", "train.py"} <= set(found.getnames())
-    beat(served, one, "trial 1\n")
+    beat(team, one, "trial 1\n")
     assert [*client.log(job.id)] == ["trial 1\n"]
     seen: list[str] = []
     reader = threading.Thread(
         target=lambda: seen.extend(client.log(job.id, follow=True, poll_s=0.01))
     )
     reader.start()
-    beat(served, one, "trial 2\n")
-    end(served, one, state="failed", reason="out of memory")
+    beat(team, one, "trial 2\n")
+    end(team, one, state="failed", reason="out of memory")
     reader.join(30)
     assert "".join(seen) == "trial 1\ntrial 2\n"
     told = client.job(job.id)
@@ -158,24 +142,24 @@ def test_commands_that_are_not_sent(project: Path, command: list[str], says: str
         wanted(below, *command)
 
 
-def test_servers_that_do_not_serve(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["read"])
-    assert Client(served.url).jobs() == []
+def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISOR_TOKEN", team.tokens["read"])
+    assert Client(team.url).jobs() == []
     with pytest.raises(StoreError, match="may read; this needs submit"):
-        Client(served.url).submit("torchvision:resnet18", shape=(1, 3, 8, 8))
-    assert Client(served.url, served.tokens["submit"]).submit("torchvision:a", shape=(1, 8)).new
+        Client(team.url).submit("torchvision:resnet18", shape=(1, 3, 8, 8))
+    assert Client(team.url, team.tokens["submit"]).submit("torchvision:a", shape=(1, 8)).new
     with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
-        Client(served.url, "adv_" + "x" * 43).jobs()
+        Client(team.url, "adv_" + "x" * 43).jobs()
     with pytest.raises(UsageError, match="no token"):
-        Client(served.url, "with blanks")
+        Client(team.url, "with blanks")
     with pytest.raises(UsageError, match="expected http"):
         Client("dir:/data")
     with pytest.raises(UsageError, match="in the clear"):
         Client("http://advisor.team")
     with pytest.raises(UsageError, match="there is no such job"):
-        Client(served.url).job(7)
+        Client(team.url).job(7)
     with pytest.raises(StoreError, match="has no jobs; it is older"):
-        Client(f"http://127.0.0.1:{served.port}/below").jobs()
+        Client(f"http://127.0.0.1:{team.port}/below").jobs()
     with pytest.raises(StoreError, match=r"^server http://127.0.0.1:\d+: .*refused"):
         Client(f"http://127.0.0.1:{servers.free_port()}").jobs()
 
@@ -238,7 +222,7 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_submit(served: Served, project: Path) -> None:
+def test_submit(team: Served, project: Path) -> None:
     (project / ".env").write_text("KEY=1")
     said = advisor(project, *SUBMIT, *RUN)
     code, stays, last = said.stdout.splitlines()
@@ -257,8 +241,8 @@ def test_submit(served: Served, project: Path) -> None:
     assert target.stdout == "job 3 queued; to follow it: advisor logs -f 3\n"
 
 
-def test_the_server_may_be_named(served: Served, project: Path) -> None:
-    plain = served.url.partition("?")[0]
+def test_the_server_may_be_named(team: Served, project: Path) -> None:
+    plain = team.url.partition("?")[0]
     for cache in ("dir:store", ""):
         alone = advisor(project, *SUBMIT, *RUN, ADVISOR_CACHE=cache)
         assert alone.returncode == 2 and alone.stderr.startswith(
@@ -266,8 +250,8 @@ def test_the_server_may_be_named(served: Served, project: Path) -> None:
         )
     found = advisor(project, *SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
     assert found.stdout.endswith(f"advisor logs -f 1 --server {plain}\n")
-    assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{served.url}").returncode == 0
-    (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{served.url}"\n')
+    assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
+    (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{team.url}"\n')
     assert told(advisor(project, "jobs", "--json", ADVISOR_CACHE=""))["jobs"][0]["id"] == 1
 
 
@@ -293,21 +277,21 @@ def test_the_server_may_be_named(served: Served, project: Path) -> None:
         ("cancel 7", "there is no such job"),
     ],
 )
-def test_what_is_refused(served: Served, project: Path, words: str, says: str) -> None:
+def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> None:
     said = advisor(project, *shlex.split(words))
     assert said.returncode == 2 and says in said.stderr
     assert said.stderr.count("\n") == 1 and not said.stdout
-    assert Client(served.url).jobs() == []
+    assert Client(team.url).jobs() == []
 
 
-def test_jobs_logs_and_cancel(served: Served, project: Path) -> None:
+def test_jobs_logs_and_cancel(team: Served, project: Path) -> None:
     assert advisor(project, "jobs").stdout.startswith("No jobs; to ask for one: advisor submit")
     for _ in range(2):
         advisor(project, *SUBMIT, *RUN)
-        one = claimed(served)
+        one = claimed(team)
         assert one is not None
-        beat(served, one, "trial 1\n")
-        end(served, one, state="failed", reason="no loss")
+        beat(team, one, "trial 1\n")
+        end(team, one, state="failed", reason="no loss")
     listed = advisor(project, "jobs")
     heads, first, second = listed.stdout.splitlines()
     assert heads.split() == ["ID", "state", "what", "where", "since", "by", "reason"]
@@ -330,13 +314,13 @@ def test_jobs_logs_and_cancel(served: Served, project: Path) -> None:
     assert refused.returncode == 1 and "set ADVISOR_TOKEN to one of" in refused.stderr
 
 
-def test_submit_follows(served: Served, project: Path) -> None:
+def test_submit_follows(team: Served, project: Path) -> None:
     def work() -> None:
-        while (one := claimed(served)) is None:
+        while (one := claimed(team)) is None:
             pass
-        beat(served, one, "trial 1\n")
-        put(served, *named(record()), one.external)
-        end(served, one, state="done", record=RECORD)
+        beat(team, one, "trial 1\n")
+        put(team, *named(record()), one.external)
+        end(team, one, state="done", record=RECORD)
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -344,6 +328,7 @@ def test_submit_follows(served: Served, project: Path) -> None:
     worker.join(30)
     assert said.returncode == 0 and said.stdout.splitlines()[-1] == "trial 1"
     assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
+    assert told(advisor(project, "logs", "-f", "1", "--json"))["log"] == "trial 1\n"
     again = advisor(project, "submit", *RUN)
     assert again.stdout.splitlines()[-1] == "job 1: done before, the same; --force measures again"
     assert told(advisor(project, "submit", "--force", "--json", *RUN))["id"] == 2
