@@ -71,29 +71,28 @@ class Node:
 
 
 class Cluster:
-    """A head without GPUs, and a node with one for each name."""
+    """A head without GPUs, and nodes with one each."""
 
-    def __init__(self, *gpus: str) -> None:
+    def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
         self._port, self._client, self.port = free_port(), free_port(), free_port()
         self.head: Node | None = None
         self.nodes: dict[str, Node] = {}
-        self._gpus = gpus
         self._begun = 0
 
     @property
     def address(self) -> str:
         return f"ray-jobs:http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """The head, then the nodes, which are waited for."""
+    def start(self, *gpus: str) -> None:
+        """The head, then a node for each name, which are waited for."""
         words = ["--head", "--port", str(self._port), "--num-cpus", "0", "--num-gpus", "0"]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
         self.head = Node(self._new(), *words, "--ray-client-server-port", str(self._client))
         until(lambda: None in self.alive())
-        for gpu in self._gpus:
+        for gpu in gpus:
             self.add(gpu)
-        until(lambda: set(self._gpus) <= self.alive())
+        until(lambda: set(gpus) <= self.alive())
 
     def add(self, gpu: str) -> Node:
         words = ["--address", f"127.0.0.1:{self._port}", "--num-cpus", "1", "--num-gpus", "1"]
@@ -153,9 +152,9 @@ def _words(file: Path) -> list[bytes]:
 
 @contextlib.contextmanager
 def cluster(*gpus: str) -> Iterator[Cluster]:
-    found = Cluster(*gpus)
+    found = Cluster()
     try:
-        found.start()
+        found.start(*gpus)
         yield found
     finally:
         found.close()

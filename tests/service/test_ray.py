@@ -256,29 +256,22 @@ def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
         RayExecutor(cluster.address).room()
 
 
-def test_cancelled(team: Team) -> None:
-    asked = team.ask("H100", "it was cancelled")
-    asked.begun()
-    node = team.cluster.nodes["H100"]
-    assert node.attempts()
-    team.client.cancel(asked.id)
-    until(lambda: not node.attempts())
-    until(lambda: states(asked.now) == ["cancelled"])
-
-
-def test_a_node_is_gone(team: Team) -> None:
-    asked = team.ask("A100", "the node was killed")
+def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
+    asked = team.ask("A100", "the node was killed; then it was cancelled")
     asked.begun()
     node = team.cluster.nodes["A100"]
+    assert node.attempts()
     node.kill_raylet()
     until(lambda: not node.attempts())
     job = until(lambda: (found := asked.now).state == "preempted" and found)
     assert "is gone" in job.tries[0]["reason"]
     node.kill()
-    team.cluster.add("A100")
-    assert asked.begun() == team.cluster.nodes["A100"].folder
-    job = asked.finish()
-    assert (job.state, states(job)) == ("done", ["preempted", "done"])
+    node = team.cluster.add("A100")
+    assert asked.begun() == node.folder
+    team.client.cancel(asked.id)
+    until(lambda: not node.attempts())
+    job = until(lambda: (found := asked.now).tries[-1]["state"] != "running" and found)
+    assert (job.state, states(job)) == ("cancelled", ["preempted", "cancelled"])
 
 
 def test_the_head_is_gone_and_remembers_nothing(team: Team) -> None:
@@ -289,7 +282,7 @@ def test_the_head_is_gone_and_remembers_nothing(team: Team) -> None:
     team.cluster.kill()
     with pytest.raises(ExecutorAway):
         executor.seen([external])
-    team.cluster.start()
+    team.cluster.start("H100")
     assert executor.seen([external])[external].state == "unknown"
     asked.begun()
     job = asked.finish()
