@@ -484,6 +484,8 @@ def main(place: str = "") -> None:
             Path(place, "pid.new").write_text(str(os.getpid()))
             Path(place, "pid.new").rename(Path(place, "pid"))
         working.run()
+        if place:  # what became of it the server knows
+            remove_folder(Path(place))
     except (AdvisorError, OSError) as exc:
         sys.exit(f"advisor: {exc}")
     finally:

@@ -111,7 +111,7 @@ def serve(
         executors: what starts jobs, as `open_executors` takes them.
 
     Raises:
-        UsageError: the address cannot be had, or the certificate not be used.
+        UsageError: the address cannot be had, the certificate not be used, or an executor is none.
         StoreError: the database cannot be used.
     """
     made: list[str] = []
@@ -120,6 +120,7 @@ def serve(
         made.append(tokens.make(session, "first admin", "admin", None, None)[1])
 
     context = _context(where)
+    starters = open_executors(executors, database.url)
     listening = _listening(where)
     try:
         database.start(first)
@@ -138,9 +139,7 @@ def serve(
             timeout_graceful_shutdown=_STOPS_S,
             ssl_context_factory=None if context is None else lambda *_: context,
         )
-        reconciler = Reconciler(
-            database, open_executors(executors, database.url), _for_workers(where, listening)
-        )
+        reconciler = Reconciler(database, starters, _for_workers(where, listening))
         # What stopped it uvicorn raises again when it is done, and nothing is left to do then.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)

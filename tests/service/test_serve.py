@@ -47,7 +47,10 @@ class Process:
     def __init__(self, *words: str, program: Sequence[str] = ("-m", "advisor")) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *program, "serve", "--port", "0", *words],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            # What its executor keeps lies beside the test's other data.
+            env={"XDG_CACHE_HOME": f"{os.environ['XDG_DATA_HOME']}-cache"}
+            | os.environ
+            | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -288,7 +291,10 @@ def test_where_it_may_listen(tmp_path: Path, lite: str, capsys: pytest.CaptureFi
         port = str(taken.getsockname()[1])
         assert main(["serve", "--port", port, "--database", lite]) == 2
     assert main(["serve", "--database", lite, "--tls-cert", "x", "--tls-key", "x"]) == 2
+    assert main(["serve", "--database", lite, "--executor", "slurm"]) == 2
     said = capsys.readouterr().err.splitlines()
+    assert not Path(lite.removeprefix("sqlite:///")).exists()  # nor a token that nobody saw
+    assert "--executor 'slurm': expected one of local" in said[2]
     assert re.search(rf"--port {port}: Address already in use", said[0])
     assert "--tls-cert 'x': No such file" in said[1]
 

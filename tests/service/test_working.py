@@ -131,10 +131,15 @@ class Team:
         return self.until(number, lambda job: job["state"] in over)
 
     @property
+    def places(self) -> Iterator[Path]:
+        """The folders of attempts."""
+        return (self.folder / "cache").glob("advisor/jobs/*/advisor-*")
+
+    @property
     def workers(self) -> list[int]:
         """The processes of attempts, each with all that it started."""
-        found = (self.folder / "cache").glob("advisor/jobs/*/advisor-*/pid")
-        pids = [int(path.read_text()) for path in found]
+        found = [place / "pid" for place in self.places]
+        pids = [int(path.read_text()) for path in found if path.exists()]
         return [one for pid in pids if alive(pid) for one in host_memory.family(pid)]
 
 
@@ -192,6 +197,7 @@ def test_a_model_is_tuned_and_found_by_others(
     (tmp_path / "model.py").write_text(LAYERED)
     done = advisor(tmp_path, "why", "model.py:Net", "--shape", SHAPE, "--device", "cpu")
     assert job["record"].partition("@")[0] in done.stdout, done
+    assert gone(*team.workers) and list(team.places) == []
 
 
 def with_budget(budget: str) -> dict[str, Any]:

@@ -157,16 +157,16 @@ class Local:
             ExecutorAway: one does, or the folder cannot be used.
         """
         with self._lock:
-            if self._owner is None:
-                try:
+            try:
+                if self._owner is None:
                     make_folder(self._folder)
                     make_folder(self._devices)
                     self._owner = _locked(self._folder / "owner")
-                except OSError as exc:
-                    raise ExecutorAway(f"{self._folder}: {exc.strerror or exc}") from exc
-            if self._owner is None:
-                raise ExecutorAway("another server here starts what runs on this machine")
-            yield
+                if self._owner is None:
+                    raise ExecutorAway("another server here starts what runs on this machine")
+                yield
+            except OSError as exc:
+                raise ExecutorAway(f"{self._folder}: {exc.strerror or exc}") from exc
 
     def _names(self) -> list[str]:
         return list(dict.fromkeys(gpu.name for gpu in self._gpus()))
@@ -255,16 +255,20 @@ class _Place:
 
     @property
     def alive(self) -> bool:
-        if not (self.path / "lock").exists():
+        try:
+            lock = _locked(self.path / "lock", os.O_RDWR)
+        except FileNotFoundError:
             return False
-        lock = _locked(self.path / "lock")
         if lock is not None:
             os.close(lock)
         return lock is None
 
     @property
     def device(self) -> str:
-        return (self.path / "device").read_text()
+        try:
+            return (self.path / "device").read_text()
+        except FileNotFoundError:  # it is over, since this instant
+            return ""
 
     @property
     def last_words(self) -> str:
@@ -300,10 +304,14 @@ class _Place:
         remove_folder(self.path)
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
     """A lock on a file as long as what is returned is open here or in a child; None where another
-    has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    has it.
+
+    Args:
+        flags: it is opened with.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
