@@ -37,7 +37,7 @@ class Asked:
     Attributes:
         command: of a run, as typed; or `target` as `advisor tune` takes it.
         options: of `advisor tune`, by keyword, as JSON has them; `force` is not among them.
-        gpu: a part of the device's name: 'H100'; '' for any. gpus: 0 for the CPU.
+        gpu: a part of the device's name: 'H100'; '' for any; see `is_meant`. gpus: 0 for the CPU.
         env: see ENV; empty for the worker's own.
         archive: SHA-256 of the code's archive (tar.gz), '' for none; `folder` where in it the
             command is started.
@@ -152,6 +152,15 @@ class Asked:
             return list(_texts(Task, permissions(given)))
         task = Task.of(self.target, given)
         return list(_texts(Task, {name: getattr(task, name) for name in rows(Task)}))
+
+
+def is_meant(gpu: str, name: str) -> bool:
+    """Whether who asks for `gpu` means a GPU of this name: that has it in it, or, where a cluster
+    knows only what kind a GPU is, is a word of it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
+    if gpu.casefold() in name.casefold():
+        return True
+    asked, kind = (text.casefold().replace("-", " ") for text in (gpu, name))
+    return bool(kind) and re.search(rf"(?<!\w){re.escape(kind)}(?!\w)", asked) is not None
 
 
 def _texts(cls: type, held: Mapping[str, Any]) -> Iterator[str]:

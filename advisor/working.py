@@ -62,6 +62,8 @@ MOST_SENT, MOST_TRIALS = 2**16, 200
 MOST_REASON = 500
 _LOOK_S = 0.1
 _PR_SET_DUMPABLE = 4
+_SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+"""Variables that submitted code does not get; in the last one Ray repeats the attempt's token."""
 _OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
 
 T = TypeVar("T")
@@ -354,7 +356,7 @@ class Working:
 
     def _environment(self) -> dict[str, str]:
         """Of what runs submitted code: nothing that is advisor's own business."""
-        given = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR_")}
+        given = {k: v for k, v in os.environ.items() if not k.startswith(_SECRET)}
         beside_this = str(Path(sys.executable).parent)
         return given | {
             # 'python' is the one that has advisor.

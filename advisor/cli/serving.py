@@ -49,7 +49,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "executors",
     multiple=True,
     default=("local",),
-    metavar="local|none",
+    metavar="local|ray-jobs:http://HOST|none",
     help="What tunes what is submitted; repeat for several.  [default: local, this machine]",
 )
 @click.option(

@@ -4,6 +4,7 @@ the worker of each says what it does, with a token of its own."""
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from advisor.asked import Asked
+from advisor.asked import Asked, is_meant
 from advisor.errors import UsageError
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
@@ -55,7 +56,7 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
     """
     at = now(session)
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
-    fitting = [kind for kind in kinds if kind.casefold() in gpu.casefold()]
+    fitting = [kind for kind in kinds if is_meant(kind, gpu)]
     query = (
         select(Job)
         .where(Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
@@ -73,7 +74,8 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
         jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
         return claim(session, executor, gpu, gpus)
     job.attempts += 1
-    external = f"advisor-{job.id}-{job.attempts}"
+    # Another database may count its jobs on the same executor, or have done so before.
+    external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
     token, text = tokens.lend(session, external, expires)
     attempt = Attempt(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from advisor.asked import is_meant
 from advisor.errors import StoreError
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
@@ -198,7 +199,7 @@ def why_waits(job: Job, rooms: Sequence[Room]) -> tuple[str, bool]:
     if not job.gpus:
         fit = any(not room.gpu for room in rooms)
         return ("" if fit else "waits for a CPU that nothing is measured on"), True
-    named = [room for room in rooms if room.gpu and job.gpu.casefold() in room.gpu.casefold()]
+    named = [room for room in rooms if room.gpu and is_meant(job.gpu, room.gpu)]
     if any(room.gpus >= job.gpus for room in named):
         return "", True
     wanted = f"{job.gpus} GPUs" if job.gpus > 1 else "a GPU"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
+from advisor.asked import is_meant
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.service import archives, attempts, jobs, limits, live, schema, upkeep
@@ -239,6 +240,23 @@ def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
     """What one function does to the database, and its answer."""
     with served.database.writing() as session:
         return change(session, *what)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "meant"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("", "H100", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA A100-SXM4-80GB", "A100", True),
+        ("NVIDIA GeForce RTX 5090", "GeForce-RTX-5090", True),
+        ("NVIDIA L40S", "L4", False),
+        ("NVIDIA H100 80GB HBM3", "A100", False),
+        ("NVIDIA H100 80GB HBM3", "", False),
+    ],
+)
+def test_a_kind_of_gpu_is_meant_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
+    assert is_meant(gpu, name) is meant
 
 
 def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:

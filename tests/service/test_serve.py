@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -38,11 +38,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """`advisor serve`, as a shell starts it."""
+    """`advisor serve`, as a shell starts it.
 
-    def __init__(self, *words: str) -> None:
+    Args:
+        program: what stands for `advisor`, as Python's own arguments.
+    """
+
+    def __init__(self, *words: str, program: Sequence[str] = ("-m", "advisor")) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "advisor", "serve", "--port", "0", *words],
+            [sys.executable, *program, "serve", "--port", "0", *words],
             # What its executor keeps lies beside the test's other data.
             env={"XDG_CACHE_HOME": f"{os.environ['XDG_DATA_HOME']}-cache"}
             | os.environ

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
+from advisor.asked import Asked, is_meant
 from advisor.errors import AdvisorError
-
-if TYPE_CHECKING:
-    from advisor.asked import Asked
 
 State = Literal["running", "ended", "preempted", "unknown"]
 
@@ -31,7 +29,8 @@ class Room:
     """What could be started now.
 
     Attributes:
-        gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3'; '' for the CPU.
+        gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3', or what kind it is where a
+            cluster knows no more, 'H100'; '' for the CPU.
         gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
         why: for people, why some are not free; '' where all are.
     """
@@ -44,7 +43,7 @@ class Room:
         """Whether what is asked for finds its device here."""
         if asked.gpus == 0:
             return not self.gpu
-        return asked.gpus <= self.gpus and asked.gpu.lower() in self.gpu.lower()
+        return asked.gpus <= self.gpus and is_meant(asked.gpu, self.gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

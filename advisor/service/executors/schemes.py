@@ -16,7 +16,17 @@ def _local(_text: str, database: str) -> Executor:
     return Local(database)
 
 
-SCHEMES: Mapping[str, Callable[[str, str], Executor]] = {LOCAL: _local}
+def _ray(text: str, _database: str) -> Executor:
+    from advisor.service.executors.ray import RayExecutor
+
+    return RayExecutor(text)
+
+
+SCHEMES: Mapping[str, Callable[[str, str], Executor]] = {
+    LOCAL: _local,
+    "ray-jobs": _ray,
+    "ray": _ray,
+}
 """By what stands before the first colon: what takes the whole text, and the database for people."""
 
 
