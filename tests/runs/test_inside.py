@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.cache.config import Value
 from advisor.opening import open_records
 from advisor.printed import tune_again
-from advisor.tuners.act.pilot import host
+from advisor.tuners import host
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
@@ -111,7 +111,6 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     assert record.provenance.how == "within its own run"
     assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 8s"
     assert not suffices(record.provenance.effort, "quick")
-    assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
     modes = {one.config.get("compile", "none") for one in record.trials}
     assert modes == {"none"}
 
