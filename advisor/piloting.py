@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.tuners.act.pilot.variables import RUN, bringing
+
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+    from advisor.tuners.act.pilot.pilot import Watch
     from advisor.tuners.act.pilot.seen import Seen
 
 INJECTED = Path(__file__).with_name("injected")
@@ -26,27 +29,32 @@ def attach() -> None:
         from advisor.tuners.measure.run.repeated import Repeats
 
         IN_CHARGE.bring(guide, Repeats())
-    elif os.environ.get(line.RUN) and not settings.disabled():
-        IN_CHARGE.bring(_Later())
+    elif (said := os.environ.get(RUN)) and not settings.disabled():
+        told = json.loads(said)
+        IN_CHARGE.bring(_Later(told["command"], told["tune_s"]), _watch(told["tune_s"]))
+
+
+def _watch(tune_s: float) -> Watch | None:
+    """What compares configs in a run that is tuned within itself."""
+    if not tune_s:
+        return None
+    from advisor.tuners.measure.run.repeated import Repeats
+
+    return Repeats(careful=True)
 
 
 class _Later:
     """The guide of `advisor run`, made when it is first asked: a process that does not train never
     imports what looks things up."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: list[str], tune_s: float) -> None:
+        self._command, self._tune_s = command, tune_s
         self._made: Guide | None = None
 
     @property
     def _guide(self) -> Guide:
         if self._made is None:
-            from advisor.finding.conducted import Conducted
-            from advisor.finding.piloted import Found
-            from advisor.tuners.act.pilot.line import RUN
-
-            told = json.loads(os.environ[RUN])
-            command, tune_s = told["command"], told["tune_s"]
-            self._made = Conducted(command, tune_s=tune_s) if tune_s else Found(command)
+            self._made = _made(self._command, self._tune_s)
         return self._made
 
     def takes_over(self) -> bool:
@@ -81,8 +89,16 @@ class _Later:
         self._guide.lost(exc, order)
 
 
+def _made(command: list[str], tune_s: float) -> Guide:
+    if tune_s:
+        from advisor.finding.conducted import Conducted
+
+        return Conducted(command, tune_s=tune_s)
+    from advisor.finding.piloted import Found
+
+    return Found(command)
+
+
 def environment(command: list[str], tune_s: float) -> dict[str, str]:
     """What `advisor run` adds to its command's environment; `tune_s`: 0 for no tuning."""
-    from advisor.tuners.act.pilot.line import RUN, bringing
-
     return {RUN: json.dumps({"command": command, "tune_s": tune_s}), **bringing(INJECTED)}

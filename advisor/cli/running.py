@@ -9,7 +9,6 @@ import click
 
 from advisor.cli.options import OfCommand, Time, cache_option
 from advisor.tuners.measure.run.words import isolated, program
-from advisor.tuners.search.plan import Plan
 
 
 @click.command(cls=OfCommand)
@@ -21,7 +20,7 @@ from advisor.tuners.search.plan import Plan
     type=Time(),
     metavar="TIME",
     help="Nothing known yet: so much of the run's first time tries configs at its step boundaries, "
-    "then it goes on with the best. What changes numerics cannot be compared with fp32 so.",
+    "then it goes on with the best.",
 )
 def run(command: tuple[str, ...], cache: str | None, tune_s: float | None) -> None:
     """Run COMMAND as it is, with the advice for it in force.
@@ -35,6 +34,8 @@ def run(command: tuple[str, ...], cache: str | None, tune_s: float | None) -> No
     if option := isolated(command):
         click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
     if tune_s:
+        from advisor.tuners.search.plan import Plan
+
         Plan.of({"budget": tune_s})
     told = piloting.environment(list(command), tune_s or 0.0)
     if cache is not None:

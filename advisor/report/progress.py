@@ -6,6 +6,7 @@ Drawn between measurements only: a redraw is noise to a step that is bound by th
 from __future__ import annotations
 
 import time
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
 
 SHOWN = 12
+MOST_SAID = 60
+"""Characters of why a trial failed."""
 WAITED = 0.05
 """Share of the time that a run waits for its data from which it is shown."""
 
@@ -111,6 +114,8 @@ class Shown(Progress):
         against = ""
         if measured.ok and self._baseline is not None and self._baseline.ok:
             against = f"{measured.samples_per_s / self._baseline.samples_per_s:.2f}x"
+        elif not measured.ok:
+            against = shorten(measured.reason, MOST_SAID, placeholder=" ...")
         where = f"batch {trial.config.batch}"
         if self._run:
             # The batch is the script's; what its own data leaves of a step is worth more to see.

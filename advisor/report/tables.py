@@ -15,7 +15,7 @@ from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
 from advisor.report.data import Table
-from advisor.report.text import age, duration, outcome, rate, spread
+from advisor.report.text import age, duration, outcome, rate, ratio, spread
 from advisor.tuners.knobs import BY_NAME, FEEDS, INPUT, described
 
 WAITED = 0.1
@@ -185,8 +185,8 @@ def parts(record: Record) -> Table:
             note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        ratio = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
-        table.row(part_name(part), ratio, interval(part.low, part.high), note)
+        given = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        table.row(part_name(part), given, interval(part.low, part.high), note)
     return table
 
 
@@ -241,7 +241,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
             record.target.name,
             record.key.task.mode,
             record.key.task.inputs,
-            f"{record.winner(record.use).speedup:.2f}x",
+            ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
             warns=bool(why) or not held.trusted,

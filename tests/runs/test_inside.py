@@ -63,6 +63,7 @@ def begun(script: Path, *words: str, by: Sequence[str] = ()) -> subprocess.Popen
     return subprocess.Popen(
         [*by, sys.executable, script.name, *words],
         cwd=script.parent,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -379,7 +380,7 @@ def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
 def test_without_room_a_config_is_not_tried(
     charge: InCharge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda _pilot: False)
+    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda *_: False)
     guide, net = Careful(), Net()
     charge.bring(guide)
     train(net, 12)

@@ -16,7 +16,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from advisor.tuners.act.pilot.line import ADDRESS, SECRET, bringing, note
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, note
 from advisor.tuners.measure.run.words import measurable
 
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
