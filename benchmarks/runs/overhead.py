@@ -178,6 +178,7 @@ def starts(turns: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--nets", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--starts", type=int, default=8)
     parser.add_argument("--train", choices=STEPS, help="only be the script")
@@ -187,21 +188,22 @@ def main() -> None:
         with contextlib.suppress(BrokenPipeError):
             train(args.train, iter([10**9]) if args.forever else map(int, sys.stdin))
         return
-    rows: list[dict[str, Any]] = []
-    for name in STEPS:
+    for name in args.nets:
         with tempfile.TemporaryDirectory() as folder:
             stores = {PLAIN: None, AGAIN: None, UNKNOWN: f"{folder}/none", KNOWN: f"{folder}/one"}
             tuned(name, f"{folder}/one")
-            rows.append(in_turn(name, args.turns, stores))
+            report(in_turn(name, args.turns, stores), args.results)
             if name == "tiny" and args.starts:
-                rows.append({"starts": starts(args.starts, stores)})
-    said = {"command": f"python {Path(__file__).name} --turns {args.turns} --starts {args.starts}"}
-    rows = [{**said, "load": round(os.getloadavg()[0], 1), **row} for row in rows]
-    for row in rows:
-        print(json.dumps(row, indent=1))
-    if args.results:
-        with args.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+                report({"starts": starts(args.starts, stores)}, args.results)
+
+
+def report(row: dict[str, Any], results: Path | None) -> None:
+    """Print one result and, where there is a file for it, keep it."""
+    row = {"load": round(os.getloadavg()[0], 1), "cores": os.cpu_count(), **row}
+    print(json.dumps(row, indent=1), flush=True)
+    if results:
+        with results.open("a") as file:
+            file.write(json.dumps({"command": "python benchmarks/runs/overhead.py", **row}) + "\n")
 
 
 if __name__ == "__main__":
