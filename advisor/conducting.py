@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache.config import Value
 from advisor.cache.record import PILOT, WITHIN, Provenance
 from advisor.errors import AdvisorError
-from advisor.finding.conducted import INSIDE
+from advisor.finding.answer import unverified
 from advisor.opening import open_records
 from advisor.tuners import knobs
 from advisor.tuners.measure.run.inside import Inside, Joined
@@ -43,7 +43,7 @@ class _OfRunInside(OfRun):
         super().__init__(told["command"], given, plan, records, _Said())
         listening = socket.socket(fileno=told["socket"])
         log = Path(told["folder"]) / "log"
-        self.inside = Inside(Joined(listening), self._command, log=log, reason=INSIDE)
+        self.inside = Inside(Joined(listening), self._command, log=log)
 
     def begun(self) -> Inside:
         return self.inside
@@ -60,7 +60,9 @@ class _OfRunInside(OfRun):
     def search(self) -> None:
         """Find what is best, keep it, and have the script go on with it."""
         record = self.run().record
-        self.inside.leave(record.winner(PILOT).config)
+        config = record.winner(PILOT).config
+        doubt = "" if config == self.inside.own else unverified(record, config)
+        self.inside.leave(config, doubt)
 
 
 def _replays(name: str, value: Value) -> bool:

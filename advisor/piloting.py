@@ -7,11 +7,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from advisor.tuners.act.pilot.variables import RUN, bringing
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
     from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+    from advisor.tuners.act.pilot.pilot import Watch
     from advisor.tuners.act.pilot.seen import Seen
 
 INJECTED = Path(__file__).with_name("injected")
@@ -29,34 +32,32 @@ def attach() -> None:
         from advisor.tuners.measure.run.repeated import Repeats
 
         IN_CHARGE.bring(guide, Repeats())
-    elif os.environ.get(line.RUN) and not settings.disabled():
-        IN_CHARGE.bring(_Later())
+    elif (said := os.environ.get(RUN)) and not settings.disabled():
+        told = json.loads(said)
+        IN_CHARGE.bring(_Later(told), _watch(told["tune_s"]))
+
+
+def _watch(tune_s: float) -> Watch | None:
+    """What compares configs in a run that is tuned within itself."""
+    if not tune_s:
+        return None
+    from advisor.tuners.measure.run.repeated import Repeats
+
+    return Repeats(careful=True)
 
 
 class _Later:
     """The guide of `advisor run`, made when it is first asked: a process that does not train never
     imports what looks things up."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._told = told
         self._made: Guide | None = None
 
     @property
     def _guide(self) -> Guide:
         if self._made is None:
-            from advisor.finding.conducted import Conducted
-            from advisor.finding.in_command import InCommand
-            from advisor.finding.piloted import Found
-            from advisor.tuners.act.pilot.line import RUN
-
-            told = json.loads(os.environ[RUN])
-            command, tune_s = told["command"], told["tune_s"]
-            folder = Path(told["folder"]) if told["folder"] else None
-            options = InCommand(**told["options"]) if told["options"] else None
-            self._made = (
-                Conducted(command, tune_s=tune_s, folder=folder)
-                if tune_s
-                else Found(command, folder=folder, options=options)
-            )
+            self._made = _made(self._told)
         return self._made
 
     def takes_over(self) -> bool:
@@ -91,6 +92,19 @@ class _Later:
         self._guide.lost(exc, order)
 
 
+def _made(told: dict[str, Any]) -> Guide:
+    folder = Path(told["folder"]) if told["folder"] else None
+    if told["tune_s"]:
+        from advisor.finding.conducted import Conducted
+
+        return Conducted(told["command"], tune_s=told["tune_s"], folder=folder)
+    from advisor.finding.in_command import InCommand
+    from advisor.finding.piloted import Found
+
+    options = InCommand(**told["options"]) if told["options"] else None
+    return Found(told["command"], folder=folder, options=options)
+
+
 def environment(
     command: list[str], tune_s: float, options: InCommand | None = None
 ) -> dict[str, str]:
@@ -101,8 +115,6 @@ def environment(
         tune_s: 0 for no tuning.
         options: of it, that are set otherwise.
     """
-    from advisor.tuners.act.pilot.line import RUN, bringing
-
     folder = ""
     with contextlib.suppress(OSError):  # it is gone
         folder = str(Path.cwd())

@@ -40,8 +40,8 @@ from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.link import BYTES, JSON
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.report.text import duration
+from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import Guarded, how
-from advisor.tuners.measure.worker import host_memory
 
 if TYPE_CHECKING:
     from advisor.tuners.environment import Gpu
@@ -390,7 +390,7 @@ class Working:
         in a container they may be the host's."""
         for gpu in self._gpus():
             if gpu.users:
-                own = host_memory.family(os.getpid())
+                own = host.family(os.getpid())
                 others = [n for n in gpu.users if n not in own and Path(f"/proc/{n}").exists()]
                 if others:
                     self._others.add(dataclasses.replace(gpu, users=tuple(others)).used_by)

@@ -24,8 +24,9 @@ def tells(low: float, high: float) -> bool:
 
 
 def speedup(ratio: float, low: float, high: float) -> str:
-    """'1.38x (1.36-1.41)'."""
-    return f"{ratio:.2f}x ({interval(low, high)})"
+    """'1.38x (1.36-1.41)'; 'could not tell' where the interval says nothing."""
+    told = interval(low, high)
+    return f"{ratio:.2f}x ({told})" if tells(low, high) else told
 
 
 def interval(low: float, high: float) -> str:

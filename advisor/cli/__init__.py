@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import keyword
 import os
 import sys
 
 import click
 
 import advisor
-from advisor.cli import emitting, jobs, measuring, reading, running, serving, sharing
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
+_ROOMS = {
+    "tune": "measuring",
+    "run": "running",
+    "show": "reading",
+    "report": "reading",
+    "why": "reading",
+    "emit": "emitting",
+    "explain": "measuring",
+    "verify": "measuring",
+    "export": "sharing",
+    "import": "sharing",
+    "sync": "sharing",
+    "gc": "sharing",
+    "submit": "jobs",
+    "jobs": "jobs",
+    "logs": "jobs",
+    "cancel": "jobs",
+    "serve": "serving",
+    "token": "serving",
+    "forget": "reading",
+    "env": "reading",
+    "completion": "reading",
+}
+"""Where each command is: `advisor run` is part of every start, and loads its own room alone."""
+
+
+class _Commands(click.Group):
+    """Those of the rooms, each loaded when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_ROOMS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ROOMS:
+            return None
+        room = importlib.import_module(f"advisor.cli.{_ROOMS[cmd_name]}")
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command: click.Command = getattr(room, name)
+        return command
+
 
 @click.group(
+    cls=_Commands,
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,32 +68,6 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(WRONG_USAGE)
-
-
-for _command in (
-    measuring.tune,
-    running.run,
-    reading.show,
-    reading.report,
-    reading.why,
-    emitting.emit,
-    measuring.explain,
-    measuring.verify,
-    sharing.export,
-    sharing.import_,
-    sharing.sync,
-    sharing.gc,
-    jobs.submit,
-    jobs.jobs,
-    jobs.logs,
-    jobs.cancel,
-    serving.serve,
-    serving.token,
-    reading.forget,
-    reading.env,
-    reading.completion,
-):
-    cli.add_command(_command)
 
 
 def main(arguments: list[str] | None = None) -> int:

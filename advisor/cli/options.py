@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
-from rich.console import Console
 
 from advisor.cache.kinds import Choice, Seconds, Several
-from advisor.cache.records import Records
 from advisor.cache.task import Row, permissions, rows
 from advisor.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from advisor.cache.records import Records
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -166,5 +169,7 @@ def complete_files(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionIt
 
 def console(**how: Any) -> Console:
     """Wide where no terminal says otherwise, so that a log or a pipe gets whole lines."""
+    from rich.console import Console
+
     console = Console(**how)
     return console if console.is_terminal else Console(width=140, **how)

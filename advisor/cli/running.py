@@ -10,7 +10,6 @@ import click
 from advisor.cli.options import OfCommand, Time, cache_option, map_option, mapped
 from advisor.errors import NoRecord, UsageError
 from advisor.tuners.measure.run.words import isolated, program
-from advisor.tuners.search.plan import Plan
 
 
 @click.command(cls=OfCommand)
@@ -22,7 +21,7 @@ from advisor.tuners.search.plan import Plan
     type=Time(),
     metavar="TIME",
     help="Nothing known yet: so much of the run's first time tries configs at its step boundaries, "
-    "then it goes on with the best. What changes numerics cannot be compared with fp32 so.",
+    "then it goes on with the best.",
 )
 @map_option
 def run(
@@ -40,6 +39,8 @@ def run(
         click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
     named = mapped(map)
     if tune_s:
+        from advisor.tuners.search.plan import Plan
+
         Plan.of({"budget": tune_s})
         if named:
             raise UsageError("--map takes starts of its own, --tune has one; give one of them")

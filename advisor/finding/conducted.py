@@ -24,10 +24,10 @@ from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import warn
 from advisor.finding.piloted import Found, in_force
 from advisor.opening import Cache
-from advisor.tuners import knobs
-from advisor.tuners.act.pilot.line import ADDRESS, RUN, Line
+from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.variables import ADDRESS, RUN
 from advisor.tuners.act.ranks import Group
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
@@ -35,8 +35,6 @@ PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
 for another that evaluates, or writes a checkpoint."""
 LEAVE_S = 10.0
 """For that process to end by itself, once it has told every rank."""
-INSIDE = "tuned inside a run, which is not started anew to compare"
-"""Why a config that changes what is computed was not held against fp32."""
 _conductors = itertools.count()
 
 
@@ -99,9 +97,7 @@ class Conducted(Found):
                 self._conductor.wait(LEAVE_S)
             shutil.rmtree(self._folder, ignore_errors=True)
         self._end()
-        doubts = knobs.doubtful(order.config) and order.config != order.own
-        reason = "found in this run" + f"; not verified against fp32: {INSIDE}" * doubts
-        return in_force(order.config, order.own, reason)
+        return in_force(order.config, order.own, f"found in this run{order.doubt}")
 
     def _end(self) -> None:
         """Have done with the process that searches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.act.pilot.pilot import Watch
 
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
 """Of apply()'s arguments, those that say of a run what its user permits."""
@@ -42,7 +44,7 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
     if settings.disabled() or asked["mode"] == "infer":
         return advice
     try:
-        IN_CHARGE.bring(_guide(asked, tune, strict))
+        IN_CHARGE.bring(_guide(asked, tune, strict), None if tune is None else _watch())
     except UsageError as exc:
         if strict:
             raise
@@ -64,6 +66,13 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
     return Conducted(own_command(), tune_s=seconds, **how)
 
 
+def _watch() -> Watch:
+    """What compares configs in a run that is tuned within itself."""
+    from advisor.tuners.measure.run.repeated import Repeats
+
+    return Repeats(careful=True)
+
+
 def release() -> None:
     """Take away all that advisor has put into this process: the pilot that `apply()` attached or
     `advisor run` brought, its hooks, what it has set in models and optimizers, and every flag.
@@ -75,8 +84,8 @@ def release() -> None:
 
 def own_command() -> list[str]:
     """How this process was started, as a person would type it."""
-    words = sys.orig_argv[1:]
+    python, *words = sys.orig_argv
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["python", *words]
+        return ["python" if shutil.which("python") == sys.executable else python, *words]
     words = [word for word in words if word != "-u"]  # torchrun's own
     return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 IN_HAND = "give the model itself: advisor.apply(model)"
 """What can be looked up where a file's code cannot be compared."""
+_NOT_THEIRS = ("advisor", "torch")
+"""Packages no line of which is the user's: a hook of PyTorch's stands between."""
 _log = logging.getLogger("advisor")
 
 
@@ -450,7 +452,7 @@ def warn(message: str) -> None:
         return
     message = printable(message)  # a setting or a store may have said it
     level, frame = 2, sys._getframe().f_back
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "advisor":
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THEIRS:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 

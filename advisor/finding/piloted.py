@@ -137,7 +137,10 @@ class Found:
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`."""
-        warn(f"the advice failed ({type(exc).__name__}: {exc}). Training goes on without it")
+        warn(
+            f"the advice failed ({type(exc).__name__}: {exc}). What failed is done again without "
+            "it, and training goes on so"
+        )
 
     def lost(self, exc: Exception, order: Order) -> None:
         """As `Guide.lost`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from advisor.tuners.search.space import Space
 
 SHOWN = 12
+MOST_SAID = 60
+"""Characters of why a trial failed."""
 WAITED = 0.05
 """Share of the time that a run waits for its data from which it is shown."""
 
@@ -132,6 +135,9 @@ class Shown(Progress):
     def _cells(self, trial: Trial) -> tuple[str, ...]:
         measured = trial.measurement
         ratio = self._ratio(measured)
+        against = f"{ratio:.2f}x" if ratio else ""
+        if not measured.ok:
+            against = shorten(measured.reason, MOST_SAID, placeholder=" ...")
         where = f"batch {trial.config.batch}"
         if self._run:
             # The batch is the script's; what its own data leaves of a step is worth more to see.
@@ -143,7 +149,7 @@ class Shown(Progress):
             self._described(trial),
             where,
             f"{rate(measured.samples_per_s)}/s" if measured.ok else outcome(measured),
-            f"{ratio:.2f}x" if ratio else "",
+            against,
         )
 
     def _described(self, trial: Trial) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from advisor.cache.record import LOOP, Record
+from advisor.cache.record import Record
 from advisor.cache.shown import size
 from advisor.finding.answer import break_even
 from advisor.printed import about, script_line
@@ -30,7 +30,7 @@ def report(record: Record, cache: str | None = None, line: str | None = None) ->
 
 
 def _headline(record: Record) -> str:
-    advised = record.winner(LOOP)
+    advised = record.winner(record.use)
     if advised.config == record.baseline.config:
         return f"The advice is {record.key.task.baseline}"
     what = described(advised.config, record.baseline.config)
@@ -80,7 +80,7 @@ def _tried(record: Record) -> Section:
 
 
 def _knobs(record: Record, cache: str | None) -> Section:
-    nothing = record.winner(LOOP).config == record.baseline.config and not record.input
+    nothing = record.winner(record.use).config == record.baseline.config and not record.input
     line = "Not measured yet; run:"
     if nothing:
         line = f"No knob is set: {record.key.task.baseline} is advised."

@@ -8,14 +8,14 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, Choice, Measurement, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, PILOT, Choice, Measurement, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import script_line
 from advisor.report.data import Table
-from advisor.report.text import age, duration, outcome, rate, spread
+from advisor.report.text import age, duration, outcome, rate, ratio, spread
 from advisor.tuners.knobs import BY_NAME, FEEDS, INPUT, described
 
 WAITED = 0.1
@@ -84,7 +84,7 @@ def stale(record: Record) -> str:
 
 def said(record: Record) -> Iterator[str]:
     """What must be known of the verdict."""
-    made, advised, baseline = record.provenance, record.winner(LOOP), record.key.task.baseline
+    made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
         yield f"Nothing was raced beside {baseline}, which is the advice until something is."
     elif advised == record.baseline:
@@ -145,11 +145,11 @@ def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
     if record.key.task.command:
         yield from _free_run(record, cache)
         return
-    loop, default = record.winner(LOOP), record.baseline
+    loop, default = record.winner(record.use), record.baseline
     captured, flags, free = (
         record.winner(CAPTURE),
         record.winner(FLAGS),
-        record.winner(LOOP, free=True),
+        record.winner(record.use, free=True),
     )
     if captured.config not in (loop.config, default.config):
         yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
@@ -185,7 +185,7 @@ def parts(record: Record) -> Table:
         right=("contributes",),
         whole=("95%",),
     )
-    held = record.winner(LOOP).config | record.input
+    held = record.winner(record.use).config | record.input
     for part in record.parts:
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
@@ -195,8 +195,8 @@ def parts(record: Record) -> Table:
             note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        ratio = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
-        table.row(part_name(part), ratio, interval(part.low, part.high), note)
+        given = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        table.row(part_name(part), given, interval(part.low, part.high), note)
     return table
 
 
@@ -223,7 +223,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
 
 def pays(record: Record, rows: Sequence[Row]) -> str:
     """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
-    advised = record.winner(LOOP).config
+    advised = record.winner(record.use).config
     if advised == record.baseline.config:
         return ""
     for row in rows:
@@ -251,7 +251,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
             record.target.name,
             record.key.task.mode,
             record.key.task.inputs,
-            f"{record.winner(LOOP).speedup:.2f}x",
+            ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
             warns=bool(why) or not held.trusted,
@@ -288,7 +288,7 @@ def trials(record: Record) -> Table:
 
 def inputs(record: Record) -> Table:
     """The step on data that is there already, and fed through a DataLoader."""
-    step = record.winner(LOOP)
+    step = record.winner(record.use)
     table = Table(
         "The advice's step, and the same fed through a DataLoader",
         ("data", "samples/s", "turns", "of the step"),
@@ -313,7 +313,7 @@ def pipelines(record: Record) -> list[tuple[str, Choice | Measurement]]:
         for one in [trial.measurement]
         if trial.stage == "input" and one.ok
     ]
-    return [("on the device already", record.winner(LOOP)), *found] if found else []
+    return [("on the device already", record.winner(record.use)), *found] if found else []
 
 
 def _input_knobs(config: Config) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from advisor.cache.record import Choice, Measurement
-from advisor.cache.shown import speedup
+from advisor.cache.shown import speedup, tells
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -44,6 +44,12 @@ def age(created: float, now: float | None = None) -> str:
 def outcome(measured: Measurement) -> str:
     """'out of memory'; '' where it ran."""
     return "" if measured.ok else OUTCOMES[measured.outcome]
+
+
+def ratio(choice: Choice) -> str:
+    """'1.38x'; '?' where the race could not tell."""
+    told = tells(choice.speedup_low, choice.speedup_high)
+    return f"{choice.speedup:.2f}x" if told else "?"
 
 
 def spread(choice: Choice) -> str:

@@ -20,7 +20,6 @@ from advisor.cache.key import fields
 from advisor.cache.match import Kind, compared
 from advisor.cache.name import Mark
 from advisor.cache.reader import Reader
-from advisor.cache.record import LOOP
 from advisor.cache.stores import Store
 from advisor.errors import RecordDamaged, StoreError
 from advisor.service.schema import Item
@@ -209,7 +208,7 @@ def _item(reader: Reader, key: str, data: bytes) -> Item:
         file=record.target.name.partition(":")[0],
         device=record.key.environment.device.name,
         fields=json.dumps(to_plain(fields(record.key))),
-        speedup=record.winner(LOOP).speedup,
+        speedup=record.winner(record.use).speedup,
         created=record.provenance.created,
     )
 

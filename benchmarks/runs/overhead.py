@@ -1,14 +1,23 @@
-"""What the pilot costs where there is nothing to do: steps/s of a small net, by turns, and a start.
+"""What the pilot costs where there is nothing to do: a step, and a start.
 
     python benchmarks/runs/overhead.py --results overhead.jsonl
 
-The net is bound by the host, where a microsecond of Python a step shows. `advisor run` finds
-nothing for it and leaves; so the two ought to be the same.
+Steps: the same script runs as it is twice, under `advisor run` with an empty store, and with a
+record whose best is the script as it is. All are there at once, and make a block of steps in turn
+while the others wait, so that what the machine does to one it does to all; a ratio is that of two
+blocks of one turn, and that of the two as they are is the noise. On a CPU the seconds are the
+process's own.
+
+Starts: the CPU seconds of a process before its script's first line, those of `advisor run` itself
+included; for `import torch`; and for steps 2 to 8, within which all is looked up. The least of some
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -16,84 +25,185 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+PLAIN, AGAIN, UNKNOWN, KNOWN = "as it is", "as it is, again", "nothing known", "known: as it is"
+STARTED = 8
+"""Steps after which the advice is in force, or is not."""
+STEPS = {"tiny": 400, "layers": 100, "convolutions": 4}
+"""Of a block: some 50 ms."""
 
 
-def train(steps: int) -> None:
-    """An ordinary script: its own seconds of importing torch, and steps/s of its last half."""
-    began = time.perf_counter()
+def net(name: str, device: str) -> tuple[Any, Any]:
+    """A model and its batch."""
     import torch
     from torch import nn
 
-    loaded = time.perf_counter() - began
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "tiny":
+        model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
+    elif name == "layers":
+        layers = (nn.Linear(64, 64) for _ in range(12))
+        model, x = nn.Sequential(*layers, nn.Linear(64, 1)), torch.randn(32, 64)
+    else:
+        convolutions = (nn.Conv2d(3 if n == 0 else 16, 16, 3) for n in range(6))
+        model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16 * 20 * 20, 10))
+        x = torch.randn(8, 3, 32, 32)
+    return model.to(device), x.to(device)
+
+
+def train(name: str, asked: Iterator[int]) -> None:
+    """An ordinary script, but that it says what so many steps took."""
+    began_s = time.process_time()
+    import torch
+
+    torch_s = time.process_time() - began_s
     torch.set_num_threads(1)
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)), nn.Linear(64, 1)).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    x = torch.randn(32, 64, device=device)
-    for step in range(steps):
-        if step == steps // 2:
-            _wait(device)
-            began = time.perf_counter()
-        loss = net(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    _wait(device)
-    rate = (steps - steps // 2) / (time.perf_counter() - began)
-    print(json.dumps({"loaded_s": loaded, "steps_per_s": rate}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, x = net(name, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
 
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        import torch
-
+    def seconds() -> float:
+        if device == "cpu":
+            return time.process_time()
         torch.cuda.synchronize()
+        return time.perf_counter()
+
+    for steps in asked:
+        began = seconds()
+        for _ in range(steps):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        took_s = seconds() - began
+        said = {"began_s": began_s, "torch_s": torch_s, "took_s": took_s}
+        print(json.dumps(said), flush=True)
 
 
-def ran(words: list[str], environment: dict[str, str]) -> dict[str, float]:
-    said = subprocess.run(
-        words, env=os.environ | environment, capture_output=True, text=True, check=True
-    ).stdout
-    found: dict[str, float] = json.loads(said.splitlines()[-1])
-    return found
+class Script:
+    """The script in a process, which makes steps when it is told to."""
+
+    def __init__(self, name: str, store: str | None) -> None:
+        command = [sys.executable, __file__, "--train", name]
+        by = [] if store is None else [sys.executable, "-m", "advisor", "run", "--cache", store]
+        words = command if store is None else [*by, "--", *command]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def steps(self, number: int) -> dict[str, float]:
+        """What these took."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        said: dict[str, float] = json.loads(self._process.stdout.readline())
+        return said
+
+    def end(self) -> str:
+        """What it said on stderr."""
+        return self._process.communicate()[1]
+
+
+def tuned(name: str, store: str) -> None:
+    """Keep a record for a net, and make the script as it is its best."""
+    from advisor.opening import open_records
+
+    least = ["--effort", "quick", "--no-verify", "--no-compile", "--trials", "1", "--budget", "5s"]
+    command = ["--", "python", __file__, "--train", name, "--forever"]
+    words = [sys.executable, "-m", "advisor", "tune", "--cache", store, *least, *command]
+    subprocess.run(words, env=with_python(), stdout=subprocess.DEVNULL, check=True)
+    records = open_records(store)
+    (record,) = records.all()
+    winners = (dataclasses.replace(one, choice=record.baseline) for one in record.winners)
+    records.put(dataclasses.replace(record, winners=tuple(winners)), revises=record)
+
+
+def with_python() -> Mapping[str, str]:
+    """An environment in which `python` is this one."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": folders}
+
+
+def in_turn(name: str, turns: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
+    """What a step takes in each way, against the script as it is."""
+    scripts = {way: Script(name, store) for way, store in stores.items()}
+    for one in scripts.values():
+        one.steps(STARTED + STEPS[name])
+    seen: dict[str, list[float]] = {way: [] for way in scripts}
+    for turn in range(turns):
+        for way in list(scripts) if turn % 2 == 0 else reversed(scripts):
+            seen[way].append(scripts[way].steps(STEPS[name])["took_s"])
+    errors = {way: one.end() for way, one in scripts.items()}
+    assert "was not tuned" in errors[UNKNOWN], errors[UNKNOWN]
+    assert not errors[KNOWN], errors[KNOWN]
+    us = {way: round(1e6 * min(took) / STEPS[name], 2) for way, took in seen.items()}
+    plain = seen.pop(PLAIN)
+    ratios = {
+        way: summary([t / p for t, p in zip(took, plain, strict=True)])
+        for way, took in seen.items()
+    }
+    return {"net": name, "turns": turns, "least_us_a_step": us, "time_over_as_it_is": ratios}
+
+
+def summary(ratios: list[float]) -> dict[str, Any]:
+    from advisor.tuners.measure.timing import median_interval
+
+    interval = [round(one, 4) for one in median_interval(ratios)]
+    return {"median": round(statistics.median(ratios), 4), "95%": interval}
+
+
+def starts(turns: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
+    """What a start takes in each way, in ms of CPU time."""
+    seen: dict[str, list[dict[str, float]]] = {way: [] for way in stores}
+    for turn in range(turns):
+        for way in list(stores) if turn % 2 == 0 else reversed(stores):
+            script = Script("tiny", stores[way])
+            first, then = script.steps(1), script.steps(STARTED - 1)
+            seen[way].append(
+                {
+                    "before its first line": first["began_s"],
+                    "import torch": first["torch_s"],
+                    f"steps 2 to {STARTED}": then["took_s"],
+                }
+            )
+            script.end()
+    least = {
+        way: {what: round(1e3 * min(one[what] for one in said), 1) for what in said[0]}
+        for way, said in seen.items()
+    }
+    return {"turns": turns, "least_ms": least}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--train", action="store_true", help="only be the script")
+    parser.add_argument("--nets", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--starts", type=int, default=8)
+    parser.add_argument("--train", choices=STEPS, help="only be the script")
+    parser.add_argument("--forever", action="store_true")
     args = parser.parse_args()
     if args.train:
-        train(args.steps)
+        with contextlib.suppress(BrokenPipeError):
+            train(args.train, iter([10**9]) if args.forever else map(int, sys.stdin))
         return
-    command = [sys.executable, __file__, "--train", "--steps", str(args.steps)]
-    ways = {
-        "as it is": command,
-        "advisor run": [sys.executable, "-m", "advisor", "run", "--", *command],
-    }
-    seen: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory() as store:
-        for turn in range(args.rounds):
-            for way in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-                seen[way].append(ran(ways[way], {"ADVISOR_CACHE": store}))
-    alone, under = seen["as it is"], seen["advisor run"]
-    ratios = [u["steps_per_s"] / a["steps_per_s"] for u, a in zip(under, alone, strict=True)]
-    later = [u["loaded_s"] - a["loaded_s"] for u, a in zip(under, alone, strict=True)]
-    row = {
-        "steps_per_s": {way: [round(one["steps_per_s"], 1) for one in seen[way]] for way in ways},
-        "ratio": {
-            "median": round(statistics.median(ratios), 4),
-            "of each turn": [round(one, 4) for one in ratios],
-        },
-        "import_torch_later_ms": [round(1000 * one, 1) for one in later],
-    }
-    print(json.dumps(row, indent=1))
-    if args.results:
-        with args.results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    for name in args.nets:
+        with tempfile.TemporaryDirectory() as folder:
+            stores = {PLAIN: None, AGAIN: None, UNKNOWN: f"{folder}/none", KNOWN: f"{folder}/one"}
+            tuned(name, f"{folder}/one")
+            report(in_turn(name, args.turns, stores), args.results)
+            if name == "tiny" and args.starts:
+                report({"starts": starts(args.starts, stores)}, args.results)
+
+
+def report(row: dict[str, Any], results: Path | None) -> None:
+    """Print one result and, where there is a file for it, keep it."""
+    row = {"load": round(os.getloadavg()[0], 1), "cores": os.cpu_count(), **row}
+    print(json.dumps(row, indent=1), flush=True)
+    if results:
+        with results.open("a") as file:
+            file.write(json.dumps({"command": "python benchmarks/runs/overhead.py", **row}) + "\n")
 
 
 if __name__ == "__main__":

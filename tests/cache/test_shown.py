@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.shown import interval, size
+from advisor.cache.shown import interval, size, speedup
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +48,4 @@ def test_nothing_else_turns_bytes_into_text() -> None:
 )
 def test_figures_that_say_nothing_are_not_shown(low: float, high: float, text: str) -> None:
     assert interval(low, high) == text
+    assert speedup(1.9, low, high) == (text if text == "could not tell" else f"1.90x ({text})")

@@ -28,6 +28,8 @@ SOURCES = "".join(
     for folder in ("advisor", "tuners", "cache")
     for file in sorted((ROOT / folder).rglob("*.py"))
 )
+_CONTEXT = click.Context(cli)
+OFFERED = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
 MOST_LINES = 160
 INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
 """How the names begin of variables that advisor sets for what it starts itself."""
@@ -38,10 +40,10 @@ def named(word: str) -> bool:
     return bool(re.search(rf"[`| ]{re.escape(word)}(?![\w-])", WHOLE))
 
 
-@pytest.mark.parametrize("command", sorted(cli.commands))
+@pytest.mark.parametrize("command", sorted(OFFERED))
 def test_commands_and_options_are_documented(command: str) -> None:
     assert named(f"advisor {command}")
-    for parameter in cli.commands[command].params:
+    for parameter in OFFERED[command].params:
         if isinstance(parameter, click.Option):
             for option in parameter.opts:
                 assert re.search(rf"[`| ,]{option}(?![\w-])", WHOLE), option
@@ -60,7 +62,7 @@ def test_what_is_not_read_is_not_documented() -> None:
     options = set(re.findall(r"(?<=`)--[a-z][a-z-]+", WHOLE))
     known = {
         option
-        for command in (cli, *cli.commands.values())
+        for command in (cli, *OFFERED.values())
         for parameter in command.get_params(click.Context(command))
         for option in parameter.opts
     }
@@ -99,7 +101,7 @@ def check_words(words: list[str]) -> None:
     program = Path(words[0]).name
     if program == "advisor":
         name, *rest = words[1:]
-        cli.commands[name].make_context(name, rest)
+        OFFERED[name].make_context(name, rest)
         if "--" in rest:
             check_words(rest[rest.index("--") + 1 :])
     elif program == "make":

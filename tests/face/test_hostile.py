@@ -12,6 +12,7 @@ from rich.console import Console
 from advisor.cache.stores import disk
 from advisor.report.progress import Shown
 from tests import hostile
+from tests.cache.examples import trial
 from tests.face.through import COMMANDS, lost, through
 
 FINE = (0, 1, 2)
@@ -45,3 +46,10 @@ def test_what_tune_says_of_a_record_is_no_markup() -> None:
     with Shown(Console(file=said, width=80), budget_s=1.0) as progress:
         progress.notice("tried first: of torchvision [/bold][link=https://example.com]0.26.0")
     assert said.getvalue().endswith("[/bold][link=https://example.com]0.26.0\n")
+
+
+def test_a_trial_that_failed_says_why() -> None:
+    said = io.StringIO()
+    with Shown(Console(file=said, width=80), budget_s=1.0) as progress:
+        progress.tried(trial(3, outcome="failed"), 0.5)
+    assert "failed  said so  " in said.getvalue()

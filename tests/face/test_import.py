@@ -67,3 +67,14 @@ def test_apply_loads_nothing_that_it_does_not_need() -> None:
         "'advisor.parcel', 'advisor.cache.stores.link') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_run_loads_nothing_of_what_is_run_or_searched() -> None:
+    """It is part of every start."""
+    code = (
+        "import os, sys; os.execve = lambda *_: None; from advisor.cli import main; "
+        "main(['run', '--', 'true']);"
+        "heavy = ('torch', 'optuna', 'rich', 'numpy', 'msgpack', 'advisor.cache.records');"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -311,7 +312,7 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     seen: list[Seen] = []
     begin = Found.begin
     monkeypatch.setattr(Found, "begin", lambda found, one: seen.append(one) or begin(found, one))
-    with pytest.warns(advisor.AdvisorWarning, match="advisor tune -- python"):
+    with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
         trained(Net())
     assert [one.threads for one in seen] == [threads]
     # Nothing was found: they stand again.
@@ -334,8 +335,13 @@ def test_no_pilot(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
+    there = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
-        [sys.executable, "train.py", *words], cwd=folder, capture_output=True, text=True
+        [sys.executable, "train.py", *words],
+        cwd=folder,
+        env=os.environ | {"PATH": there},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -346,6 +352,8 @@ def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> N
     assert done.stderr.count("AdvisorWarning") == 1
     line = """advisor tune -- python train.py 'it'"'"'s' '' 'two?lines'"""
     assert f"; run: {line}." in done.stderr
+    # The script's own line, not the one of PyTorch's that calls the hook.
+    assert done.stderr.startswith(f"{tmp_path}/train.py:") or done.stderr.startswith("train.py:")
 
 
 def test_strict_ends_the_script(tmp_path: Path) -> None:
@@ -356,8 +364,15 @@ def test_strict_ends_the_script(tmp_path: Path) -> None:
 
 def test_the_command_as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(sys, "orig_argv", ["/x/bin/python3", "-m", "package.train", "--lr", "1"])
-    assert own_command() == ["python", "-m", "package.train", "--lr", "1"]
+    words = ["-m", "package.train", "--lr", "1"]
+    monkeypatch.setattr(sys, "orig_argv", ["python3", *words])
+    assert own_command() == ["python3", *words]
+    # By its whole path, unless that is what `python` is: another one has another torch, or none.
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert own_command() == ["python", *words]
+    monkeypatch.setenv("PATH", "")
+    assert own_command() == [sys.executable, *words]
     monkeypatch.setattr(sys, "orig_argv", ["/x/bin/python3", "-u", "train.py"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,11 +20,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.cache.config import Value
 from advisor.opening import open_records
 from advisor.printed import tune_again
-from advisor.tuners.act.pilot import host
+from advisor.tuners import host, knobs
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.run.inside import Inside, Joined
+from advisor.tuners.measure.run.repeated import Repeats
 from advisor.tuners.search.plan import suffices
 from tests.runs.forked import left_behind, space_of
 
@@ -65,6 +68,7 @@ def begun(script: Path, *words: str, by: Sequence[str] = ()) -> subprocess.Popen
     return subprocess.Popen(
         [*by, sys.executable, script.name, *words],
         cwd=script.parent,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -113,7 +117,6 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     assert record.provenance.how == "within its own run"
     assert tune_again(record) == "advisor tune --no-compile -- python train.py 60 5s"
     assert not suffices(record.provenance.effort, "quick")
-    assert not any(one.stage == "numerics" and one.measurement.ok for one in record.trials)
     modes = {one.config.get("compile", "none") for one in record.trials}
     assert modes == {"none"}
 
@@ -209,6 +212,35 @@ def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert set(net.dtypes) == {torch.float32}
 
 
+def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
+    """Over the line that a run and the process that searches have; the run stays what it was."""
+    data, charge, found = torch.randn(40, 4, 6), InCharge(), []
+
+    def search(listening: socket.socket) -> None:
+        inside = Inside(Joined(listening), ["python", "train.py"], log=tmp_path / "log")
+        inside.own = space_of(inside.describe()).default
+        half, reference = inside.own.replace(precision="bf16"), knobs.strict(inside.own)
+        found.append(inside.verify(half, against=reference, steps=0, tolerance=0.02))
+        inside.leave(inside.own, "")
+
+    torch.manual_seed(0)
+    net, alone = nn.Linear(6, 4), nn.Linear(6, 4)
+    alone.load_state_dict(net.state_dict())
+    train(alone, data)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "pilot"))
+        listening.listen(1)
+        searching = threading.Thread(target=search, args=[listening])
+        searching.start()
+        charge.bring(Line(str(tmp_path / "pilot"), None, patience_s=WAIT_S), Repeats(careful=True))
+        train(net, data)
+        searching.join(WAIT_S)
+    charge.release()
+    (measured,) = found
+    assert measured.ok and measured.reason.startswith("loss within "), measured
+    assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
+
+
 class Net(nn.Module):
     """Raises in bf16 where it is to; keeps the number formats that it was called in."""
 
@@ -232,7 +264,7 @@ class Net(nn.Module):
         raise self.raises("not in bf16")
 
 
-def train(net: Net, data: int | Iterable[Tensor]) -> None:
+def train(net: nn.Module, data: int | Iterable[Tensor]) -> None:
     """On batches, or so many."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for x in data if isinstance(data, Iterable) else torch.randn(data, 4, 6):
@@ -386,7 +418,7 @@ def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
 def test_without_room_a_config_is_not_tried(
     charge: InCharge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda _pilot: False)
+    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda *_: False)
     guide, net = Careful(), Net()
     charge.bring(guide)
     train(net, 12)

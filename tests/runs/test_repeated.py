@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners import knobs
+from advisor.tuners import host, knobs
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
@@ -24,8 +24,9 @@ TOLERANCE = 0.02
 class Asking:
     """A guide that asks for one comparison, then leaves the script as it is."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *, careful: bool = False, **values: Any) -> None:
         self._values = values
+        self.careful = careful
         self.lap: Lap | None = None
 
     def takes_over(self) -> bool:
@@ -35,7 +36,7 @@ class Asking:
         self.seen = seen
         self._own = own = Config(space_of(seen).default | {"compile": "none"})
         asked = comparison(own.replace(**self._values), knobs.strict(own), TOLERANCE, tf32=False)
-        return Order(config=own, own=own, steps=STEPS, compare=asked)
+        return Order(config=own, own=own, steps=STEPS, careful=self.careful, compare=asked)
 
     def next(self, lap: Lap) -> Order:
         self.lap = lap
@@ -74,7 +75,7 @@ def trained(
 ) -> None:
     """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
     IN_FORCE.release()  # what tests of other files have left
-    pilot = None if guide is None else Pilot(guide, Repeats())
+    pilot = None if guide is None else Pilot(guide, Repeats(careful=guide.careful))
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(steps):
@@ -197,3 +198,102 @@ def test_compiled_in_half_precision_with_dropout() -> None:
     trained(Small(), guide)
     assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
     assert guide.lap.reason.startswith("loss within 0.")
+
+
+class Counting(Net):
+    """Keeps what it came to in an attribute, and rebinds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
+        return found * (1 + 0.01 * self.calls)
+
+
+class Collecting(Net):
+    """Keeps what it came to in a list, or what else it is given."""
+
+    def __init__(self, kept: Any = None) -> None:
+        super().__init__()
+        self.kept = [] if kept is None else kept
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        if isinstance(self.kept, list):
+            self.kept.append(found.detach())
+        elif isinstance(self.kept, torch.Generator):
+            found = found + torch.randn(4, generator=self.kept)
+        else:
+            self.kept += found.detach().mean(0)
+        return found
+
+
+def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
+    net, alone, guide = Counting(), Counting(), Asking(careful=True, precision="bf16")
+    alone.load_state_dict(net.state_dict())
+    trained(alone, None)
+    trained(net, guide)
+    assert guide.lap is not None and guide.lap.outcome == "ok", guide.lap
+    assert net.calls == alone.calls == 10
+    weights = net.state_dict()
+    assert all(torch.equal(weight, weights[n]) for n, weight in alone.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
+)
+def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
+    net, alone = Collecting(kept()), Collecting(kept())
+    alone.load_state_dict(net.state_dict())
+    guide = Asking(careful=True, precision="bf16")
+    trained(alone, None)
+    trained(net, guide)
+    assert guide.lap is not None and guide.lap.outcome == "failed"
+    assert (
+        guide.lap.reason
+        == "a call of the model changes Collecting.kept, which could not be put back"
+    )
+    weights = net.state_dict()
+    assert all(torch.equal(weight, weights[n]) for n, weight in alone.state_dict().items())
+    assert not isinstance(net.kept, list) or len(net.kept) == 10
+
+
+def test_where_a_run_counts_hooks_of_the_script_do_not_run_again() -> None:
+    net, guide, seen = Net(), Asking(careful=True, precision="bf16"), []
+    net.first.register_forward_hook(lambda _module, _args, found: seen.append(found.shape))
+    trained(net, guide)
+    assert guide.lap is not None and guide.lap.outcome == "failed"
+    assert "hooks" in guide.lap.reason
+    assert len(seen) == 10
+
+
+def test_where_a_run_counts_nothing_is_compared_with_little_memory_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda: host.peak_bytes() - 1)
+    net, guide = Counting(), Asking(careful=True, precision="bf16")
+    trained(net, guide)
+    assert guide.lap is not None
+    assert (guide.lap.outcome, guide.lap.reason) == ("out_of_memory", "little memory is free")
+    assert net.calls == 10
+
+
+def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    net, alone, guide = Net(), Net(), Asking(precision="bf16")
+    alone.load_state_dict(net.state_dict())
+    trained(alone, None)
+    monkeypatch.setattr("advisor.tuners.measure.run.repeated._fresh", full)
+    trained(net, guide)
+    assert guide.lap is not None and guide.lap.outcome == "out_of_memory"
+    weights = net.state_dict()
+    assert all(torch.equal(weight, weights[n]) for n, weight in alone.state_dict().items())

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from advisor.tuners.act.pilot import host, loaders
+from advisor.tuners import host
+from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.knobs import Loading
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.pilot.trees import returned
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
@@ -210,8 +212,10 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(
 
     batch = torch.randn(4, 3, 8, 8)
     hook = net.conv.register_forward_pre_hook(refuses)
-    with pytest.raises(ValueError, match="bad batch"):
+    with pytest.raises(ValueError, match="bad batch") as caught:
         net(batch)
+    (note,) = caught.value.__notes__
+    assert "raised in a second call" in note
     hook.remove()
     net(batch)
     assert net.dtypes[-1] == torch.bfloat16
@@ -364,25 +368,70 @@ class Output:
     more: dict[str, Tensor]
 
 
-def test_what_a_model_returns_is_as_it_always_was() -> None:
+class Loose:
+    """An object of the script's own, that knows itself."""
+
+    def __init__(self, features: Tensor, more: dict[str, Tensor]) -> None:
+        self.features, self.more, self.itself = features, more, self
+
+
+class Slotted:
+    __slots__ = ("features", "more", "never")
+
+    def __init__(self, features: Tensor, more: dict[str, Tensor]) -> None:
+        self.features, self.more = features, more
+
+
+class Table(dict[str, Any]):
+    """As libraries' outputs: its items are its attributes."""
+
+    def __init__(self, features: Any = None, more: Any = None) -> None:
+        super().__init__(features=features, more=more)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize("kind", [Output, Loose, Slotted, Table])
+def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
     class Returning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(3, 4, 3)
 
-        def forward(self, x: Tensor) -> Output:
+        def forward(self, x: Tensor) -> Any:
             features = self.conv(x)
-            return Output(features, {"mean": features.mean((2, 3))})
+            return kind(features, {"mean": features.mean((2, 3))})
 
     net = Returning()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     switch = switch_of(Trained(net, net, ()), optimizer)
     switch.set(OWN.replace(precision="bf16", channels_last=True))
     found = net(torch.randn(4, 3, 8, 8))
-    assert isinstance(found, Output)
+    assert type(found) is kind
     assert (found.features.dtype, found.more["mean"].dtype) == (torch.float32, torch.float32)
     found.features.view(4, -1).sum().backward()
     switch.release()
+
+
+def test_an_object_without_half_precision_in_it_is_the_models_own() -> None:
+    given = {"a": Loose(torch.ones(1), {}), "kind": Loose, "net": nn.Linear(1, 1)}
+    found = returned(lambda tensor: tensor, given)
+    assert all(found[name] is one for name, one in given.items())
+
+
+@torch._dynamo.config.patch(recompile_limit=9)
+def test_the_limit_of_recompilations_is_the_scripts_own_again(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    _net, _optimizer, switch = flown
+    switch.set(OWN.replace(compile="default"))
+    assert torch._dynamo.config.recompile_limit == 64
+    switch.release()
+    assert torch._dynamo.config.recompile_limit == 9
 
 
 def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:

@@ -20,8 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
-from advisor.tuners import fingerprint, target
-from advisor.tuners.measure.worker import host_memory
+from advisor.tuners import fingerprint, host, target
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, Job
 
@@ -224,7 +223,7 @@ def test_a_worker_that_ended_between_two_trials_is_replaced(worker: Worker) -> N
     assert measure(worker, 4).ok
     assert worker._process is not None
     guard = worker._process.pid
-    child = host_memory.family(guard)[1]
+    child = host.family(guard)[1]
     os.kill(child, signal.SIGKILL)
     assert ended(child)
     assert measure(worker, 4).ok
@@ -293,7 +292,7 @@ def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
     with Worker(job(path), deadline_s=60) as made:
         made.describe()
         assert made._process is not None
-        started = host_memory.family(made._process.pid)
+        started = host.family(made._process.pid)
         assert len(started) >= 4 and await_file(tmp_path / "daemon") in started
     assert all(ended(process, 0.1) for process in started)
 
@@ -312,7 +311,7 @@ def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> No
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     await_file(tmp_path / "spins")
-    started = host_memory.family(tuner.pid)[1:]
+    started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
     tuner.kill()
     tuner.wait()
@@ -326,7 +325,7 @@ def test_nothing_outlives_a_guard_that_was_killed(tmp_path: Path) -> None:
     with Worker(job(path), deadline_s=60) as made:
         made.describe()
         assert made._process is not None
-        child = host_memory.family(made._process.pid)[1]
+        child = host.family(made._process.pid)[1]
         made._process.kill()
         assert ended(child)
         assert measure(made, 4).ok
@@ -438,8 +437,8 @@ def test_a_control_groups_limit(
         path = tmp_path / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    machine = int(host_memory.SHARE * host_memory._total())
-    found = host_memory.limit(tmp_path / "groups", tmp_path / "self")
+    machine = int(host.SHARE * host._total())
+    found = host.memory_limit(tmp_path / "groups", tmp_path / "self")
     assert found == (machine if limit is None else limit)
 
 

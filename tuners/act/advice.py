@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,6 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint
 from advisor.tuners.act import buckets, ranks
 from advisor.tuners.act.acting import Acting, rows_of
-from advisor.tuners.act.capture.recorder import RECORDERS
-from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.act.following import (
     AUTOCAST,
     BATCHES,
@@ -43,6 +41,9 @@ from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.served import Served
 from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import Knob
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.capture.step_graph import StepGraph
 
 _NOTHING = contextlib.nullcontext()
 
@@ -241,7 +242,12 @@ class Advice:
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
-        recorder = RECORDERS.get(self.device.type) if self._acting.captured else None
+        if not self._acting.captured:
+            return train_step
+        from advisor.tuners.act.capture.recorder import RECORDERS
+        from advisor.tuners.act.capture.step_graph import StepGraph
+
+        recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)

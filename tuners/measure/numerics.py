@@ -167,7 +167,7 @@ def judge(
             return False, said_wrong
     gradients = [one for one in apart.whole if one.what == "gradient"]
     worst = max([one for one in gradients if one.sure] or gradients, key=lambda one: one.share)
-    said += f", worst gradient {worst.distance:.1%} ({worst.name})"
+    said += f", worst gradient {worst.distance:.1%} ({worst.name}; {worst.allowed:.1%} allowed)"
     if reference.moved:
         said += f", updates {_overall(reference.moved, candidate.moved):.1%}"
     return True, said

@@ -10,20 +10,16 @@ import contextlib
 import os
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.crew import Over, Unclear
 from advisor.tuners.act.pilot.orders import Lap, Order, told
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
-ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
-"""Environment variables: where the tuning process listens, and what it knows its children by."""
-RUN = "ADVISOR_RUN"
-"""The same: the command that `advisor run` started, and seconds for its tuning, as JSON."""
 MOST = 2**20
 OVER = "over"
 """What a failure is called that is none: there is no more to train."""
@@ -123,19 +119,6 @@ class Line:
         import msgpack
 
         pipe.send_bytes(msgpack.packb(message))
-
-
-def note(address: str) -> Path:
-    """A file that is there once a process has loaded torch; in it, what one of them failed with
-    before its first steps."""
-    return Path(address).with_name("torch")
-
-
-def bringing(injected: Path) -> dict[str, str]:
-    """The variable by which every Python of a command looks into a folder first: the one with the
-    sitecustomize that brings the pilot."""
-    path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def from_environment() -> Line | None:

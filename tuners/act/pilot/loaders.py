@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
 from advisor.cache import settings
-from advisor.tuners.act.pilot import hooks, host
+from advisor.tuners import host
+from advisor.tuners.act.pilot import hooks
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading

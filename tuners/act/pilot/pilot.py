@@ -12,6 +12,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError
+from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
 from advisor.tuners.act.pilot.loaders import Loaders
@@ -27,6 +28,9 @@ _log = logging.getLogger("advisor")
 HEADROOM = 1.5
 """Of the memory that a step of the script takes beyond what it holds: so much must be free before
 a careful config is tried."""
+COMPARES = 3.0
+"""The same for a comparison: strict fp32 takes twice what half precision does, and its gradients
+lie beside those of the script."""
 LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
@@ -238,9 +242,7 @@ class Pilot:
         self._order = order
         self._comparing = None
         if order.compare is not None:
-            assert self._watch is not None, "whoever asks for a comparison brings what makes it"
-            self._comparing = self._watch
-            self._comparing.begin(switch, self._trained, self._device, order.compare)
+            self._compare(switch, order, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
         self._waited_s = self._loaders.waited_s
@@ -258,13 +260,21 @@ class Pilot:
     def _set(self, switch: Switch, order: Order) -> None:
         if not order.careful or order.config == switch.own:
             switch.set(order.config)
-        elif self._has_room():
+        elif self._has_room(HEADROOM):
             struck, lost = (functools.partial(one, switch) for one in (self._struck, self._lost))
             switch.set(order.config, struck, lost)
         else:
             switch.set(switch.own)
             self._outcome = "out_of_memory"
             self._reason = "not tried: little of the device's memory is free"
+
+    def _compare(self, switch: Switch, order: Order, asked: Comparison) -> None:
+        if order.careful and not self._has_room_to_compare():
+            self._outcome, self._reason = "out_of_memory", "little memory is free"
+            return
+        assert self._watch is not None, "whoever asks for a comparison brings what makes it"
+        self._comparing = self._watch
+        self._comparing.begin(switch, self._trained, self._device, asked)
 
     def _struck(self, switch: Switch, exc: Exception) -> None:
         """A careful config has raised in a model's call: the lap ends with this step."""
@@ -298,13 +308,19 @@ class Pilot:
             self._guide.failed(exc)
             self.release()
 
-    def _has_room(self) -> bool:
+    def _has_room_to_compare(self) -> bool:
+        if self._device.type == "cuda":
+            return self._has_room(COMPARES)
+        return host.free_bytes() >= host.peak_bytes()
+
+    def _has_room(self, times: float) -> bool:
+        """Whether so many times what a step takes beyond what is held is free on the device."""
         if self._device.type != "cuda":
             return True
         free, _all = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_allocated(self._device)
         free += torch.cuda.memory_reserved(self._device) - held
-        return bool(free >= HEADROOM * (self._own_peak - held))
+        return bool(free >= times * (self._own_peak - held))
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -15,7 +15,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.pilot.orders import of_config
-from advisor.tuners.act.pilot.trees import mapped
+from advisor.tuners.act.pilot.trees import mapped, returned
 from advisor.tuners.act.replays import Replays
 
 RECOMPILATIONS = 64
@@ -71,7 +71,11 @@ class Call:
         if of_config(raised):
             self.struck(raised)
             return self.plain(*args, **kwargs)
-        found = self.plain(*args, **kwargs)
+        try:
+            found = self.plain(*args, **kwargs)
+        except Exception as own:
+            own.add_note(f"advisor: raised in a second call; the first, under advice: {raised!r}")
+            raise
         self.struck(raised)
         return found
 
@@ -120,6 +124,7 @@ class Switch:
         self._replays = Replays()
         self.counts_steps = False
         self._fallbacks: int | None = None
+        self._recompile_limit: int | None = None  # the script's own, once it is another
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
         self._calls: dict[nn.Module, Call] = {}
@@ -205,6 +210,8 @@ class Switch:
             self._leave(seat, call)
         for handle in self._unsave:
             handle.remove()
+        if self._recompile_limit is not None:
+            torch._dynamo.config.recompile_limit = self._recompile_limit
         self._calls.clear()
         self._kept.clear()
 
@@ -276,7 +283,9 @@ class Switch:
         compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
         if not compiles:
             return call.plain
-        torch._dynamo.config.recompile_limit = RECOMPILATIONS
+        if self._recompile_limit is None:
+            self._recompile_limit = torch._dynamo.config.recompile_limit
+            torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._recompile_limit)
         hooks.through(seat, None)
         for compile_, value in compiles:
             compile_(seat, value)
@@ -338,7 +347,7 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
         else:
             with torch.autocast(device.type, dtype=dtype):
                 found = inner(*args, **kwargs)
-        return mapped(handed_back, found)
+        return returned(handed_back, found)
 
     def handed_back(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):

@@ -1,14 +1,19 @@
-"""What models take and return: PyTorch's trees, and dataclasses, which these do not look into."""
+"""What models take and return: PyTorch's trees, dataclasses, which these do not look into, and of
+what is returned any object's attributes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+_UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -19,13 +24,51 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
             return change(leaf)
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
-        other = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            # Frozen ones too: it is not the script's yet.
-            object.__setattr__(other, field.name, mapped(change, getattr(leaf, field.name)))
-        return other
+        fields = [field.name for field in dataclasses.fields(leaf)]
+        return _with(leaf, {name: mapped(change, getattr(leaf, name)) for name in fields})
 
     return tree_map(of, value)
+
+
+def returned(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """What a model returns with its tensors changed, those that objects of any class hold too."""
+    return _returned(change, value, ())
+
+
+def _returned(change: Callable[[Tensor], Tensor], value: Any, around: tuple[Any, ...]) -> Any:
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        held = _held(leaf)
+        if not held or any(leaf is one for one in around):
+            return leaf
+        other = _returned(change, held, (*around, leaf))
+        same = map(operator.is_, tree_leaves(held), tree_leaves(other))
+        return leaf if all(same) else _with(leaf, other)
+
+    return tree_map(of, value)
+
+
+def _held(leaf: Any) -> dict[str, Any]:
+    """The attributes of an object that is there for what it holds, and a dictionary's items."""
+    if isinstance(leaf, _UNCHANGING) or callable(leaf):
+        return {}
+    slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [*getattr(leaf, "__dict__", ()), *slots]
+    items = dict(leaf) if isinstance(leaf, dict) else {}
+    return items | {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+
+
+def _with(leaf: Any, held: dict[str, Any]) -> Any:
+    """A copy of an object that holds this."""
+    other = copy.copy(leaf)
+    for name, value in held.items():
+        if isinstance(leaf, dict) and name in leaf:
+            other[name] = value
+        else:
+            # Frozen ones too: it is not the script's yet.
+            object.__setattr__(other, name, value)
+    return other
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -36,5 +79,17 @@ def tensors(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    mapped(take, value)
+    returned(take, value)
     return found
+
+
+def foreign(value: Any) -> str:
+    """The class of something in it that may change and that `mapped` does not copy; or ''."""
+    for leaf in tree_leaves(value):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found = foreign([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
+        if found:
+            return found
+    return ""

@@ -12,7 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from advisor.tuners.act.pilot.line import ADDRESS, SECRET, bringing, note
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, note
 from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import WorkerError
+from advisor.tuners.measure.run.repeated import comparison
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Flight, Struck
 
@@ -61,10 +62,9 @@ class Inside(Run):
 
     hangs_s = PATIENT_S
 
-    def __init__(self, running: Joined, command: Sequence[str], *, log: Path, reason: str) -> None:
+    def __init__(self, running: Joined, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log, deadline_s=PATIENT_S)
         self._running = running
-        self._reason = reason
         self._flight: Flight | None = None
 
     def measure(
@@ -100,16 +100,25 @@ class Inside(Run):
         tolerance: float,
         deadline_s: float | None = None,
     ) -> Measurement:
-        """Cannot be told: that takes runs from the start."""
-        return Measurement(outcome="failed", reason=self._reason)
+        """As `Run.verify`; 'failed' where the run might not be the same afterwards.
+
+        Raises:
+            WorkerError: the script is over.
+        """
+        del steps, deadline_s
+        asked = comparison(config, against, tolerance, tf32=self.memory > 0)
+        try:
+            return self._compared(asked, time.monotonic() + PATIENT_S)
+        except Ended as exc:
+            raise WorkerError(f"the script is over: {exc}") from exc
 
     def start(self, config: Config, *, deadline_s: float) -> Measurement:
-        """Cannot be told either."""
-        return Measurement(outcome="failed", reason=self._reason)
+        """Cannot be told: that takes a start."""
+        return Measurement(outcome="failed", reason="a run that goes on is not started anew")
 
-    def leave(self, config: Config) -> None:
+    def leave(self, config: Config, doubt: str) -> None:
         """Have the script train on with a config, as long as it likes."""
-        self._ensured(config).leave(config, self.own)
+        self._ensured(config).leave(config, self.own, doubt)
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""

@@ -18,13 +18,13 @@ What this does not see:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot import hooks
@@ -32,12 +32,13 @@ from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
-from advisor.tuners.act.pilot.trees import mapped, tensors
+from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.knobs import KNOBS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import Distances
 from advisor.tuners.measure.observe import BATCHES, Named, Point, Trace, sampled
 from advisor.tuners.measure.randomness import Rounding, SameDraws, amplitude
+from advisor.tuners.measure.run.lasting import Beyond, Held, hooked
 
 STEPS = BATCHES
 """Of the script that are looked at."""
@@ -50,12 +51,15 @@ ROUNDED = 3
 @dataclass(slots=True, eq=False)
 class _Made:
     """A call that the script made: what it was given, where the random numbers were, in which
-    autocast, and `back`, the gradient of each tensor that it returned; None where none came."""
+    autocast, and `back`, the gradient of each tensor that it returned; None where none came.
+
+    `lost`: told why one could not be kept."""
 
     call: Call
     given: tuple[tuple[Any, ...], dict[str, Any]]
     drawn: Drawn
     autocast: AbstractContextManager[object]
+    lost: Callable[[Exception], None]
     back: list[Tensor | None] = field(default_factory=list)
 
     def watch(self, result: Any) -> None:
@@ -67,7 +71,10 @@ class _Made:
 
     def _came(self, number: int, gradient: Tensor) -> None:
         held, came = self.back[number], gradient.detach()
-        self.back[number] = came.clone() if held is None else held + came
+        try:
+            self.back[number] = came.clone() if held is None else held + came
+        except RuntimeError as exc:  # out of memory, in the script's own backward pass
+            self.lost(exc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,15 @@ class _Variant:
 
 
 class Repeats:
-    """A Watch: compares a config with others on the script's own steps."""
+    """A Watch: compares a config with others on the script's own steps.
+
+    Args:
+        careful: the run is one that counts: a model is called again only where all that its own
+            call leaves behind is put back.
+    """
+
+    def __init__(self, *, careful: bool = False) -> None:
+        self._careful = careful
 
     def begin(
         self,
@@ -91,7 +106,7 @@ class Repeats:
         """The next step is the first to be looked at; the script trains as it is."""
         self._switch, self._device, self._asked = switch, device, asked
         self._weights = _weights(trained)
-        self._buffers = [buffer for one in trained for buffer in one.model.buffers()]
+        self._modules = list({m: None for one in trained for m in one.model.modules()})
         self._fp32, self._plain = _Variant(asked.fp32), _Variant(asked.plain)
         self._candidate = _Variant(asked.candidate)
         self._rounded = [_Variant(asked.fp32, 1 + number) for number in range(ROUNDED)]
@@ -101,6 +116,9 @@ class Repeats:
         self._distances: list[Distances] = []
         self._failed: tuple[str, str] | None = None
         self._draws = False
+        self._made: list[_Made] = []
+        if self._careful:
+            self._refuse(_beyond_repeating(self._modules))
         self._look()
 
     def stepped(self) -> None:
@@ -133,6 +151,8 @@ class Repeats:
         self._unhook()
         self._made.clear()
         self._switch.set(self._switch.own)
+        if self._careful and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _each(self, traces: Mapping[_Variant, Trace]) -> tuple[Trace, list[Trace], Trace, Trace]:
         """As `numerics.judge` takes them."""
@@ -149,23 +169,43 @@ class Repeats:
 
     def _look(self) -> None:
         """Keep the calls of the step that begins."""
-        self._made: list[_Made] = []
+        self._made = []
         self._seen_losses: list[Tensor] = []
         self._unhook = hooks.on_backward(self._loss)
         self._switch.set(self._switch.own)
-        for call in self._switch.calls:
-            call.act = functools.partial(self._kept, call)
+        if self._failed is None:
+            for call in self._switch.calls:
+                call.act = functools.partial(self._kept, call)
+
+    def _refuse(self, why: str) -> None:
+        """Call no model again, if there is a reason."""
+        if why:
+            self._failed = "failed", why
+            self._made.clear()
+
+    def _lost(self, exc: Exception) -> None:
+        self._failed = told(exc)
+        self._made.clear()
 
     def _kept(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        if self._failed is not None:
+            return call.plain(*args, **kwargs)
         if len(self._made) >= CALLS:
             self._unhook()  # the losses of what is not made again are none of it
             return call.plain(*args, **kwargs)
-        given = mapped(_fresh, (args, kwargs))
-        made = _Made(call, given, Drawn(), _autocast(self._device))
+        try:
+            given = mapped(_fresh, (args, kwargs))
+            made = _Made(call, given, Drawn(), _autocast(self._device), self._lost)
+        except RuntimeError as exc:  # out of memory, in the script's own call
+            self._lost(exc)
+            return call.plain(*args, **kwargs)
+        beyond = Beyond(self._modules) if self._careful else None
         result = call.plain(*args, **kwargs)
         self._draws |= made.drawn.passed()
         made.watch(result)
         self._made.append(made)
+        if beyond is not None:
+            self._refuse(_not_put_back((args, kwargs), beyond))
         return result
 
     def _loss(self, loss: Tensor) -> None:
@@ -177,7 +217,7 @@ class Repeats:
         self._made = [one for one in self._made if any(g is not None for g in one.back)]
         if not self._made:
             return
-        before, buffers = Drawn(), [buffer.clone() for buffer in self._buffers]
+        before, held = Drawn(), Held(self._modules)
         points: dict[_Variant, Point] = {}
         slopes: dict[_Variant, Tensor] = {}
         try:
@@ -185,9 +225,9 @@ class Repeats:
                 self._switch.set(variant.config)
                 self._switch.began()
                 points[variant], slopes[variant] = self._again(variant)
-                self._restore(buffers)
+                held.put()
         finally:
-            self._restore(buffers)
+            held.put()
             before.put()
         # Of a script that calls no `backward` the loss is not known, nor how much off is much.
         known = self._seen_losses
@@ -198,11 +238,6 @@ class Repeats:
             self._finite[variant] &= _finite(point)
         traces = {variant: self._trace(variant, point) for variant, point in points.items()}
         self._distances.append(Distances.of(*self._each(traces)))
-
-    @torch.no_grad()
-    def _restore(self, buffers: Sequence[Tensor]) -> None:
-        for buffer, before in zip(self._buffers, buffers, strict=True):
-            buffer.copy_(before)
 
     def _again(self, variant: _Variant) -> tuple[Point, Tensor]:
         """Make the calls again.
@@ -258,6 +293,23 @@ def comparison(candidate: Config, fp32: Config, tolerance: float, *, tf32: bool)
         rounding=amplitude(dtype, tf32=tf32),
         tolerance=tolerance,
     )
+
+
+def _beyond_repeating(modules: Sequence[nn.Module]) -> str:
+    """Why models whose run counts are not called again, whatever a call does; or ''."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if there and torch.distributed.get_world_size() > 1:
+        return "of several processes one might wait for another within a call made again"
+    return "the script has hooks in its model, which would run again" if hooked(modules) else ""
+
+
+def _not_put_back(given: Any, beyond: Beyond) -> str:
+    """The same, of a call that was made."""
+    if what := foreign(given):
+        return f"the model is called with a {what}, which another call might change"
+    if what := beyond.changed():
+        return f"a call of the model changes {what}, which could not be put back"
+    return ""
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -156,11 +156,12 @@ class Flight:
         Raises:
             Ended: it is over. Struck: the config is wrong, or it could not be told.
         """
-        return self._laps(Order(config=own, steps=steps, own=own, compare=asked), until)[0].reason
+        order = Order(config=own, steps=steps, own=own, careful=self._careful, compare=asked)
+        return self._laps(order, until)[0].reason
 
-    def leave(self, config: Config, own: Config) -> None:
-        """Have it train on with a config; no order comes after this one."""
-        self._tell(Order(config=config, own=own))
+    def leave(self, config: Config, own: Config, doubt: str) -> None:
+        """Have it train on with a config; no order comes after this one. `doubt`: see `Order`."""
+        self._tell(Order(config=config, own=own, doubt=doubt))
 
     def end(self) -> None:
         """End it, and everything it started."""

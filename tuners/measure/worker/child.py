@@ -21,7 +21,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
-from advisor.tuners import fingerprint, target
+from advisor.tuners import fingerprint, host, target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.knobs import INPUT, KNOBS, plain
 from advisor.tuners.measure import numerics
@@ -35,7 +35,6 @@ from advisor.tuners.measure.timing import (
     time_steps,
     warm_up,
 )
-from advisor.tuners.measure.worker import host_memory
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Layers, Workload
 
@@ -357,13 +356,13 @@ class Bench:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
             return int(torch.cuda.memory_allocated(self._device))
-        host_memory.reset_peak()
+        host.reset_peak()
         return 0
 
     def _peak(self, held: int) -> int:
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self._device)) - held
-        return host_memory.peak()
+        return host.peak_bytes()
 
 
 def _failure(exc: Exception) -> Measurement:

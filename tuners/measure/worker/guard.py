@@ -22,9 +22,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import host_memory  # type: ignore[import-not-found]
+import host  # type: ignore[import-not-found]
 
 PRINTED = 2**20
 """Bytes of output that are kept."""
@@ -112,7 +112,7 @@ class Guard:
                 break
             if self._memory:
                 if time.monotonic() - searched >= FAMILY_S:
-                    family, searched = host_memory.family(self._worker), time.monotonic()
+                    family, searched = host.family(self._worker), time.monotonic()
                 if self._holds_too_much(family):
                     break
         self._end()
@@ -120,10 +120,10 @@ class Guard:
         self._report()
 
     def _holds_too_much(self, family: list[int]) -> bool:
-        if sum(map(host_memory.resident, family)) <= self._memory:
+        if sum(map(host.resident_bytes, family)) <= self._memory:
             return False
         # Forked processes share most of what each of them holds.
-        held = sum(map(host_memory.proportional, family))
+        held = sum(map(host.proportional_bytes, family))
         self._over = held if held > self._memory else 0
         return bool(self._over)
 
@@ -142,7 +142,7 @@ class Guard:
             os.killpg(self._worker, signal.SIGKILL)
         while True:
             self._reap()
-            others = host_memory.family(os.getpid())[1:]
+            others = host.family(os.getpid())[1:]
             if not others and self._status is not None:
                 return
             for process in others:

@@ -24,8 +24,8 @@ from advisor.errors import (
     TargetFailed,
     WorkerError,
 )
+from advisor.tuners import host
 from advisor.tuners.measure.runner import Runner
-from advisor.tuners.measure.worker import host_memory
 from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
 
 START_S = 300.0
@@ -229,7 +229,7 @@ class Worker:
         lifeline_theirs, lifeline_ours = os.pipe()
         self._output.seek(0)
         self._output.truncate()
-        self._killed = host_memory.killed_for_memory()
+        self._killed = host.killed_for_memory()
         pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
         try:
             self._process = subprocess.Popen(
@@ -255,7 +255,7 @@ class Worker:
 
     def _most(self) -> int:
         """Bytes of host memory for the worker and all that it starts, 0 for no limit."""
-        known = [host_memory.limit()]
+        known = [host.memory_limit()]
         if self._job.device.startswith("cpu"):
             known.append(self._job.task.max_memory)
         return min((one for one in known if one), default=0)
@@ -300,7 +300,7 @@ class Worker:
         outcome = "crashed"
         if code == -signal.SIGKILL:
             how += ", as the kernel does where memory runs out: try a smaller batch"
-            if host_memory.killed_for_memory() > self._killed:
+            if host.killed_for_memory() > self._killed:
                 outcome = "out_of_memory"
         lines = [line.strip() for line in report["words"].splitlines() if line.strip()]
         said = f": {lines[-1][:300]}" if lines else ""
