@@ -20,9 +20,9 @@ from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.service import attempts
+from advisor.tuners import host
 from advisor.tuners.environment import Gpu
 from advisor.tuners.measure.run.guarded import Guarded
-from advisor.tuners.measure.worker import host_memory
 from tests.cache import servers
 from tests.face.commands import LAYERED, SHAPE, advisor
 from tests.service.serving import Served, ask, fresh, serving
@@ -140,7 +140,7 @@ class Team:
         """The processes of attempts, each with all that it started."""
         found = [place / "pid" for place in self.places]
         pids = [int(path.read_text()) for path in found if path.exists()]
-        return [one for pid in pids if alive(pid) for one in host_memory.family(pid)]
+        return [one for pid in pids if alive(pid) for one in host.family(pid)]
 
 
 def alive(pid: int) -> bool:
