@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from advisor.asked import Asked
 from advisor.cache.stores.link import BYTES, JSON, Link
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
-from advisor.wanted import Wanted
+from advisor.jobs.asked import Asked
+from advisor.jobs.wanted import Wanted
 
 LIVE = ("queued", "running", "preempted")
 STATES = (*LIVE, "done", "failed", "cancelled")

@@ -106,9 +106,9 @@ def submit(
         raise UsageError("give a TARGET and --shape, or your command after --, one of them")
     place = {name: options.pop(name) for name in ("gpu", "gpus", "pip", "container")}
     given = collected(Plan, options) | collected(Task, options)
-    from advisor.asked import Asked
+    from advisor.jobs.asked import Asked
+    from advisor.jobs.wanted import Wanted
     from advisor.report import jobs as shown
-    from advisor.wanted import Wanted
 
     cpu = given.get("device") == "cpu"
     if place["gpus"] is None:

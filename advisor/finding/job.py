@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.asked import Asked
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.match import Query
@@ -27,6 +26,7 @@ from advisor.cache.stores.url import without_password
 from advisor.cache.task import Task, changed
 from advisor.errors import AdvisorError, UsageError
 from advisor.finding.meant import script
+from advisor.jobs.asked import Asked
 from advisor.opening import Cache, open_records
 from advisor.printed import task_first
 
@@ -122,7 +122,7 @@ class _Sending:
             return f"no tuning is asked for: {why}"
         # Not before: a script that finds its record never imports what packs and sends.
         from advisor.client import Client
-        from advisor.wanted import Wanted
+        from advisor.jobs.wanted import Wanted
 
         wanted = Wanted.of(self._asked, self._folder)
         if wanted.parcel is not None and not script().resolve().is_relative_to(wanted.parcel.root):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from advisor.asked import Asked, is_meant
 from advisor.errors import UsageError
+from advisor.jobs.asked import Asked, is_meant
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial

@@ -19,9 +19,9 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from advisor.asked import Asked
 from advisor.cache.domain import line
 from advisor.errors import UsageError
+from advisor.jobs.asked import Asked
 from advisor.service import archives, records
 from advisor.service.database import now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial

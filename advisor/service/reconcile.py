@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from advisor.asked import is_meant
 from advisor.errors import StoreError
+from advisor.jobs.asked import is_meant
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from advisor.asked import Asked
 from advisor.cache.task import Task, permissions
 from advisor.cli.measuring import tune
 from advisor.cli.options import collected
 from advisor.errors import UsageError
+from advisor.jobs.asked import Asked
 from advisor.tuners.search.plan import Plan
 
 TARGET = "model.py:Net"

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor import parcel
 from advisor.errors import StoreError, UsageError
-from advisor.parcel import MANIFEST, pack, unpack
+from advisor.jobs import parcel
+from advisor.jobs.parcel import MANIFEST, pack, unpack
 
 
 @pytest.fixture

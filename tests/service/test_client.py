@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from advisor.asked import Asked
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
+from advisor.jobs.asked import Asked
+from advisor.jobs.wanted import Wanted
 from advisor.service.attempts import Claimed
-from advisor.wanted import Wanted
 from tests.cache import servers
 from tests.cache.examples import record
 from tests.face.commands import advisor

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from advisor.asked import is_meant
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
+from advisor.jobs.asked import is_meant
 from advisor.service import archives, attempts, jobs, limits, live, schema, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record

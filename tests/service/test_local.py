@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from advisor.asked import Asked
 from advisor.errors import UsageError
+from advisor.jobs.asked import Asked
 from advisor.service.executors import ExecutorAway, Room, Start, Unplaceable
 from advisor.service.executors.local import Local, environment
 from advisor.service.executors.schemes import open_executors

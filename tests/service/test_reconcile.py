@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from advisor.asked import Asked
+from advisor.jobs.asked import Asked
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, MOST_LOST
 from advisor.service.database import Database

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from advisor.asked import Asked, is_meant
 from advisor.errors import AdvisorError
+from advisor.jobs.asked import Asked, is_meant
 
 State = Literal["running", "ended", "preempted", "unknown"]
 

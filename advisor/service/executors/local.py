@@ -24,9 +24,9 @@ from pathlib import Path
 
 import platformdirs
 
-from advisor.asked import Asked
 from advisor.cache.stores.filesystem import make_folder, remove_folder
 from advisor.errors import printable
+from advisor.jobs.asked import Asked
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
 from advisor.tuners.environment import Gpu, gpus, host_cpu
 from advisor.tuners.measure.run.guarded import how
@@ -104,7 +104,7 @@ class Local:
                 try:
                     locks.append(place.begin(device, held))
                     self._processes[start.external] = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "advisor.working", str(place.path)],
+                        [sys.executable, "-P", "-m", "advisor.jobs.worker", str(place.path)],
                         pass_fds=locks,
                         cwd=place.path,
                         env=environment(start, shown),

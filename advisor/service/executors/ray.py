@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from advisor.asked import Asked, is_meant
 from advisor.errors import UsageError, printable
+from advisor.jobs.asked import Asked, is_meant
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
 
 LABEL = "ray.io/accelerator-type"
@@ -36,7 +36,7 @@ FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST AP
 _FORM = re.compile(
     r"(?:ray-jobs:(?P<scheme>https?)|ray)://(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?"
 )
-_WORKER = "exec python -m advisor.working"
+_WORKER = "exec python -m advisor.jobs.worker"
 """Without a shell between: Ray kills the process that it started, and not what that left behind."""
 _WAITS_S = 15.0
 """Longer than Ray's head waits for a node that takes a job."""

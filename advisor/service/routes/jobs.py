@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Res
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 
-from advisor.asked import Asked
 from advisor.errors import UsageError
+from advisor.jobs.asked import Asked
 from advisor.service import archives, jobs, live
 from advisor.service.access import Here, Reads, Submits, Works
 from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Number

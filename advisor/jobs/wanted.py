@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.asked import Asked
 from advisor.errors import TargetError, UsageError
-from advisor.parcel import Parcel, pack
+from advisor.jobs.asked import Asked
+from advisor.jobs.parcel import Parcel, pack
 from advisor.tuners.measure.run.words import check_open
 
 _PYTHONS = ("python", "python3")

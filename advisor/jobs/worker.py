@@ -1,8 +1,8 @@
 """The process of an attempt: it has tuned what a server asks for, and tells the server.
 
-`python -m advisor.working [PLACE]`, with $ADVISOR_SERVER and, in $ADVISOR_TOKEN, the attempt's own
-token. It works in a new folder below the system's temporary one: below longer paths no socket has a
-name. In a folder PLACE it leaves its number, `pid`, and a link to that folder, `work`.
+`python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and, in $ADVISOR_TOKEN, the attempt's
+own token. It works in a new folder below the system's temporary one: below longer paths no socket
+has a name. In a folder PLACE it leaves its number, `pid`, and a link to that folder, `work`.
 
 What runs the code that somebody submitted is a child of it, under a guard and without the token:
 when either is gone, nothing of what was started is left.
@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
-from advisor import parcel
-from advisor.asked import Asked
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
@@ -39,7 +37,8 @@ from advisor.cache.stores.filesystem import beside, make_folder, read_regular, r
 from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.link import BYTES, JSON
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
-from advisor.report.text import duration
+from advisor.jobs import parcel
+from advisor.jobs.asked import Asked
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import Guarded, how
 
@@ -331,8 +330,8 @@ class Working:
             return Outcome(state="preempted", reason="its worker was told to end")
         return Outcome(
             state="failed",
-            reason=f"ended after {duration(limit_s)}: twice its budget, and "
-            f"{duration(self._starts_s)} to start; its log may say where it hangs",
+            reason=f"ended after {limit_s:.0f} s: twice its budget, and "
+            f"{self._starts_s:.0f} s to start; its log may say where it hangs",
         )
 
     def _found(self) -> Outcome:

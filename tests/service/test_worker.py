@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from advisor import parcel, working
 from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
+from advisor.jobs import parcel, worker
 from advisor.service import attempts
 from advisor.tuners import host
 from advisor.tuners.environment import Gpu
@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_clear_reason(
     try:
         files = {f"{n}.txt": str(n) * 2**16 for n in range(8)}
         number = claimed(files, tmp_path, command=["python", "train.py"])
-        working.Working(working.Line(served.url), small / "work").run()
+        worker.Working(worker.Line(served.url), small / "work").run()
         told, reason = state(served, number)
         assert told == "failed" and "No space left on device" in reason and str(small) in reason
     finally:
@@ -341,13 +341,13 @@ def test_a_server_that_does_not_come_back(
 ) -> None:
     claimed({}, tmp_path, command=["python", "train.py"])
     away = f"http://127.0.0.1:{servers.free_port()}"
-    one = working.Working(working.Line(away), tmp_path / "work", away_s=0.1)
-    with pytest.raises(working.StoreError, match="refused"):
+    one = worker.Working(worker.Line(away), tmp_path / "work", away_s=0.1)
+    with pytest.raises(worker.StoreError, match="refused"):
         one.run()
     # One that is told to end does not wait for it.
-    two = working.Working(working.Line(away), tmp_path / "work2")
+    two = worker.Working(worker.Line(away), tmp_path / "work2")
     two.preempted.set()
-    with pytest.raises(working.StoreError, match="refused"):
+    with pytest.raises(worker.StoreError, match="refused"):
         two.run()
 
 
@@ -358,8 +358,8 @@ def test_one_that_is_over_is_told_so(
     with served.database.writing() as session:
         (running,) = attempts.running(session)
         attempts.lose(session, running.attempt, "not heard of")
-    with pytest.raises(working.Dismissed, match="over"):
-        working.Working(working.Line(served.url), tmp_path / "work").run()
+    with pytest.raises(worker.Dismissed, match="over"):
+        worker.Working(worker.Line(served.url), tmp_path / "work").run()
     assert state(served, number) == ("queued", "attempt 1 was lost: not heard of")
 
 
@@ -369,7 +369,7 @@ def test_what_takes_too_long_is_ended(
     script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)"
     command = ["python", "train.py"]
     number = claimed({"train.py": script}, tmp_path, command=command, options={"budget": "3s"})
-    one = working.Working(working.Line(served.url), tmp_path / "work", starts_s=0.1)
+    one = worker.Working(worker.Line(served.url), tmp_path / "work", starts_s=0.1)
     one.run()
     told, reason = state(served, number)
     assert told == "failed" and reason.startswith("ended after 6.1 s: twice its budget")
@@ -380,7 +380,7 @@ def test_what_takes_too_long_is_ended(
 def test_others_on_the_gpu_are_noted(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = working.Working(working.Line(served.url), tmp_path / "work")
+    one = worker.Working(worker.Line(served.url), tmp_path / "work")
     other, gone_by_now = os.getppid(), 2**22 + 1
     users = (os.getpid(), gone_by_now)
     monkeypatch.setattr(one, "_gpus", lambda: [Gpu(uuid="GPU-0", name="H100", users=users)])
@@ -393,7 +393,7 @@ def test_others_on_the_gpu_are_noted(
 
 
 def test_a_study_that_was_not_heard_is_said_again(tmp_path: Path) -> None:
-    scratch = working.Scratch(tmp_path)
+    scratch = worker.Scratch(tmp_path)
     scratch.make()
     (scratch.studies / "a.journal").write_bytes(b"whole\nhal")
     (scratch.studies / "b.journal").symlink_to(tmp_path)
@@ -412,7 +412,7 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
 def test_a_tail_keeps_both_ends_of_what_is_too_long(tmp_path: Path) -> None:
     file = tmp_path / "output"
     file.write_bytes(b"begin" + b"." * 1000 + b"end")
-    tail = working.Tail(file)
+    tail = worker.Tail(file)
     assert tail.text(10) == "begin\n[advisor: 998 bytes of output are left out]\n..end"
     with file.open("ab") as more:
         more.write("é".encode())
