@@ -142,10 +142,22 @@ def _is_a_home(folder: Path) -> bool:
 
 
 def _checkout(folder: Path) -> _Tree | None:
-    """What git says of the folder; None where it knows nothing of it, or keeps a whole home."""
+    """What git says of the folder; None where it is in no checkout, or in that of a whole home.
+
+    Raises:
+        UsageError: it is in one, and git does not say what it ignores.
+    """
     try:
         root = Path(os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).rstrip("\n"))
-    except (FileNotFoundError, NotADirectoryError, subprocess.CalledProcessError):
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        if _is_in_checkout(folder):
+            raise UsageError(
+                f"{folder}: is a git checkout's, and only git knows what it ignores; install git"
+            ) from exc
+        return None
+    except subprocess.CalledProcessError as exc:
+        if _is_in_checkout(folder):
+            raise _failed(folder, exc) from exc
         return None
     if _is_a_home(root):
         return None
@@ -161,8 +173,18 @@ def _checkout(folder: Path) -> _Tree | None:
             dirty=bool(_git(root, "status", "--porcelain", "-z")),
         )
     except subprocess.CalledProcessError as exc:
-        said = exc.stderr.decode(errors="replace").strip()
-        raise UsageError(f"{root}: git {exc.cmd[3]} failed ({said})") from exc
+        raise _failed(root, exc) from exc
+
+
+def _is_in_checkout(folder: Path) -> bool:
+    """Whether it looks so, without git; that of a whole home is none."""
+    within = itertools.takewhile(lambda one: not _is_a_home(one), (folder, *folder.parents))
+    return any((one / ".git").exists() for one in within)
+
+
+def _failed(folder: Path, exc: subprocess.CalledProcessError) -> UsageError:
+    said = printable(" ".join(exc.stderr.decode(errors="replace").split()))
+    return UsageError(f"{folder}: git {exc.cmd[3]} failed ({said})")
 
 
 def _git(folder: Path, *words: str) -> bytes:

@@ -125,6 +125,20 @@ def test_submodules_travel(project: Path, tmp_path: Path) -> None:
     assert "lib/lib.py" in names(pack(project).archive)
 
 
+def test_nothing_travels_where_git_does_not_say_what_it_ignores(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / ".gitignore").write_text("secrets.yaml\n")
+    (project / "secrets.yaml").write_text("key: 1")
+    committed(project)
+    with monkeypatch.context() as without, pytest.raises(UsageError, match="install git"):
+        without.setenv("PATH", str(project))
+        pack(project / "nets")
+    (project / ".git" / "HEAD").write_text("damaged")
+    with pytest.raises(UsageError, match="git rev-parse failed .fatal: "):
+        pack(project)
+
+
 @pytest.mark.parametrize("in_git", [False, True])
 def test_what_stays_at_home(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
     monkeypatch.setattr(parcel, "LARGE", 100)
