@@ -18,15 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from advisor.cache.stores.link import BYTES, JSON, Link
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
-from advisor.jobs.asked import Asked
+from advisor.jobs.asked import Asked, where
+from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.wanted import Wanted
 
-LIVE = ("queued", "running", "preempted")
-STATES = (*LIVE, "done", "failed", "cancelled")
 PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
 POLL_S = 2.0
@@ -40,7 +39,7 @@ class Job:
     """A tuning that was asked for.
 
     Attributes:
-        state: one of STATES; `reason`: why, where that needs saying.
+        state: one of `advisor.jobs.states.STATES`; `reason`: why, where that needs saying.
         what: the command or the target, as a line.
         gpu: a part of the device's name, '' for any; gpus: 0 for the CPU.
         by: the name of the token that asked.
@@ -74,10 +73,7 @@ class Job:
     @property
     def where(self) -> str:
         """'4 x H100', 'any GPU', 'the CPU'."""
-        if not self.gpus:
-            return "the CPU"
-        named = self.gpu or ("any GPU" if self.gpus == 1 else "any GPUs")
-        return named if self.gpus == 1 else f"{self.gpus} x {named}"
+        return where(self.gpu, self.gpus)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Job:
@@ -93,9 +89,15 @@ class Job:
 
 
 def _int(value: object) -> int:
-    if type(value) not in (int, bool):
+    if type(value) is not int:
         raise ValueError("no number")
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return value
+
+
+def _bool(value: object) -> bool:
+    if type(value) is not bool:
+        raise ValueError("neither true nor false")
+    return value
 
 
 def _float(value: object) -> float:
@@ -122,7 +124,7 @@ def _maps(value: object) -> tuple[Mapping[str, Any], ...]:
 
 _TAKEN: Mapping[str, Any] = {
     "int": _int,
-    "bool": lambda value: bool(_int(value)),
+    "bool": _bool,
     "float": _float,
     "str": _text,
     "tuple[Mapping[str, Any], ...]": _maps,
@@ -232,7 +234,7 @@ class Client:
         Raises:
             UsageError: there is none.
         """
-        return self._job(self._said("GET", f"/api/jobs/{quote(str(id), '')}"))
+        return self._job(self._said("GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
         """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
@@ -245,7 +247,7 @@ class Client:
         ended = begun = False
         while not ended:
             try:
-                said = self._said("GET", f"/api/jobs/{quote(str(id), '')}/log?after={after}")
+                said = self._said("GET", f"/api/jobs/{id:d}/log?after={after}")
             except StoreError:
                 if not (follow and begun) or time.monotonic() - seen > AWAY_S:
                     raise
@@ -269,7 +271,7 @@ class Client:
         Raises:
             UsageError: there is no such job.
         """
-        said = self._said("POST", f"/api/jobs/{quote(str(id), '')}/cancel")
+        said = self._said("POST", f"/api/jobs/{id:d}/cancel")
         state = said.get("state")
         if state not in STATES:
             raise self._link.foreign("no state in its answer")
@@ -279,22 +281,16 @@ class Client:
         return self._job(self._said("POST", "/api/jobs", body=body, kind=JSON))
 
     def _said(self, method: str, path: str, **how: Any) -> dict[str, Any]:
-        status, _headers, data = self._link.ask(method, path, missing=True, **how)
+        status, _headers, data = self._link.ask(method, path, accepts=(404,), **how)
         if status == 404:
-            why = self._missing(data)
+            why = self._link.detail(data)
             if why in ("", "Not Found"):
                 raise StoreError(
                     f"server {self.url}: has no jobs; it is older than this advisor, or of another "
                     "path; ask who runs it"
                 )
-            raise UsageError(f"server {self.url}: {printable(why)}; to see them: advisor jobs")
+            raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
         return self._link.read_json(data)
-
-    def _missing(self, data: bytes) -> str:
-        try:
-            return str(self._link.read_json(data).get("detail", ""))[:300]
-        except StoreError:
-            return ""
 
     def _job(self, plain: object) -> Job:
         try:

@@ -25,14 +25,14 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
+from advisor.jobs.states import STATES
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.client import Client, Job
+    from advisor.jobs.wanted import Wanted
 
-STATES = ("queued", "running", "preempted", "done", "failed", "cancelled")
 _ID = click.IntRange(1, 2**31 - 1)
-
 
 server_option = click.option(
     "--server",
@@ -135,7 +135,7 @@ def submit(
     if follow:
         ctx.exit(_followed(client, job.id, as_json))
     if as_json:
-        click.echo(json.dumps(_plain(job) | {"code": _code(wanted)}))
+        click.echo(json.dumps(dataclasses.asdict(job) | {"code": _code(wanted)}))
 
 
 def _environment(pip: tuple[str, ...], container: str | None) -> dict[str, str]:
@@ -154,15 +154,11 @@ def _greeting(job: Job, server: str | None) -> str:
     return f"job {job.id}: asked for before, the same; {job.state}"
 
 
-def _code(wanted: Any) -> dict[str, Any] | None:
+def _code(wanted: Wanted) -> dict[str, Any] | None:
     if wanted.parcel is None:
         return None
     told = dataclasses.asdict(wanted.parcel)
     return told | {"archive": len(wanted.parcel.archive), "root": str(wanted.parcel.root)}
-
-
-def _plain(job: Job) -> dict[str, Any]:
-    return dataclasses.asdict(job)
 
 
 def _followed(client: Client, id: int, as_json: bool) -> int:
@@ -175,7 +171,7 @@ def _followed(client: Client, id: int, as_json: bool) -> int:
             click.echo(text, nl=False)
     job = client.job(id)
     if as_json:
-        click.echo(json.dumps(_plain(job) | {"log": "".join(texts)}))
+        click.echo(json.dumps(dataclasses.asdict(job) | {"log": "".join(texts)}))
     else:
         why = f": {job.reason}" if job.reason else ""
         record = f"; to see its record: advisor show {job.record}" if job.record else ""
@@ -202,11 +198,11 @@ def jobs(
     client = _client(server)
     if id is not None:
         job = client.job(id)
-        click.echo(json.dumps(_plain(job)) if as_json else "\n".join(shown.lines(job)))
+        click.echo(json.dumps(dataclasses.asdict(job)) if as_json else "\n".join(shown.lines(job)))
         return
     found = client.jobs(states, most)
     if as_json:
-        click.echo(json.dumps({"jobs": [_plain(job) for job in found]}))
+        click.echo(json.dumps({"jobs": [dataclasses.asdict(job) for job in found]}))
     elif not found:
         click.echo("No jobs; to ask for one: advisor submit -- python train.py")
     else:

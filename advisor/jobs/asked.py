@@ -27,6 +27,7 @@ _MOST_SHOWN = 300
 _MOST_VALUES = 64
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _NOT_GIVEN = {row.keyword for row in rows(Task).values() if not row.given} | {"target"}
+_OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -119,8 +120,7 @@ class Asked:
     @property
     def plan(self) -> Plan:
         """How much is measured."""
-        known = {row.keyword for row in rows(Plan).values()}
-        given = {name: value for name, value in self.options.items() if name in known}
+        given = {name: value for name, value in self.options.items() if name in _OF_PLAN}
         return Plan.of(given | {"force": self.force})
 
     @property
@@ -144,14 +144,19 @@ class Asked:
         return [*self._of_task(), *_texts(Plan, of_plan)]
 
     def _of_task(self) -> list[str]:
-        known = {row.keyword for row in rows(Plan).values()}
-        given = {name: value for name, value in self.options.items() if name not in known}
+        given = {name: value for name, value in self.options.items() if name not in _OF_PLAN}
         if seen := sorted(given.keys() & _NOT_GIVEN):
             raise UsageError(f"{seen[0]}: is no option; leave it out")
         if self.command:
             return list(_texts(Task, permissions(given)))
         task = Task.of(self.target, given)
         return list(_texts(Task, {name: getattr(task, name) for name in rows(Task)}))
+
+
+def where(gpu: str, gpus: int) -> str:
+    """For people, where a job is to run: '4 x H100', 'any GPU', 'the CPU'."""
+    named = gpu or "any GPU"
+    return "the CPU" if not gpus else named if gpus == 1 else f"{gpus} x {named}"
 
 
 def is_meant(gpu: str, name: str) -> bool:

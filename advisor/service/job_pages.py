@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response, Streamin
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from advisor.jobs.asked import where
 from advisor.report.data import Table, Timeline, Tried
 from advisor.report.text import rate
 from advisor.service import jobs, tokens
@@ -108,19 +109,11 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
     }
 
 
-def where(job: Mapping[str, Any]) -> str:
-    """'4 x H100', 'any GPU', 'CPU'."""
-    if not job["gpus"]:
-        return "CPU"
-    kind = job["gpu"] or "any GPU"
-    return f"{job['gpus']} x {kind}" if job["gpus"] > 1 else str(kind)
-
-
 def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "asked for by", told["by"]
     yield "asked for", f"{day(told['created'])} UTC"
     yield f"{told['state']} since", f"{day(told['changed'])} UTC"
-    yield "where", where(told)
+    yield "where", where(told["gpu"], told["gpus"])
     if told["tries"] and told["tries"][-1]["device"]:
         yield "on", told["tries"][-1]["device"]
 

@@ -103,7 +103,7 @@ class HttpStore(Link):
         if not _KEY.fullmatch(key):
             return False
         path = f"/api/records/{quote(key)}"
-        status, _headers, _data = self.ask("DELETE", path, missing=True)
+        status, _headers, _data = self.ask("DELETE", path, accepts=(404,))
         self._came, self._looks = {}, {}
         return status != 404
 

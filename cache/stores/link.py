@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from advisor.cache.seal import own_folder
 from advisor.cache.stores.filesystem import open_regular
 from advisor.cache.stores.patience import go_on, left
 from advisor.cache.stores.url import RemoteUrl
-from advisor.errors import RecordDamaged, StoreError, UsageError
+from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
@@ -29,7 +28,7 @@ PATIENCE_S = 0.25
 """What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
 MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
-MSGPACK, JSON, BYTES = "application/vnd.msgpack", "application/json", "application/octet-stream"
+JSON, BYTES = "application/json", "application/octet-stream"
 _OWN = ("timeout", "insecure")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MOST_IDLE = 4
@@ -97,7 +96,6 @@ class Link:
         body: bytes | None = None,
         kind: str = "",
         headers: Mapping[str, str] | None = None,
-        missing: bool = False,
         accepts: Collection[int] = (),
         patience_s: float = 0.0,
     ) -> tuple[int, dict[str, str], bytes]:
@@ -105,8 +103,7 @@ class Link:
 
         Args:
             kind: what the body is, as a media type.
-            missing: that there is no such thing, 404, is an answer.
-            accepts: refusals that are answers, too.
+            accepts: statuses of refusals that are answers, too.
             patience_s: 0 for the link's own.
 
         Raises:
@@ -127,7 +124,7 @@ class Link:
                 break
             time.sleep(pause)
             go_on()
-        if status < 300 or status in (304, *accepts) or (missing and status == 404):
+        if status < 300 or status in (304, *accepts):
             return status, said, data
         raise self._refused(status, said, data)
 
@@ -215,10 +212,7 @@ class Link:
         return f"{scheme}://{host}" + (f":{port}" if port != usual else "")
 
     def _refused(self, status: int, headers: Mapping[str, str], data: bytes) -> StoreError:
-        said = ""
-        with contextlib.suppress(StoreError):
-            said = str(self.read_json(data).get("detail", ""))[:300]
-        what = f"{self._shown}: {said or f'HTTP {status}'}"
+        what = f"{self._shown}: {self.detail(data) or f'HTTP {status}'}"
         if status == 401:
             return StoreError(f"{what}; set ADVISOR_TOKEN to one of this server's")
         if status in (301, 302, 303, 307, 308):
@@ -239,6 +233,13 @@ class Link:
         if not isinstance(found, dict):
             raise self.foreign("its answer is no map")
         return found
+
+    def detail(self, data: bytes) -> str:
+        """Why a server refuses, on one line; '' where its answer does not say."""
+        try:
+            return printable(str(self.read_json(data).get("detail", "")))[:300]
+        except StoreError:
+            return ""
 
     def foreign(self, what: str) -> StoreError:
         """What is raised where an answer is none of advisor's."""

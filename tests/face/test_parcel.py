@@ -135,7 +135,7 @@ def test_nothing_travels_where_git_does_not_say_what_it_ignores(
         without.setenv("PATH", str(project))
         pack(project / "nets")
     (project / ".git" / "HEAD").write_text("damaged")
-    with pytest.raises(UsageError, match="git rev-parse failed .fatal: "):
+    with pytest.raises(UsageError, match=r"git rev-parse failed \(fatal: "):
         pack(project)
 
 
