@@ -8,7 +8,7 @@ import sys
 import click
 
 from advisor.cli.options import OfCommand, Time, cache_option, map_option, mapped
-from advisor.errors import NoRecord, UsageError
+from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.tuners.measure.run.words import isolated, program
 
 
@@ -51,7 +51,7 @@ def run(
         try:
             words, options = with_advice(command, named, cache)
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
-        except NoRecord as exc:
+        except (NoRecord, StoreError) as exc:
             click.echo(f"advisor: {exc}. It runs as it is", err=True)
     told = piloting.environment(list(command), tune_s or 0.0, options)
     if cache is not None:

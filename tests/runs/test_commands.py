@@ -24,6 +24,7 @@ from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import strict
 from advisor.tuners.measure.run import run as running
+from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Session
 from advisor.tuners.measure.worker.guard import LOGGED
@@ -47,6 +48,13 @@ def train(steps=10**7, width=16, after=lambda step: None, model=None):
 FOREVER = "from training import train\ntrain()\n"
 SLOW = "train(after=lambda _step: time.sleep(0.05))"
 QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(3, "exit code 3"), (-9, "signal SIGKILL"), (-40, "signal 40")]
+)
+def test_how_a_command_ended(code: int, said: str) -> None:
+    assert how(code) == said
 
 
 @pytest.fixture(autouse=True)

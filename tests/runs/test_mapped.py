@@ -127,6 +127,14 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
     assert json.loads(again.stdout)["status"] == "known"
 
 
+def test_a_store_that_is_away_keeps_no_run_from_starting(folder: Path) -> None:
+    words = ("run", "--cache", "http://127.0.0.1:1", *MAP, "--", "python", "-c", "print(1)")
+    done = advisor(folder, *words, process=True)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.startswith("advisor: cache http://127.0.0.1:1: ")
+    assert done.stderr.endswith(". It runs as it is\n")
+
+
 @pytest.mark.parametrize(
     ("batch", "said"), [(16, "is none that was tuned"), (4, "has 4 samples a step, not 16")]
 )

@@ -52,6 +52,9 @@ class Guarded:
                 # Out of the terminal's foreground group: Ctrl-C is the tuning process's to handle.
                 start_new_session=True,
             )
+        except OSError:
+            os.close(self._lifeline)
+            raise
         finally:
             for end in (theirs, unused, other):
                 os.close(end)
@@ -88,4 +91,9 @@ class Guarded:
 
 def how(code: int) -> str:
     """'exit code 1', or 'signal SIGKILL'."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # one of those for real time, which have no names
+        return f"signal {-code}"

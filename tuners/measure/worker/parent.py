@@ -25,6 +25,7 @@ from advisor.errors import (
     WorkerError,
 )
 from advisor.tuners import host
+from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
 
@@ -296,15 +297,15 @@ class Worker:
         if over:
             held = f"it held {size(over)} of the {size(self._most())} permitted"
             return "out_of_memory", held
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        ended = how(code)
         outcome = "crashed"
         if code == -signal.SIGKILL:
-            how += ", as the kernel does where memory runs out: try a smaller batch"
+            ended += ", as the kernel does where memory runs out: try a smaller batch"
             if host.killed_for_memory() > self._killed:
                 outcome = "out_of_memory"
         lines = [line.strip() for line in report["words"].splitlines() if line.strip()]
         said = f": {lines[-1][:300]}" if lines else ""
-        return outcome, f"the worker process died ({how}){said}"
+        return outcome, f"the worker process died ({ended}){said}"
 
     def _kill(self) -> None:
         if self._pipe is not None:
