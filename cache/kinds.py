@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from advisor.cache.config import Config, Value
@@ -331,81 +331,75 @@ def _no_shape(value: object) -> UsageError:
     )
 
 
-class Arguments(_Plain[Config]):
-    """Keyword arguments, as a mapping or as texts 'num_classes=10'."""
+class _Pairs(_Plain[Config]):
+    """Values by name, as a mapping or as texts 'NAME=VALUE'."""
 
     metavar = "NAME=VALUE"
     repeats = True
+    example: str
 
     def checked(self, what: str, value: object) -> Config:
-        if isinstance(value, Mapping):
-            found = dict(value)
-        elif not isinstance(value, str | Sequence):
-            raise UsageError(f"{what} {value!r}: expected NAME=VALUE, e.g. num_classes=10")
-        else:
-            found = {}
-            for pair in [value] if isinstance(value, str) else value:
-                name, equals, text = str(pair).partition("=")
-                if not equals:
-                    raise UsageError(f"{what} {pair!r}: expected NAME=VALUE, e.g. num_classes=10")
-                if name in found:
-                    raise UsageError(f"{what} {pair!r}: {name} is given twice; give it once")
-                found[name] = _value(text)
-        for name in found:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise UsageError(f"{what} {name!r}: expected a name, e.g. num_classes")
+        found = {}
+        for name, held in self._pairs(what, value):
+            self.check(what, name, held)
+            if name in found:
+                raise UsageError(f"{what}: {name} is given twice; give it once")
+            found[name] = held
         return Config(found)
 
+    def check(self, what: str, name: object, held: object) -> None:
+        """Raise UsageError where one is none of these."""
+        raise NotImplementedError
+
+    def _pairs(self, what: str, value: object) -> Iterator[tuple[str, Value]]:
+        if isinstance(value, Mapping):
+            yield from value.items()
+            return
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        for text in cast(Sequence[object], value) if several else (value,):
+            name, equals, rest = text.partition("=") if isinstance(text, str) else ("", "", "")
+            if not equals:
+                raise UsageError(f"{what} {text!r}: expected {self.metavar}, e.g. {self.example}")
+            yield name, self.read(rest)
+
+    def read(self, text: str) -> Value:
+        """A value, from what stands behind '='."""
+        return text
+
     def texts(self, value: Config) -> list[str]:
-        return [f"{name}={_written(v)}" for name, v in value.items()]
+        return [f"{name}={_written(held)}" for name, held in value.items()]
 
     def literal(self, value: Config) -> str:
         return f"{{{', '.join(f'{_quoted(name)}: {_quoted(v)}' for name, v in value.items())}}}"
 
 
-class Options(_Plain[Config]):
-    """Options of a script by what they set, as a mapping or as texts 'batch=--batch-size'."""
+class Arguments(_Pairs):
+    """Keyword arguments."""
+
+    example = "num_classes=10"
+
+    def check(self, what: str, name: object, held: object) -> None:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"{what} {name!r}: expected a name, e.g. num_classes")
+
+    def read(self, text: str) -> Value:
+        return _value(text)
+
+
+class Options(_Pairs):
+    """Options of a script, by what they set."""
 
     metavar = "KNOB=OPTION"
-    repeats = True
+    example = "batch=--batch-size"
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
 
-    def checked(self, what: str, value: object) -> Config:
-        if isinstance(value, Mapping):
-            pairs = list(value.items())
-        elif isinstance(value, str | Sequence):
-            texts = [value] if isinstance(value, str) else value
-            pairs = [self._pair(what, text) for text in texts]
-        else:
-            raise UsageError(f"{what} {value!r}: expected {self.metavar}, e.g. {self._example}")
-        found: dict[str, Value] = {}
-        for name, option in pairs:
-            if name not in self.names:
-                raise UsageError(f"{what} {name!r}: expected one of {', '.join(self.names)}")
-            if name in found:
-                raise UsageError(f"{what}: {name} is given twice; give it once")
-            if not isinstance(option, str) or not re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", option):
-                raise UsageError(f"{what} {option!r}: expected an option, e.g. {self._example}")
-            found[name] = option
-        return Config(found)
-
-    @property
-    def _example(self) -> str:
-        return "batch=--batch-size"
-
-    def _pair(self, what: str, text: object) -> tuple[str, str]:
-        name, equals, option = str(text).partition("=")
-        if not equals:
-            raise UsageError(f"{what} {text!r}: expected {self.metavar}, e.g. {self._example}")
-        return name, option
-
-    def texts(self, value: Config) -> list[str]:
-        return [f"{name}={option}" for name, option in value.items()]
-
-    def literal(self, value: Config) -> str:
-        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(o)}' for name, o in value.items())}}}"
+    def check(self, what: str, name: object, held: object) -> None:
+        if name not in self.names:
+            raise UsageError(f"{what} {name!r}: expected one of {', '.join(self.names)}")
+        if not isinstance(held, str) or not re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", held):
+            raise UsageError(f"{what} {held!r}: expected an option, e.g. {self.example}")
 
 
 def _written(value: Value) -> str:

@@ -26,7 +26,7 @@ from advisor.service.live import EVERY_S, LASTS_S, streaming
 from advisor.service.pages import (
     ON_A_PAGE,
     OVER,
-    Own,
+    OwnForm,
     Reader,
     Submitter,
     day,
@@ -180,7 +180,7 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @job_pages.post("/jobs/{number}/cancel")
-def cancel(here: Here, caller: Submitter, _form: Own, number: Number) -> Response:
+def cancel(here: Here, caller: Submitter, _form: OwnForm, number: Number) -> Response:
     with here.database.writing() as session:
         try:
             state = jobs.cancel(session, number, caller)

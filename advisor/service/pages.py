@@ -99,7 +99,7 @@ def _own(request: Request, form: Sent) -> dict[str, str]:
     return form
 
 
-Own = Annotated[dict[str, str], Depends(_own)]
+OwnForm = Annotated[dict[str, str], Depends(_own)]
 
 
 def shown(request: Request, name: str, caller: Caller | None = None, **what: Any) -> HTMLResponse:
@@ -171,7 +171,7 @@ def _log_in(request: Request, here: Service, form: Mapping[str, str]) -> Respons
 
 
 @site.post("/logout")
-def log_out(request: Request, here: Here, _caller: Reader, _form: Own) -> Response:
+def log_out(request: Request, here: Here, _caller: Reader, _form: OwnForm) -> Response:
     with here.database.writing() as session:
         tokens.log_out(session, request.cookies.get(COOKIE, ""))
     answer = RedirectResponse("/login", 303)
@@ -352,7 +352,7 @@ def _tokens(
 
 
 @site.post("/tokens")
-def make(request: Request, here: Here, caller: Admin, form: Own) -> HTMLResponse:
+def make(request: Request, here: Here, caller: Admin, form: OwnForm) -> HTMLResponse:
     made, wrong = "", ""
     try:
         days = form.get("days", "")
@@ -370,7 +370,7 @@ def make(request: Request, here: Here, caller: Admin, form: Own) -> HTMLResponse
 
 @site.post("/tokens/{number}/revoke")
 def revoke(
-    here: Here, caller: Admin, _form: Own, number: Annotated[int, Path(ge=1, lt=2**31)]
+    here: Here, caller: Admin, _form: OwnForm, number: Annotated[int, Path(ge=1, lt=2**31)]
 ) -> Response:
     with here.database.writing() as session:
         tokens.revoke(session, number, caller)

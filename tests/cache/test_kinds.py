@@ -168,7 +168,7 @@ NO_SHAPE = f": expected a batch and a sample, each number from 1 to {MOST}, e.g.
         ),
         (kinds.Arguments(), 3, "it 3: expected NAME=VALUE, e.g. num_classes=10"),
         (kinds.Arguments(), "width", "it 'width': expected NAME=VALUE, e.g. num_classes=10"),
-        (kinds.Arguments(), ["a=1", "a=2"], "it 'a=2': a is given twice; give it once"),
+        (kinds.Arguments(), ["a=1", "a=2"], "it: a is given twice; give it once"),
         (kinds.Arguments(), "a b=1", "it 'a b': expected a name, e.g. num_classes"),
         (kinds.Arguments(), {3: 1}, "it 3: expected a name, e.g. num_classes"),
     ],

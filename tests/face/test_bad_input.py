@@ -104,7 +104,7 @@ def test_shape(folder: Path, own_surroundings: Path, shape: str) -> None:
         ),
         ("--batches 8 --fixed-batch", 2, "exclude each other; give one of them"),
         ("--model-arg novalue", 2, "'novalue': expected NAME=VALUE"),
-        ("--model-arg a=1 --model-arg a=2", 2, "'a=2': a is given twice"),
+        ("--model-arg a=1 --model-arg a=2", 2, ": a is given twice"),
         ("--model-arg a=nan", 2, "a=nan: expected a finite number"),
         ("--trials 0", 2, "trials '0': expected a number from 1"),
         ("--vocab 0", 2, "vocab '0': expected a number from 1"),
