@@ -191,7 +191,8 @@ class Task:
     )
     map: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Options(MAPPED),
-        "Of a run: what an option of the script sets, e.g. batch=--batch-size; repeat for more.",
+        f"Of a run: its option that sets {' or '.join(MAPPED)}, e.g. batch=--batch-size; repeat "
+        "for more.",
         NONE,
         decides=False,
         asked=False,

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from advisor.cache.kinds import Choice, Seconds, Several
-from advisor.cache.task import Row, permissions, rows
+from advisor.cache.task import Row, Task, permissions, rows
 from advisor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -136,13 +136,7 @@ cache_option = click.option(
     help="Where records are kept, or several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
-map_option = click.option(
-    "--map",
-    metavar="KNOB=OPTION",
-    multiple=True,
-    help="An option of the command that sets batch or num_workers, as batch=--batch-size; repeat "
-    "for more.",
-)
+map_option = _valued(rows(Task)["map"], default=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 

@@ -56,9 +56,9 @@ def with_advice(
         and not record.stale
     ]
     if not known:
-        listed = " ".join(f"--map {name}={option}" for name, option in options.items())
-        line = shlex.join(["advisor", "tune", *shlex.split(listed), "--", *command])
-        raise NoRecord(f"this command was not tuned with {listed}; run: {line}")
+        listed = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
+        line = shlex.join(["advisor", "tune", *listed, "--", *command])
+        raise NoRecord(f"this command was not tuned with {shlex.join(listed)}; run: {line}")
     exact = tuple(command)
     record = max(
         known, key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id)
