@@ -93,16 +93,17 @@ class _Later:
 
 
 def _made(told: dict[str, Any]) -> Guide:
-    folder = Path(told["folder"]) if told["folder"] else None
+    from advisor.finding.piloted import Found, Terms
+
+    terms = Terms(folder=Path(told["folder"]) if told["folder"] else None)
     if told["tune_s"]:
         from advisor.finding.conducted import Conducted
 
-        return Conducted(told["command"], tune_s=told["tune_s"], folder=folder)
+        return Conducted(told["command"], terms, tune_s=told["tune_s"])
     from advisor.finding.in_command import InCommand
-    from advisor.finding.piloted import Found
 
     options = InCommand(**told["options"]) if told["options"] else None
-    return Found(told["command"], folder=folder, options=options)
+    return Found(told["command"], terms, options)
 
 
 def environment(

@@ -16,14 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import warn
-from advisor.finding.piloted import Found, in_force
-from advisor.opening import Cache
+from advisor.finding.piloted import Found, Terms, in_force
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
@@ -45,20 +43,8 @@ class Conducted(Found):
         tune_s: seconds that the search may take.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        tune_s: float,
-        cache: Cache = None,
-        given: Mapping[str, Any] | None = None,
-        on_miss: str | None = None,
-        strict: bool = False,
-        folder: Path | None = None,
-    ) -> None:
-        super().__init__(
-            command, cache=cache, given=given, on_miss=on_miss, strict=strict, folder=folder
-        )
+    def __init__(self, command: Sequence[str], terms: Terms, *, tune_s: float) -> None:
+        super().__init__(command, terms)
         self._tune_s = tune_s
         self._line: Line | None = None
         self._folder = ""
@@ -126,11 +112,11 @@ class Conducted(Found):
 
     def _started(self, seen: Seen) -> str:
         folder = tempfile.mkdtemp(prefix="advisor-")
-        cache = self._cache
+        cache = self._terms.cache
         told = {
             "folder": folder,
             "command": self._command,
-            "given": self._given,
+            "given": dict(self._terms.given),
             "tune_s": self._tune_s,
             "cache": cache if cache is None or isinstance(cache, str) else _urls(cache),
         }

@@ -15,7 +15,7 @@ from advisor.errors import NoRecord, UsageError
 from advisor.finding.conducted import Conducted
 from advisor.finding.lookups import Lookup, looked_up_by, warn
 from advisor.finding.meant import folder
-from advisor.finding.piloted import Found
+from advisor.finding.piloted import Found, Terms
 from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 from advisor.tuners.search.plan import Plan
 
@@ -53,17 +53,17 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
 
 
 def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> Found:
-    how: dict[str, Any] = {
-        "cache": asked["cache"],
-        "given": permissions({name: asked[name] for name in PERMISSIONS}),
-        "on_miss": asked["on_miss"],
-        "strict": strict,
-        "folder": folder(),
-    }
+    terms = Terms(
+        given=permissions({name: asked[name] for name in PERMISSIONS}),
+        cache=asked["cache"],
+        on_miss=asked["on_miss"],
+        strict=strict,
+        folder=folder(),
+    )
     if tune is None:
-        return Found(own_command(), **how)
+        return Found(own_command(), terms)
     seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
-    return Conducted(own_command(), tune_s=seconds, **how)
+    return Conducted(own_command(), terms, tune_s=seconds)
 
 
 def _watch() -> Watch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,33 +36,35 @@ NOTED = "advisor: "
 """What a note on an exception begins with."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On what terms a run is advised.
+
+    Attributes:
+        given: fields of a Task that the user permits.
+        cache, on_miss, strict: as `apply` takes them.
+        folder: where it was started, None where that is not known.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    cache: Cache = None
+    on_miss: str | None = None
+    strict: bool = False
+    folder: Path | None = None
+
+
 class Found:
     """A Guide that looks up, and then says nothing more.
 
     Args:
         command: of the run, for what is printed.
-        given: fields of a Task that the user permits.
-        on_miss, strict: as `apply` takes them.
-        folder: where it was started.
         options: what a record has set of the command's options.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        cache: Cache = None,
-        given: Mapping[str, Any] | None = None,
-        on_miss: str | None = None,
-        strict: bool = False,
-        folder: Path | None = None,
-        options: InCommand | None = None,
+        self, command: Sequence[str], terms: Terms, options: InCommand | None = None
     ) -> None:
-        self._command = tuple(command)
-        self._options = options
-        self._cache = cache
-        self._given = dict(given or {})
-        self._on_miss, self._strict, self._where = on_miss, strict, folder
+        self._command, self._terms, self._options = tuple(command), terms, options
         self._put = Config()
         self._seen: Seen | None = None
 
@@ -99,12 +102,11 @@ class Found:
         """
         set_up_logging()
         self._seen = seen
-        lookup = _OfRun(seen, self._command, self._given, self._cache, self._on_miss)
-        lookup.started_in = self._where
+        lookup = _OfRun(seen, self._command, self._terms)
         if self._options is not None and self._options.batch == lookup.batch:
             lookup.take_free(self._options.own_batch)
         lookup.leaves = (NoRecord,) if searches else ()
-        advice = served(lookup, device=seen.device, strict=self._strict)
+        advice = served(lookup, device=seen.device, strict=self._terms.strict)
         record = advice.record
         if self._options is not None:
             _warn_of_another(self._options, record, lookup.batch)
@@ -125,7 +127,7 @@ class Found:
         """
         _log.info("the pilot ends: %s", exc)
         if isinstance(exc, Unclear):
-            if self._strict:
+            if self._terms.strict:
                 raise NoRecord(str(exc)) from exc
             warn(f"{exc}. Training goes on as it is")
 
@@ -152,8 +154,8 @@ class Found:
         said = f"under advice, which may be why: {knobs.described(order.config, order.own)}"
         if plausible(exc) and not order.steps:
             assert self._seen is not None
-            task = self._seen.task(self._command, self._given)
-            failures = Failures(self._cache, self._seen.model, task)
+            task = self._seen.task(self._command, self._terms.given)
+            failures = Failures(self._terms.cache, self._seen.model, task)
             kept = failures.keep(order.config, told(exc)[1])
             said += "; the next start does without it" if kept else "; that could not be kept"
         return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
@@ -193,20 +195,11 @@ class _OfRun(Lookup):
     """A lookup with the model in hand, of which a running script shows what makes its key."""
 
     goes_on = "as the script is"
-    started_in: Path | None = None
 
-    def __init__(
-        self,
-        seen: Seen,
-        command: tuple[str, ...],
-        given: dict[str, Any],
-        cache: Cache,
-        on_miss: str | None,
-    ) -> None:
+    def __init__(self, seen: Seen, command: tuple[str, ...], terms: Terms) -> None:
         super().__init__(None, {})
-        self._seen, self._command, self._given = seen, command, given
-        self._cache, self._on_miss = cache, on_miss
-        self._task = seen.task(command, given)
+        self._seen, self._terms = seen, terms
+        self._task = seen.task(command, terms.given)
         self._shapes, self._free = self._task.shapes, False
 
     @property
@@ -224,17 +217,17 @@ class _OfRun(Lookup):
         seen = {name: getattr(task, name) for name in shown} | {"shapes": self._shapes}
         return Request(
             target=None,
-            given=seen | self._given,
+            given=seen | dict(self._terms.given),
             batch=self._shapes[0][0],
             free=self._free,
             use=PILOT,
             device=self._seen.device,
-            on_miss=self._on_miss,
-            cache=self._cache,
+            on_miss=self._terms.on_miss,
+            cache=self._terms.cache,
         )
 
     def _folder(self) -> Path | None:
-        return self.started_in
+        return self._terms.folder
 
     def _queried(self, request: Request) -> Query:
         from advisor.tuners.environment import detect

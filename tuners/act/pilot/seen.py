@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +93,7 @@ class Seen:
             draws=crew.draws,
         )
 
-    def task(self, command: Sequence[str], given: dict[str, object]) -> Task:
+    def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
         """The task that a command is, with what its user permits."""
         words = tuple(map(printable, command))
         return Task(
