@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from advisor.cache import settings
 from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.pilot.orders import Load
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
@@ -74,10 +75,12 @@ class Loaders:
 
     Attributes:
         waited_s: that the script has waited for its batches.
+        taken: of them from workers, whoever started these.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.waited_s = 0.0
+        self.taken = 0
         self._failed = failed
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -107,6 +110,15 @@ class Loaders:
         room = _most(self._batch_bytes)
         self._most = 0 if workers or why else room
         return Loading(workers=workers, pinned=pinned, most=self._most, room=room, why=why)
+
+    def load(self) -> Load:
+        """What all workers have to do now."""
+        busy = queued = 0
+        for iterator, begun in list(self._begun.items()):
+            unfinished = hooks.unfinished(iterator)
+            busy += min(unfinished, begun.workers)
+            queued += max(0, unfinished - begun.workers)
+        return Load(busy=busy, queued=queued)
 
     @property
     def at_work(self) -> bool:
@@ -151,13 +163,16 @@ class Loaders:
         if begun is not None and self._given:
             try:
                 if (ahead := self._of(iterator, begun)) is not None:
-                    return ahead.next(plain)
+                    batch = ahead.next(plain)
+                    self.taken += 1
+                    return batch
             except StopIteration:
                 pass  # that its data is over, its own iterator says
             except Exception as exc:  # whatever it is: the loader fetches by itself
                 self.set({})
                 self._failed(exc)
         batch = plain(iterator)
+        self.taken += begun is not None and begun.workers > 0
         if begun is not None and self._looking and torch.is_grad_enabled():
             self._saw(begun, batch)
         return batch
