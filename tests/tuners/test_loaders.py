@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Load
+from advisor.tuners.act.pilot.orders import Feed, Load
 from advisor.tuners.knobs import Loading
 
 
@@ -345,15 +345,19 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
 
     def until(load: Load) -> None:
         end = time.monotonic() + 60
-        while fed.load() != load:
-            assert time.monotonic() < end, fed.load()
+        while fed.fed().after != load:
+            assert time.monotonic() < end, fed.fed()
 
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
     until(Load(busy=2, queued=2))  # six were asked for, two are there
     next(batches)
-    assert (fed.taken, fed.load()) == (1, Load(busy=2, queued=3))
+    asked = Load(busy=2, queued=4)
+    assert fed.fed() == Feed(taken=1, before=asked, after=Load(busy=2, queued=3))
+    fed.begin_lap()
+    next(batches)
+    assert fed.fed() == Feed(taken=1, before=Load(busy=2, queued=3), after=asked)
     gate.set()
     until(Load())
-    assert sum(1 for _batch in batches) == 23
-    assert (fed.taken, fed.load()) == (24, Load())
+    assert sum(1 for _batch in batches) == 22
+    assert (fed.fed().taken, fed.fed().after) == (23, Load())

@@ -61,6 +61,9 @@ class Load:
     busy: Count = 0
     queued: Count = 0
 
+    def __add__(self, other: Load) -> Load:
+        return Load(busy=self.busy + other.busy, queued=self.queued + other.queued)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
@@ -70,6 +73,12 @@ class Feed:
     taken: Count = 0
     before: Load = Load()
     after: Load = Load()
+
+    @property
+    def lent(self) -> int:
+        """Batches that were taken and not made meanwhile, by workers who were all busy; below 0
+        where some that were lent before were made."""
+        return self.after.queued - self.before.queued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

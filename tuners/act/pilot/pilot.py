@@ -16,7 +16,7 @@ from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Feed, Guide, Lap, Load, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ class Pilot:
         self._period = 0
         self._at = self._done = self._elsewhere = 0
         self._began = self._first_s = self._waited_s = 0.0
-        self._taken, self._load = 0, Load()
         self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
@@ -229,11 +228,7 @@ class Pilot:
             first_s=self._first_s,
             waited_s=self._loaders.waited_s - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
-            feed=Feed(
-                taken=self._loaders.taken - self._taken,
-                before=self._load,
-                after=self._loaders.load(),
-            ),
+            feed=self._loaders.fed(),
             outcome=self._outcome,
             reason=self._reason,
         )
@@ -251,7 +246,7 @@ class Pilot:
             self._compare(switch, order, order.compare)
         self._done, self._first_s = 0, 0.0
         self._crew.looked_at()
-        self._waited_s, self._taken = self._loaders.waited_s, self._loaders.taken
+        self._waited_s = self._loaders.waited_s
         if not order.steps:
             switch.stay()
             if not self._loaders.at_work:
@@ -261,7 +256,7 @@ class Pilot:
             if order.config == switch.own:
                 self._outlive()
         self._synchronize()
-        self._load = self._loaders.load()
+        self._loaders.begin_lap()
         self._began = time.perf_counter()
 
     def _set(self, switch: Switch, order: Order) -> None:

@@ -391,7 +391,7 @@ def _lent(blocks: Sequence[Block]) -> float:
     shares = [0.0]
     for feeds in zip(*(one.feeds for one in blocks), strict=True):
         taken = sum(feed.taken for feed in feeds)
-        lent = sum(feed.after.queued - feed.before.queued for feed in feeds)
+        lent = sum(feed.lent for feed in feeds)
         if lent > 1 and taken:
             shares.append(min(lent, taken - 1) / taken)
     return max(shares)

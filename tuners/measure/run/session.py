@@ -30,8 +30,8 @@ TOGETHER_S = 60.0
 """Between the processes of a job that come to their first steps."""
 END_S = 15.0
 """For a command one of whose processes is gone to be over."""
-ENGAGES = 0.25
-"""For each batch that is taken, by how many more workers are busy where that is not chance."""
+CHANCE = 0.25
+"""Of the batches that are taken: what changes by fewer may change by chance."""
 
 
 class Ended(Exception):
@@ -71,14 +71,18 @@ class Block:
     def engages(self) -> bool:
         """Whether more and more workers of the loaders are busy: it shows later if they keep up."""
         more = sum(one.after.busy - one.before.busy for one in self.feeds)
-        return more > ENGAGES * sum(one.taken for one in self.feeds)
+        return more > CHANCE * sum(one.taken for one in self.feeds)
 
     @property
     def turn(self) -> int:
-        """Steps in which each worker of a loader that has none free gives a batch, be it one after
-        another or all at once; 1 where one is free."""
-        busy = (one.after.busy / one.taken for one in self.feeds if one.after.queued and one.taken)
-        return max((math.ceil(self.steps * batches) for batches in busy), default=1)
+        """Steps in which each worker of a loader that is the limit gives a batch, be it one after
+        another or all at once; 1 where it is not."""
+        busy = (
+            one.after.busy / one.taken
+            for one in self.feeds
+            if one.taken and one.after.queued and one.lent > -CHANCE * one.taken
+        )
+        return max((math.ceil(self.steps * workers) for workers in busy), default=1)
 
     def kept_up(self, lent: float) -> Block:
         """As it would have been had its batches been made meanwhile; `lent`: the share of them that
