@@ -562,7 +562,7 @@ def test_a_script_that_waits_for_its_data_is_given_workers(
     assert winner["config"]["num_workers"] > 0, done.stderr
     assert winner["speedup"] > 1.2
     ran = run(folder, *command, "1", ADVISOR_LOG="info")
-    assert re.search(r"in force: \d+ loader workers?\b", ran.stderr)
+    assert re.search(r"in force: .*[0-9]+ loader workers?[,;]", ran.stderr), ran.stderr
     # Its first steps are as the script is.
     assert float(ran.stdout) > 1.05
     monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
