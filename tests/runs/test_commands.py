@@ -617,8 +617,8 @@ def test_a_turn_is_as_fast_as_its_config_stays(loader: tuple[str, str], waits: b
         turn = run.measure(half, seconds=0.3)
         assert (turn.waited > 0.35) == waits
         session = run._ensured(half)
-        for _ in range(2 if waits else 1):
-            long = session.lap(half, own, 120, time.monotonic() + 60)
+        while (long := session.lap(half, own, 80, time.monotonic() + 60)).feeds[0].lent > 2:
+            pass  # what lies ready is used up first
         assert 0.75 < turn.samples_per_s * long.seconds / long.samples < 1.25
 
 
