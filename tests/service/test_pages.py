@@ -17,6 +17,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.name import Name
 from advisor.cache.record import Record, Target
+from advisor.jobs.token import digest
 from advisor.service import coverage, job_pages, records, schema, tokens
 from advisor.service import pages as site
 from advisor.service.access import COOKIE
@@ -118,7 +119,7 @@ def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     assert browser.get("/").status == 303
     again = Browser(served, "admin")
     with served.database.writing() as session:
-        there = session.get(schema.Session, tokens.digest(again.cookie.partition("=")[2]))
+        there = session.get(schema.Session, digest(again.cookie.partition("=")[2]))
         assert there is not None
         there.expires = time.time() - 1
     assert again.get("/").status == 303

@@ -283,7 +283,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def attempt(served: Served, files: dict[str, str], folder: Path, **asked: Any) -> int:
-    """A job that is claimed; its attempt's token is then the one that a worker here has."""
+    """A job that is claimed; `served` has its start token."""
     code = folder / "code"
     code.mkdir()
     for name, text in files.items():
@@ -296,19 +296,21 @@ def attempt(served: Served, files: dict[str, str], folder: Path, **asked: Any) -
     with served.database.writing() as session:
         found = attempts.claim(session, "here", "", 0)
     assert found is not None and found.job == said.json["id"]
-    served.tokens["attempt"] = found.token
+    served.tokens["start"] = found.token
     return found.job
 
 
 @pytest.fixture
-def claimed(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def claimed(served: Served) -> Callable[..., int]:
     def claim(*args: Any, **asked: Any) -> int:
         fresh(served)
-        number = attempt(served, *args, **asked)
-        monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["attempt"])
-        return number
+        return attempt(served, *args, **asked)
 
     return claim
+
+
+def line(served: Served) -> worker.Line:
+    return worker.Line(served.url, served.tokens["start"])
 
 
 def state(served: Served, number: int) -> tuple[str, str]:
@@ -329,7 +331,7 @@ def test_a_full_disk_is_one_clear_reason(
     try:
         files = {f"{n}.txt": str(n) * 2**16 for n in range(8)}
         number = claimed(files, tmp_path, command=["python", "train.py"])
-        worker.Working(worker.Line(served.url), small / "work").run()
+        worker.Working(line(served), small / "work").run()
         told, reason = state(served, number)
         assert told == "failed" and "No space left on device" in reason and str(small) in reason
     finally:
@@ -341,11 +343,11 @@ def test_a_server_that_does_not_come_back(
 ) -> None:
     claimed({}, tmp_path, command=["python", "train.py"])
     away = f"http://127.0.0.1:{servers.free_port()}"
-    one = worker.Working(worker.Line(away), tmp_path / "work", away_s=0.1)
+    one = worker.Working(worker.Line(away, served.tokens["start"]), tmp_path / "work", away_s=0.1)
     with pytest.raises(worker.StoreError, match="refused"):
         one.run()
     # One that is told to end does not wait for it.
-    two = worker.Working(worker.Line(away), tmp_path / "work2")
+    two = worker.Working(worker.Line(away, served.tokens["start"]), tmp_path / "work2")
     two.preempted.set()
     with pytest.raises(worker.StoreError, match="refused"):
         two.run()
@@ -359,7 +361,7 @@ def test_one_that_is_over_is_told_so(
         (running,) = attempts.running(session)
         attempts.lose(session, running.attempt, "not heard of")
     with pytest.raises(worker.Dismissed, match="over"):
-        worker.Working(worker.Line(served.url), tmp_path / "work").run()
+        worker.Working(line(served), tmp_path / "work").run()
     assert state(served, number) == ("queued", "attempt 1 was lost: not heard of")
 
 
@@ -369,7 +371,7 @@ def test_what_takes_too_long_is_ended(
     script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)"
     command = ["python", "train.py"]
     number = claimed({"train.py": script}, tmp_path, command=command, options={"budget": "3s"})
-    one = worker.Working(worker.Line(served.url), tmp_path / "work", starts_s=0.1)
+    one = worker.Working(line(served), tmp_path / "work", starts_s=0.1)
     one.run()
     told, reason = state(served, number)
     assert told == "failed" and reason.startswith("ended after 6.1 s: twice its budget")
@@ -380,7 +382,7 @@ def test_what_takes_too_long_is_ended(
 def test_others_on_the_gpu_are_noted(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = worker.Working(worker.Line(served.url), tmp_path / "work")
+    one = worker.Working(worker.Line(served.url, "adv_never-used"), tmp_path / "work")
     other, gone_by_now = os.getppid(), 2**22 + 1
     users = (os.getpid(), gone_by_now)
     monkeypatch.setattr(one, "_gpus", lambda: [Gpu(uuid="GPU-0", name="H100", users=users)])
