@@ -33,6 +33,7 @@ from urllib.parse import quote
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
+from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
 from advisor.cache.stores.http import HttpStore
@@ -357,13 +358,14 @@ class Working:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
         self._patiently(lambda: server.put(record))
-        told = [] if record.compares else ["its budget left no time to race anything"]
+        told = [_said(record)]
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
         return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
 
     def _words(self, asked: Asked) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
         tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
+        tune += ["--for", self._line.store.url]
         return [
             *tune,
             *(["--show-output", "--", *asked.command] if asked.command else [asked.target]),
@@ -454,6 +456,19 @@ class Working:
             else:
                 self._heard = time.monotonic()
                 return said
+
+
+def _said(record: Record) -> str:
+    """What was found, for people."""
+    advised, baseline = record.winner(record.use), record.key.task.baseline
+    if not record.compares:
+        what = "its budget left no time to race anything"
+    elif advised == record.baseline:
+        what = f"nothing is clearly faster than {baseline}"
+    else:
+        times = speedup(advised.speedup, advised.speedup_low, advised.speedup_high)
+        what = f"{times} over {baseline}"
+    return f"record {record.id}: {what}"
 
 
 def _failed(code: int, words: str) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import advisor as package
 from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
@@ -24,7 +26,7 @@ from advisor.tuners import host
 from advisor.tuners.environment import Gpu
 from advisor.tuners.measure.run.guarded import Guarded
 from tests.cache import servers
-from tests.face.commands import LAYERED, SHAPE, advisor
+from tests.face.commands import LAYERED, SHAPE
 from tests.service.serving import Served, ask, fresh, serving
 from tests.service.test_serve import Process
 
@@ -188,15 +190,28 @@ def test_a_model_is_tuned_and_found_by_others(
     assert (job["state"], len(job["tries"])) == ("done", 1), (job, team.log(number))
     assert job["trials"][0]["what"] == "torch default" and job["trials"][0]["ratio"] == 1
     assert job["tries"][0]["device"].endswith(": CPU")
-    assert "Net: " in (log := team.log(number)) and "trial 0:" in log
+    assert {one["batch"] for one in job["trials"]} == {4}
+    (found,) = job["tries"]
+    told = rf"record {job['record']}: \d\.\d\dx \(.*\) over torch's default"
+    assert re.fullmatch(told, found["reason"]) and job["reason"] == found["reason"]
+    log = team.log(number)
+    assert "Net: " in log and "trial 0:" in log
     monkeypatch.setenv("ADVISOR_TOKEN", team.token)
     monkeypatch.setenv("ADVISOR_CACHE", team.url)
     (held,) = Records(open_store(team.url)).held(EVERYTHING)
     assert (held.record.id, len(held.record.trials)) == (job["record"], len(job["trials"]))
-    # From elsewhere, with the same code.
+    # From elsewhere, with the same code, and by the line that its log ends with.
     (tmp_path / "model.py").write_text(LAYERED)
-    done = advisor(tmp_path, "why", "model.py:Net", "--shape", SHAPE, "--device", "cpu")
-    assert job["record"].partition("@")[0] in done.stdout, done
+    monkeypatch.chdir(tmp_path)
+    _, _, lines = log.partition("In your script, with ADVISOR_CACHE=")
+    url, line, *_ = lines.splitlines()
+    assert url == f"http://127.0.0.1:{team.port}:" and "dir:" not in log
+    asked = line.strip().removeprefix("advice = ").replace(".apply(", ".lookup(")
+    advice = eval(asked, {"advisor": package})
+    assert (advice.status, advice.record.id) == ("exact", job["record"])
+    (tmp_path / "model.py").write_text(LAYERED.replace("0.015", "0.020"))
+    with pytest.warns(package.AdvisorWarning, match="file another of this name"):
+        assert package.lookup("model.py:Net", shape=SHAPE, device="cpu").status == "miss"
     assert gone(*team.workers) and list(team.places) == []
 
 
@@ -374,7 +389,7 @@ def test_what_takes_too_long_is_ended(
     one = worker.Working(line(served), tmp_path / "work", starts_s=0.1)
     one.run()
     told, reason = state(served, number)
-    assert told == "failed" and reason.startswith("ended after 6.1 s: twice its budget")
+    assert told == "failed" and reason.startswith("ended after 6 s: twice its budget")
     pid = tmp_path / "work" / "code" / "pid"
     assert not pid.exists() or gone(int(pid.read_text()))
 
