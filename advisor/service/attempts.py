@@ -1,5 +1,6 @@
 """Attempts: starts of jobs on executors. The reconciler claims them, and says what became of them;
-the worker of each says what it does, with a token of its own."""
+the worker of each says what it does, with a token of its own, for which it exchanges the one that
+it was started with."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
@@ -34,11 +36,14 @@ _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
 """What a worker may say of its attempt; an attempt may be running, lost or cancelled too."""
+Exchange = Literal["begun", "taken", "over"]
+"""What comes of a start token: its bearer has the attempt, or another has it, or it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """An attempt that is to be started now. `token`: its own, which is known here alone."""
+    """An attempt that is to be started now. `token`: its start token, which is known here alone and
+    good once; see `begin`."""
 
     attempt: int
     job: int
@@ -77,7 +82,7 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
-    token, text = tokens.lend(session, external, expires)
+    token, start = tokens.lend(session, external, expires), made()
     attempt = Attempt(
         job=job.id,
         number=job.attempts,
@@ -87,6 +92,7 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
         started=at,
         beat=at,
         token=token.id,
+        start=digest(start),
     )
     session.add(attempt)
     session.flush()
@@ -97,14 +103,14 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
         number=attempt.number,
         external=external,
         asked=asked,
-        token=text,
+        token=start,
     )
 
 
 def put_back(session: Session, attempt: int, reason: str) -> bool:
     """Undo a claim that could not be placed, of which nothing was started; whether it was so."""
     found = _locked(session, attempt)
-    if found is None:
+    if found is None or found[1].begun is not None:
         return False
     job, one = found
     token = session.get_one(Token, one.token)
@@ -204,10 +210,45 @@ def of_token(session: Session, token: int) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.token == token))
 
 
+def of_start(session: Session, text: str) -> Attempt | None:
+    """Whose start token this is."""
+    return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
+
+
+def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
+    """Exchange an attempt's start token, which whoever sees what an executor was given may have
+    read, for a token that its worker alone has. The same exchange again, of who heard no answer, is
+    the same; another one is told of the attempt.
+
+    Args:
+        own: the digest of the token that the worker has made.
+        address: the worker's.
+
+    Raises:
+        UsageError: that token is another's.
+    """
+    found = _locked(session, attempt)
+    if found is None:
+        return "over"
+    one, token = found[1], session.get_one(Token, found[1].token)
+    by = Caller(token.id, token.name, token.role, address)
+    if one.begun is None:
+        tokens.given(session, token, own)
+        one.begun = one.beat = now(session)
+        note(session, by, "attempt begun", one.external)
+        return "begun"
+    if token.digest == own:
+        return "begun"
+    if not one.reason:
+        one.reason = f"its start token was used a second time, from {address}"
+        note(session, by, "attempt begun twice", one.external)
+    return "taken"
+
+
 def over(session: Session, text: str) -> bool:
     """Whether this is the token of an attempt that was ended."""
     query = select(Attempt.state).join(Token, Attempt.token == Token.id)
-    state = session.scalar(query.where(Token.digest == tokens.digest(text)))
+    state = session.scalar(query.where(Token.digest == digest(text)))
     return state not in (None, "running")
 
 
@@ -297,8 +338,9 @@ def _ended(
 
 
 def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
-    """End an attempt, whose token holds no more from now on."""
-    one.state, one.reason, one.ended = state, jobs.said(reason), now(session)
+    """End an attempt, whose token holds no more from now on. What was said of it before stays."""
+    told = "; ".join(filter(None, (one.reason, reason)))
+    one.state, one.reason, one.ended = state, jobs.said(told), now(session)
     session.get_one(Token, one.token).revoked = time.time()
     note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
     session.flush()

@@ -169,7 +169,7 @@ def listed(
 
 
 _TRY = ("number", "executor", "device", "state", "reason", "started", "ended")
-_TRIAL = ("number", "at", "what", "samples_per_s", "ratio", "outcome", "origin")
+_TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
 
 
 def told(session: Session, number: int) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ def visits(role: str) -> Callable[..., Caller]:
             raise HTTPException(303, headers={"Location": OVER if follows else "/login"})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
-        here.limit(found, writes=False)
+        here.limit(found.token, writes=False)
         return found
 
     caller.role = role  # type: ignore[attr-defined] # for who walks over the routes

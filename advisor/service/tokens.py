@@ -13,10 +13,10 @@ from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
+from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import schema
 from advisor.service.roles import ROLES
 
-PREFIX = "adv_"
 SESSION_S = 12 * 3600.0
 _USE_NOTED_S = 60.0
 _NAME = re.compile(r"[\w.@+-][\w .@+-]{0,63}")
@@ -60,13 +60,24 @@ def make(
     return token, text
 
 
-def lend(session: Session, name: str, expires: float) -> tuple[schema.Token, str]:
-    """A worker's token for one attempt alone, and its text."""
-    return _add(session, name, "worker", expires)
+def lend(session: Session, name: str, expires: float) -> schema.Token:
+    """A worker's token for one attempt alone, which nobody has before `given`."""
+    return _add(session, name, "worker", expires)[0]
+
+
+def given(session: Session, token: schema.Token, own: bytes) -> None:
+    """A lent token is the one that has this digest.
+
+    Raises:
+        UsageError: that one is another's.
+    """
+    if session.scalar(select(schema.Token.id).where(schema.Token.digest == own)) is not None:
+        raise UsageError("token: is in use; make a new one")
+    token.digest = own
 
 
 def _add(session: Session, name: str, role: str, expires: float | None) -> tuple[schema.Token, str]:
-    text = PREFIX + secrets.token_urlsafe(32)
+    text = made()
     token = schema.Token(
         digest=digest(text), name=name, role=role, created=time.time(), expires=expires
     )
@@ -158,11 +169,6 @@ def events(
     if before is not None:
         query = query.where(schema.Event.id < before)
     return [(event, name) for event, name in session.execute(query)]
-
-
-def digest(text: str) -> bytes:
-    """SHA-256, without a salt: of 256 random bits nothing can be guessed."""
-    return hashlib.sha256(text.encode()).digest()
 
 
 def _caller(token: schema.Token | None, address: str) -> Caller | None:

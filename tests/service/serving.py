@@ -15,10 +15,12 @@ import uvicorn
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED, Seal
+from advisor.jobs.token import digest, made
 from advisor.opening import refusal
-from advisor.service import schema, tokens
+from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
+from advisor.service.attempts import Claimed
 from advisor.service.database import Database
 from advisor.service.run import Server
 from tests.cache import servers
@@ -82,6 +84,14 @@ class Served:
 def token(database: Database, role: str, expires: float | None = None) -> str:
     with database.writing() as session:
         return tokens.make(session, f"a {role}", role, expires, None)[1]
+
+
+def begun(database: Database, one: Claimed) -> str:
+    """The token for which a worker exchanges what it was started with."""
+    own = made()
+    with database.writing() as session:
+        assert attempts.begin(session, one.attempt, digest(own), "10.0.0.1") == "begun"
+    return own
 
 
 def fresh(served: Served) -> None:

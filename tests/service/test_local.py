@@ -118,7 +118,7 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
     assert "s3cret" not in given.values()
     assert {name for name in given if name.startswith("ADVISOR_")} == {
         "ADVISOR_SERVER",
-        "ADVISOR_TOKEN",
+        "ADVISOR_START_TOKEN",
     }
     assert (given["PATH"], given["CUDA_VISIBLE_DEVICES"]) == ("/bin", "")
 

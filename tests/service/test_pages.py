@@ -17,7 +17,8 @@ from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.name import Name
 from advisor.cache.record import Record, Target
-from advisor.service import coverage, job_pages, records, schema, tokens
+from advisor.jobs.token import digest
+from advisor.service import coverage, job_pages, jobs, records, schema, tokens
 from advisor.service import pages as site
 from advisor.service.access import COOKIE
 from tests.cache.examples import KEY, changed, record
@@ -118,7 +119,7 @@ def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     assert browser.get("/").status == 303
     again = Browser(served, "admin")
     with served.database.writing() as session:
-        there = session.get(schema.Session, tokens.digest(again.cookie.partition("=")[2]))
+        there = session.get(schema.Session, digest(again.cookie.partition("=")[2]))
         assert there is not None
         there.expires = time.time() - 1
     assert again.get("/").status == 303
@@ -293,6 +294,33 @@ def test_a_job_and_its_record_name_each_other(served: Served) -> None:
     assert ", ".join(shapes) in browser.get(f"/jobs/{one.job}").data.decode()
     assert f"/jobs/{one.job}" in [link["href"] for link in browser.read(page).all("a")]
     assert "device=&#34;cpu&#34;" in browser.get(page).data.decode()
+
+
+def test_trials_at_another_batch_are_drawn_apart(served: Served) -> None:
+    one, browser = started(served), Browser(served, "read")
+    trials = [
+        {"number": number, "what": "tf32", "samples_per_s": speed} | known
+        for number, speed, known in [
+            (0, 10.0, {"batch": 64}),
+            (1, 30.0, {"batch": 128}),
+            (2, 20.0, {"batch": 64}),
+            (3, 15.0, {}),
+        ]
+    ]
+    assert served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials}).status == 200
+    with served.database.reading() as session:
+        told = jobs.told(session, one.job)
+    assert told is not None
+    chart = job_pages.throughput(told)
+    assert chart is not None
+    drawn = [(point.label, point.at_batch, point.leads) for point in chart.points]
+    assert drawn == [
+        ("0: tf32, batch 64", True, True),
+        ("1: tf32, batch 128", False, False),
+        ("2: tf32, batch 64", True, True),
+        ("3: tf32", True, False),
+    ]
+    assert "at another</span>" in browser.get(f"/jobs/{one.job}").data.decode()
 
 
 def test_only_the_page_of_a_live_job_has_scripts_and_only_from_here(served: Served) -> None:

@@ -32,7 +32,7 @@ from advisor.service.database import Database
 from advisor.service.run import Where, new_token
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import ask, serving
+from tests.service.serving import ask, begun, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,8 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
                 with other.writing() as session:
                     one = attempts.claim(session, "here", "", 1)
                 assert one is not None
-                said = ask(port, "POST", "/api/attempt/end", one.token, {"state": "failed"})
+                own = begun(other, one)
+                said = ask(port, "POST", "/api/attempt/end", own, {"state": "failed"})
                 assert said.status == 200
                 over.add(one.job)
             seed += 1

@@ -53,7 +53,7 @@ class Start:
     Attributes:
         external: what the executor is to call it, known before it is started.
         server_url: where its worker finds the server.
-        token: the attempt's own.
+        token: its start token, good once: who reads it later has nothing.
     """
 
     external: str

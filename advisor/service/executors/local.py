@@ -329,7 +329,7 @@ def environment(start: Start, shown: str) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": shown,
         "ADVISOR_SERVER": start.server_url,
-        "ADVISOR_TOKEN": start.token,
+        "ADVISOR_START_TOKEN": start.token,
     }
 
 

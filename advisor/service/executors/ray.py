@@ -236,7 +236,7 @@ def _request(start: Start, labels: Sequence[str]) -> dict[str, Any]:
     """What asks for an attempt, on a node that has one of these labels."""
     asked = start.asked
     environment: dict[str, Any] = {
-        "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_TOKEN": start.token}
+        "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_START_TOKEN": start.token}
     }
     if "pip" in asked.env:
         environment["pip"] = asked.env["pip"].split()
