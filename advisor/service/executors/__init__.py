@@ -32,11 +32,13 @@ class Room:
         gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3', or what kind it is where a
             cluster knows no more, 'H100'; '' for the CPU.
         gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
+        total: how many it could have if nothing else ran.
         why: for people, why some are not free; '' where all are.
     """
 
     gpu: str
     gpus: int
+    total: int = 0
     why: str = ""
 
     def fits(self, asked: Asked) -> bool:
