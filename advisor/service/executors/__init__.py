@@ -6,6 +6,7 @@ that, and looks what became of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -46,6 +47,10 @@ class Room:
         if asked.gpus == 0:
             return not self.gpu
         return asked.gpus <= self.gpus and is_meant(asked.gpu, self.gpu)
+
+    def could(self, asked: Asked) -> bool:
+        """Whether it would if nothing else ran."""
+        return dataclasses.replace(self, gpus=self.total).fits(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
