@@ -1,0 +1,110 @@
+"""A server with its local executor tunes two targets at once, a GPU each; then both by hand.
+
+    python benchmarks/service_gpus.py --results service_gpus.jsonl --budget 100s \
+        torchvision:resnet50 64x3x224x224 torchvision:mobilenet_v3_large 64x3x224x224
+
+What must come out: both jobs ran at the same time, each on a GPU of its own, and their records are
+as good as those of `advisor tune` on a GPU that nobody shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from advisor import lookup, tune
+from advisor.client import Client, Job
+
+ADVISOR = [sys.executable, "-m", "advisor"]
+
+
+def served(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
+    """A server that runs: its process, its address, its admin token."""
+    process = subprocess.Popen(
+        [*ADVISOR, "serve", "--port", "0", "--database", f"sqlite:///{folder / 'service.db'}"],
+        env=os.environ | {"XDG_CACHE_HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    token, address = (process.stdout.readline().split()[-1] for _ in range(2))
+    return process, address, token
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def watched(client: Client, job: Job) -> Job:
+    while not (job := client.job(job.id)).over:
+        time.sleep(1)
+    return job
+
+
+def found(record: Any) -> dict[str, Any]:
+    winner = record.winner(record.use)
+    return {
+        "config": {k: v for k, v in winner.config.items() if v != record.baseline.config.get(k)},
+        "speedup": round(winner.speedup, 3),
+        "interval": [round(winner.speedup_low, 3), round(winner.speedup_high, 3)],
+        "samples_per_s": round(winner.samples_per_s, 1),
+        "trials": len(record.trials),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--budget", default="100s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("targets", nargs="+", metavar="TARGET SHAPE")
+    args = parser.parse_args()
+    pairs = list(zip(args.targets[::2], args.targets[1::2], strict=True))
+    where: dict[str, Any] = {"gpus": 0} if args.device == "cpu" else {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
+        server, address, token = served(Path(name))
+        os.environ["ADVISOR_TOKEN"] = token
+        try:
+            client = Client(address)
+            asked = [client.submit(t, shape=s, budget=args.budget, **where) for t, s in pairs]
+            jobs = list(pool.map(lambda job: watched(client, job), asked))
+            cache = f"{address}?timeout=10s"
+            there = [lookup(t, shape=_shape(s), device=args.device, cache=cache) for t, s in pairs]
+        finally:
+            server.terminate()
+            server.wait()
+
+        def by_hand(number: int) -> Any:
+            target, shape = pairs[number]
+            device = "cpu" if args.device == "cpu" else f"cuda:{number}"
+            cache = str(Path(name) / f"hand{number}")
+            return tune(
+                target, _shape(shape), device=device, budget=args.budget, cache=cache
+            ).record
+
+        hands = list(pool.map(by_hand, range(len(pairs)))) if not where else [by_hand(0)]
+    with args.results.open("a") as file:
+        for number, (job, advice) in enumerate(zip(jobs, there, strict=True)):
+            row = {
+                "target": pairs[number],
+                "budget": args.budget,
+                "state": job.state,
+                "reason": job.reason,
+                "tries": list(job.tries),
+                "by the server": advice.record and found(advice.record),
+                "by hand": found(hands[number]) if number < len(hands) else None,
+            }
+            file.write(json.dumps(row) + "\n")
+            print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()
