@@ -19,6 +19,7 @@ from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
 from advisor.service.lookups import Lookups
 from advisor.service.metrics import Metrics
+from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
@@ -44,6 +45,7 @@ class Service:
         stopping: it answers what it is asked, and no more.
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
+        retuning: what has stale records measured again.
     """
 
     database: Database
@@ -57,6 +59,7 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
+    retuning: Retuning = field(default_factory=Retuning)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""

@@ -4,6 +4,7 @@ it was started with."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -28,6 +29,10 @@ MOST_LOST = 5
 """Attempts of one job that are lost, before it is given up."""
 PAUSE_S = 60.0
 """Before a job that could not be placed is claimed again."""
+REST_S, MOST_REST_S = 30.0, 600.0
+"""Before a job whose worker could not begin is claimed again, doubled each time; and at most."""
+PATIENCE_S = 600.0
+"""How long a job lets smaller ones pass that came later."""
 MOST_STUDY, MOST_STUDIES = 8 * 2**20, 16
 """Bytes of one file of a search, and how many there may be."""
 _TOKEN_S = 86_400.0
@@ -53,31 +58,34 @@ class Claimed:
     token: str
 
 
-def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | None:
+def claim(session: Session, executor: str, gpu: str, gpus: int, total: int = 0) -> Claimed | None:
     """Take the first job that goes where so many GPUs of this name are free; None for none.
 
     Args:
         gpus: 0 for the CPU alone, where only jobs go that ask for it.
+        total: of these GPUs, where they are left free for a job that has waited for so many for
+            long; 0: they are not.
     """
     at = now(session)
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
     fitting = [kind for kind in kinds if is_meant(kind, gpu)]
-    query = (
-        select(Job)
-        .where(Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
-        .where(Job.gpus.between(1, gpus) if gpus else Job.gpus == 0)
-        .order_by(Job.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    )
-    job = session.scalar(query)
+    due = (Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
+    fits = Job.gpus.between(1, gpus) if gpus else Job.gpus == 0
+    query = select(Job).where(*due, fits).order_by(Job.id).limit(1)
+    large = (Job.gpus > gpus, Job.gpus <= total, Job.changed <= at - PATIENCE_S)
+    first = session.scalar(select(func.min(Job.id)).where(*due, *large))
+    if first is not None:
+        query = query.where(Job.id < first)
+    job = session.scalar(query.with_for_update(skip_locked=True))
     if job is None:
+        if first is not None:
+            jobs.because(session, [*due, fits, Job.id > first], f"lets job {first} go first")
         return None
     try:
         asked = Asked.of(json.loads(job.asked))
     except UsageError as exc:  # another version of advisor took it
         jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
-        return claim(session, executor, gpu, gpus)
+        return claim(session, executor, gpu, gpus, total)
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
@@ -324,7 +332,26 @@ def end(session: Session, attempt: int, state: End, reason: str, record: str, by
             raise UsageError(f"record {record[:40]!r}: is not here; put it here first")
         job.record = record
     _ended(session, job, one, state, reason, by)
+    if job.state == "preempted" and not _began(one):
+        _rest(session, job)
     return True
+
+
+def _began(one: Attempt) -> bool:
+    """Whether its worker began to tune: until then it does not beat."""
+    return one.beat > one.started
+
+
+def _rest(session: Session, job: Job) -> None:
+    """Have a job wait whose worker did not begin, as where others use its GPU: the longer, the more
+    of the last attempts were like that."""
+    last = select(Attempt).where(Attempt.job == job.id).order_by(Attempt.number.desc()).limit(8)
+    idle = itertools.takewhile(
+        lambda one: one.state == "preempted" and not _began(one), session.scalars(last)
+    )
+    job.due = now(session) + min(REST_S * 2 ** (len(list(idle)) - 1), MOST_REST_S)
+    until = time.strftime("%H:%M:%S", time.gmtime(job.due))
+    job.reason = jobs.said(f"waits until {until} UTC: {job.reason}")
 
 
 def _ended(

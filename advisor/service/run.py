@@ -26,6 +26,7 @@ from advisor.service.app import application
 from advisor.service.database import Database
 from advisor.service.executors.schemes import open_executors
 from advisor.service.reconcile import Reconciler
+from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
@@ -103,12 +104,14 @@ def serve(
     version: str,
     say: Callable[[str, str | None], None],
     executors: Sequence[str] = (),
+    retune: int = 0,
 ) -> None:
     """Serve until a signal says stop; requests that are being answered are answered first.
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
         executors: what starts jobs, as `open_executors` takes them.
+        retune: GPU minutes a day in which stale records that are in use are measured again.
 
     Raises:
         UsageError: the address cannot be had, the certificate not be used, or an executor is none.
@@ -125,7 +128,13 @@ def serve(
     try:
         database.start(first)
         reader = Reader(Seal.from_environment(), refusal)
-        service = Service(database, reader, behind_proxy=where.behind_proxy, tls=where.tls)
+        service = Service(
+            database,
+            reader,
+            behind_proxy=where.behind_proxy,
+            tls=where.tls,
+            retuning=Retuning(starters, retune),
+        )
         config = uvicorn.Config(
             application(service, version),
             log_level="warning",

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -296,6 +297,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
 def test_what_is_preempted_has_not_failed(served: Served) -> None:
     one = started(served)
     for _ in range(attempts.MOST_LOST):
+        served.ask("POST", "/api/attempt/beat", one.external, {})
         assert ended(served, one, state="preempted", reason="a spot").status == 200
         assert states(served, one.job)[0] == "preempted"
         again = claimed(served)
@@ -304,6 +306,25 @@ def test_what_is_preempted_has_not_failed(served: Served) -> None:
         one = again
         one = claimed(served) or pytest.fail("it waits")
     assert states(served, one.job)[0] == "running"
+
+
+def test_what_cannot_begin_rests_longer_each_time(served: Served) -> None:
+    waits = []
+    for turn in range(8):
+        one = started(served) if not turn else claimed(served) or pytest.fail("it is due")
+        if turn == 6:  # it trains for once
+            served.ask("POST", "/api/attempt/beat", one.external, {})
+        ended(served, one, state="preempted", reason="other processes use the GPU")
+        with served.database.writing() as session:
+            job = session.get_one(schema.Job, one.job)
+            waits.append(max(0.0, job.due - job.changed))
+        if waits[-1]:
+            reason = told(served, one.job)["reason"]
+            assert re.fullmatch(r"waits until \d\d:\d\d:\d\d UTC: other processes .*", reason)
+            assert claimed(served) is None
+        with served.database.writing() as session:
+            session.execute(update(schema.Job).values(due=0.0))
+    assert waits == pytest.approx([30, 60, 120, 240, 480, 600, 0, 30], abs=5)
 
 
 def test_what_a_command_fails_with_is_not_tried_again(served: Served) -> None:
@@ -329,9 +350,9 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     assert other is not None and other.job != number  # others do not wait for it
     assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
     assert claimed(served) is None
-    of(served, jobs.because, number, "no executor")
+    of(served, jobs.because, [schema.Job.id == number], "no executor")
     assert told(served, number)["reason"] == "no executor"
-    of(served, jobs.because, other.job, "no executor")
+    of(served, jobs.because, [schema.Job.id == other.job], "no executor")
     assert told(served, other.job)["reason"] != "no executor"
     with served.database.writing() as session:
         session.execute(update(schema.Job).values(due=0.0))

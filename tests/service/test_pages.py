@@ -10,7 +10,7 @@ from dataclasses import replace
 from urllib.parse import quote, urlencode
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from advisor.cache.codec import encode, to_plain
 from advisor.cache.config import Config
@@ -226,6 +226,8 @@ def test_what_is_covered_and_what_is_saved(served: Served) -> None:
         for _ in range(2):
             assert served.ask("GET", f"/api/lookup?{query}", "read").status == 200
     served.service.lookups.flush(served.database)
+    with served.database.writing() as session:  # it came before today
+        session.execute(update(schema.Item).values(stored=schema.Item.stored - 86_400))
     with served.database.reading() as session:
         (of_h200, of_b200) = coverage.covered(session)
         assert (of_h200.exact, of_h200.stale, of_h200.miss) == (2, 2, 2)

@@ -262,7 +262,7 @@ def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
     job["entrypoint_label_selector"] = {LABEL: "A100"}
     cluster.ask("POST", "/api/jobs/", job)
-    until(lambda: Room(gpu="H100", gpus=1) in executor.room())
+    until(lambda: Room(gpu="H100", gpus=1, total=1) in executor.room())
     taken = until(lambda: [one for one in executor.room() if one.gpu == "A100" and not one.gpus])
     assert "1 of 1" in taken[0].why
     cluster.ask("POST", "/api/jobs/others/stop")
