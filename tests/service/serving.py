@@ -117,7 +117,12 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
     service = Service(database, Reader(seal, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
-        application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
+        application(service, "1"),
+        port=port,
+        log_level="error",
+        lifespan="off",
+        proxy_headers=False,
+        http="h11",
     )
     server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)
