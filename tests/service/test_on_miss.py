@@ -32,7 +32,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(TRAINS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
+    )
     monkeypatch.setenv("ADVISOR_ON_MISS", "request")
     return tmp_path
 
@@ -148,10 +150,12 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
     monkeypatch.setenv("ADVISOR_CACHE", team.url)
     elsewhere = project.parent / "elsewhere.py"
     elsewhere.touch()
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(elsewhere))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(elsewhere), raising=False)
     monkeypatch.setenv("ADVISOR_TOKEN", team.tokens["submit"])
     assert "lies outside" in logged()
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(project / "train.py"))
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(project / "train.py"), raising=False
+    )
     monkeypatch.setenv("ADVISOR_TOKEN", team.tokens["read"])
     assert "may read; this needs submit" in logged()
     monkeypatch.setenv("ADVISOR_CACHE", f"http://127.0.0.1:{servers.free_port()}")
@@ -224,5 +228,5 @@ def test_a_run_is_asked_for_from_inside(
             advisor.release()
     waited()
     (job,) = asked(team)
-    assert job["command"] == ["python", "train.py"]
+    assert job["command"] == ["python3", "train.py"]
     assert job["options"] == {"precisions": ["default", "tf32"]}
