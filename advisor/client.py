@@ -151,6 +151,10 @@ class Client:
     def url(self) -> str:
         return self._link.url
 
+    def page(self, id: int) -> str:
+        """Where a browser sees a job as it goes on."""
+        return f"{self.url.partition('?')[0].rstrip('/')}/jobs/{id}"
+
     def submit(
         self,
         target: str = "",

@@ -132,10 +132,12 @@ def submit(
     job = client.ask(wanted)
     if not as_json:
         click.echo(_greeting(job, server))
+        click.echo(f"watch   {client.page(job.id)}")
     if follow:
         ctx.exit(_followed(client, job.id, as_json))
     if as_json:
-        click.echo(json.dumps(_plain(job) | {"code": _code(wanted)}))
+        told = {"code": _code(wanted), "page": client.page(job.id)}
+        click.echo(json.dumps(_plain(job) | told))
 
 
 def _environment(pip: tuple[str, ...], container: str | None) -> dict[str, str]:

@@ -45,6 +45,12 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
     metavar="FILE",
     help="Each trial as it ends, as a line of JSON behind what is in FILE.",
 )
+@click.option(
+    "--for",
+    "reader",
+    metavar="URL",
+    help="What is printed to be copied is for elsewhere: the record will be in this store.",
+)
 @click.pass_context
 def tune(
     ctx: click.Context,
@@ -55,6 +61,7 @@ def tune(
     quiet: bool,
     show_output: bool,
     events: Path | None,
+    reader: str | None,
     **options: Any,
 ) -> None:
     """Measure TARGET, or your own run as it is, and remember the fastest safe config.
@@ -104,7 +111,9 @@ def tune(
     for line in tables.summary(found.record, cache):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if found.finished:
-        for line in tables.start(found.record, cache):
+        record = found.record
+        starts = tables.start_anywhere(record, reader) if reader else tables.start(record, cache)
+        for line in starts:
             out.print(line, highlight=False, markup=False, soft_wrap=True)
     else:
         out.print(

@@ -41,8 +41,6 @@ MOST_AN_HOUR = 12
 """Of one user on one machine."""
 THREAD = "advisor: a job"
 _SUFFIX = ".asked"
-_BY_MODEL = "; to be served what it finds give the model itself: advisor.apply(model)"
-"""A record by a file's name is of that very file, which a worker's is not."""
 _log = logging.getLogger("advisor")
 
 
@@ -67,8 +65,7 @@ def asked_for(request: Request, query: Query, near: Record | None, folder: Path 
         return f"no tuning is asked for: {exc}"
     sending = _Sending(url, asked, folder, request.cache)
     threading.Thread(target=sending.run, name=THREAD, daemon=True).start()
-    served = "" if asked.command or ".py" not in asked.target else _BY_MODEL
-    return f"a tuning is asked for at {without_password(url)}{served}"
+    return f"a tuning is asked for at {without_password(url)}"
 
 
 def _asked(request: Request, query: Query, near: Record | None) -> Asked:

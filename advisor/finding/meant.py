@@ -22,8 +22,9 @@ _NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
 
 
 class Meant:
-    """What a request means by its target: by name one file, without a name several, with the model
-    in hand any. Raises TargetError where a name has no known form, or its file is not there."""
+    """What a request means by its target: by name one file, whatever folder it was tuned in,
+    without a name several, with the model in hand any. Raises TargetError where a name has no known
+    form, or its file is not there."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -45,11 +46,18 @@ class Meant:
     def _moved(self, target: Target) -> Iterator[Difference]:
         spec = self._specs.get(target.origin)
         if spec is not None:
-            spec = dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
-            if edited := spec.edited(target.code):
+            if edited := _tuned_of(spec, target).edited(target.code):
                 yield Difference(field=CODE, wanted=edited, found="as tuned")
-        elif isinstance(self._request.target, str):
+        elif isinstance(self._request.target, str) and not self._is_copied(target):
             yield Difference(field="file", wanted="this one", found="another of this name")
+
+    def _is_copied(self, target: Target) -> bool:
+        """Whether the file that is named was tuned in another folder, as by a server's worker: a
+        file of its name, with the code that is in it now."""
+        spec, name = self.named, target.name
+        if spec is None or not spec.file or spec.name not in (name, name.rpartition(":")[0]):
+            return False
+        return not _tuned_of(spec, target).edited(target.code)
 
     def _built_otherwise(self, arguments: Config) -> Iterator[Difference]:
         given = self._request.given.get("model_args", arguments)
@@ -97,6 +105,11 @@ class Meant:
         assert near is not None
         differs = self.apart(near) + (match.differs if match.record is None else ())
         return Match(kind="miss", record=None, differs=differs, nearest=near)
+
+
+def _tuned_of(spec: Spec, target: Target) -> Spec:
+    """What of a file was tuned: a name may leave that open."""
+    return dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
 
 
 def matched(found: Sequence[Record], query: Query) -> Match:

@@ -1,6 +1,7 @@
 """A folder's code as one archive: packed where a tuning is asked for, unpacked where it runs.
 
-A tar.gz of files and of links that stay inside; never a pickle. The same tree makes the same bytes.
+A tar.gz of files and of links that stay inside; never a pickle. The same tree makes the same bytes,
+of whatever commit.
 In a git checkout that is what git tracks, as it lies there now, and what git does not ignore; in
 any other folder all but DEFAULTS. What .advisorignore names, as .gitignore would, stays at home.
 """
@@ -12,7 +13,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import os
 import stat
 import subprocess
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 MOST_PACKED = 32 * 2**20
 MOST_UNPACKED = 256 * 2**20
 MOST_FILES = 20_000
-MANIFEST = ".advisor-parcel.json"
-"""In the archive: the commit it was made from, and whether the files differed from it."""
 IGNORE = ".advisorignore"
 DEFAULTS = """
 .git/ .hg/ .svn/ .venv/ venv/ .tox/ .nox/ node_modules/ site-packages/
@@ -238,7 +236,7 @@ def _chosen(tree: _Tree, left_out: dict[str, str]) -> Iterator[_Entry]:
             about = (tree.root / name).lstat()
         except (FileNotFoundError, NotADirectoryError):  # tracked, and removed in the work tree
             continue
-        if name == MANIFEST or not real[above]:
+        if not real[above]:
             continue
         free = name not in known
         target = str((tree.root / name).readlink()) if stat.S_ISLNK(about.st_mode) else ""
@@ -306,12 +304,10 @@ def _too_much(root: Path, entries: Iterable[_Entry], what: str) -> UsageError:
 def _archived(tree: _Tree, entries: Sequence[_Entry]) -> bytes:
     """The archive: owners, times and order are the same for every one who packs this tree."""
     buffer = io.BytesIO()
-    about = {"commit": tree.commit, "dirty": tree.dirty}
     with (
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=buffer, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
-        _add(archive, MANIFEST, json.dumps(about, sort_keys=True).encode())
         for one in entries:
             if one.target:
                 link = tarfile.TarInfo(one.name)
@@ -423,7 +419,7 @@ class _Laid:
         self._files += kind != _FOLDER
         if self._size > MOST_UNPACKED:
             raise _refused(f"holds more than {size(MOST_UNPACKED)}")
-        if max(self._files, len(self._kinds) - self._files) > MOST_FILES + 1:  # the manifest
+        if max(self._files, len(self._kinds) - self._files) > MOST_FILES:
             raise _refused(f"holds more than {MOST_FILES:,} files")
 
 

@@ -1,7 +1,8 @@
 """The process of an attempt: it has tuned what a server asks for, and tells the server.
 
-`python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and, in $ADVISOR_TOKEN, the attempt's
-own token. It works in a new folder below the system's temporary one: below longer paths no socket
+`python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN, which it
+exchanges at once for a token that is in its memory alone: others may read how it was started, as on
+Ray. It works in a new folder below the system's temporary one: below longer paths no socket
 has a name. In a folder PLACE it leaves its number, `pid`, and a link to that folder, `work`.
 
 What runs the code that somebody submitted is a child of it, under a guard and without the token:
@@ -32,12 +33,13 @@ from urllib.parse import quote
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
+from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
 from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.link import BYTES, JSON
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
-from advisor.jobs import parcel
+from advisor.jobs import parcel, token
 from advisor.jobs.asked import Asked
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import Guarded, how
@@ -62,7 +64,7 @@ MOST_REASON = 500
 _LOOK_S = 0.1
 _PR_SET_DUMPABLE = 4
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
-"""Variables that submitted code does not get; in the last one Ray repeats the attempt's token."""
+"""Variables that submitted code does not get; in the last one Ray repeats them."""
 _OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
 
 T = TypeVar("T")
@@ -91,15 +93,22 @@ class Stuck(AdvisorError):
 
 
 class Line:
-    """What an attempt says to its server.
+    """What an attempt says to its server, `begin` first.
 
     Raises, with every word:
         StoreError: the server is away. Dismissed, Refused: what it said.
     """
 
-    def __init__(self, url: str) -> None:
-        self.store = HttpStore(url)
-        self.store.patience_s = max(PATIENCE_S, self.store.patience_s)
+    def __init__(self, url: str, start_token: str) -> None:
+        self._own = token.made()
+        self._start, self.store = HttpStore(url, token=start_token), HttpStore(url, token=self._own)
+        for one in (self._start, self.store):
+            one.patience_s = max(PATIENCE_S, one.patience_s)
+
+    def begin(self) -> None:
+        """Exchange the start token for this worker's own. Again it makes no difference."""
+        sent = json.dumps({"digest": token.digest(self._own).hex()}).encode()
+        self._said("POST", "/api/attempt/begin", sent, JSON, self._start)
 
     def attempt(self) -> dict[str, Any]:
         return self._told("GET", "/api/attempt")
@@ -126,8 +135,15 @@ class Line:
         sent = None if body is None else json.dumps(body).encode()
         return self.store.read_json(self._said(method, path, sent, JSON if sent else ""))
 
-    def _said(self, method: str, path: str, body: bytes | None = None, kind: str = "") -> bytes:
-        status, _headers, data = self.store.ask(
+    def _said(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        kind: str = "",
+        by: HttpStore | None = None,
+    ) -> bytes:
+        status, _headers, data = (by or self.store).ask(
             method,
             path,
             body=body,
@@ -270,6 +286,7 @@ class Working:
         Raises:
             Dismissed: nothing more is wanted of it. StoreError: the server is away.
         """
+        self._patiently(self._line.begin)
         try:
             with _here(self._scratch.path):
                 self._scratch.make()
@@ -341,13 +358,14 @@ class Working:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
         self._patiently(lambda: server.put(record))
-        told = [] if record.compares else ["its budget left no time to race anything"]
+        told = [_said(record)]
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
         return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
 
     def _words(self, asked: Asked) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
         tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
+        tune += ["--for", self._line.store.url]
         return [
             *tune,
             *(["--show-output", "--", *asked.command] if asked.command else [asked.target]),
@@ -440,6 +458,19 @@ class Working:
                 return said
 
 
+def _said(record: Record) -> str:
+    """What was found, for people."""
+    advised, baseline = record.winner(record.use), record.key.task.baseline
+    if not record.compares:
+        what = "its budget left no time to race anything"
+    elif advised == record.baseline:
+        what = f"nothing is clearly faster than {baseline}"
+    else:
+        times = speedup(advised.speedup, advised.speedup_low, advised.speedup_high)
+        what = f"{times} over {baseline}"
+    return f"record {record.id}: {what}"
+
+
 def _failed(code: int, words: str) -> Outcome:
     said = words.removeprefix("advisor: ") or "it said nothing"
     reason = said if code in (1, 2) else f"{how(code)}: {said}"
@@ -468,7 +499,7 @@ def _here(folder: Path) -> Iterator[None]:
 
 
 def main(place: str = "") -> None:
-    """Work on what $ADVISOR_SERVER has for the token in $ADVISOR_TOKEN.
+    """Work on what $ADVISOR_SERVER has for $ADVISOR_START_TOKEN.
 
     Raises:
         SystemExit: with a line that says why it could not.
@@ -476,7 +507,8 @@ def main(place: str = "") -> None:
     _keep_private()
     scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
-        working = Working(Line(os.environ["ADVISOR_SERVER"]), scratch)
+        line = Line(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
+        working = Working(line, scratch)
         signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
         if place:
             Path(place, "work").symlink_to(scratch)

@@ -57,7 +57,7 @@ def lines(job: Job) -> Iterator[str]:
             f"{rate(best.get('samples_per_s') or 0.0)} samples/s"
         )
     if job.record:
-        yield f"  record {job.record}; to see it: advisor show {job.record}"
+        yield f"  to see its record: advisor show {job.record}"
 
 
 def _ago(then: float) -> str:

@@ -100,6 +100,7 @@ class Shown(Progress):
         line = {
             "number": trial.number,
             "what": self._described(trial),
+            "batch": trial.config.batch or None,
             "samples_per_s": measured.samples_per_s if measured.ok else 0.0,
             "ratio": self._ratio(measured),
             "outcome": outcome(measured),

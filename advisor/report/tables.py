@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
@@ -13,7 +14,7 @@ from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
-from advisor.printed import script_line
+from advisor.printed import line_anywhere, script_line
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, spread
 from advisor.tuners.knobs import BY_NAME, FEEDS, INPUT, described
@@ -61,9 +62,17 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 
 def start(record: Record, cache: str | None) -> Iterator[str]:
     """What to write for a record to be followed, and where."""
-    yield from ("", f"{where(record)}:", f"    {script_line(record, cache)}")
-    for other in other_uses(record, cache):
-        yield f"    {other}"
+    yield from _started(where(record), script_line(record, cache), other_uses(record, cache))
+
+
+def start_anywhere(record: Record, url: str) -> Iterator[str]:
+    """The same for a reader elsewhere, to whom the record is in the store of this URL."""
+    place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
+    yield from _started(place, line_anywhere(record), other_uses(record))
+
+
+def _started(place: str, line: str, others: Iterable[str]) -> Iterator[str]:
+    yield from ("", f"{place}:", f"    {line}", *(f"    {other}" for other in others))
 
 
 def called(record: Record, config: Config) -> str:

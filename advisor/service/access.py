@@ -19,6 +19,7 @@ from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates
 from advisor.service.lookups import Lookups
 from advisor.service.metrics import Metrics
+from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
@@ -44,6 +45,7 @@ class Service:
         stopping: it answers what it is asked, and no more.
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
+        retuning: what has stale records measured again.
     """
 
     database: Database
@@ -57,6 +59,7 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
+    retuning: Retuning = field(default_factory=Retuning)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -78,10 +81,14 @@ class Service:
         with self.database.reading() as session:
             caller = tokens.find(session, token, address)
         if caller is None:
-            if not self.guesses.take(address):
-                raise _busy("too many tokens that are none")
-            raise unknown()
+            raise self.refused(address)
         return caller
+
+    def refused(self, address: str) -> HTTPException:
+        """What is said to who has a token that is none; after too many of them, to wait."""
+        if not self.guesses.take(address):
+            return _busy("too many tokens that are none")
+        return unknown()
 
     def most(self, request: Request) -> int:
         """Bytes that the body of a request may have: many from nobody but who may send them."""
@@ -104,9 +111,9 @@ class Service:
         except StoreError as exc:
             _log.warning("the use of a token could not be noted: %s", exc)
 
-    def limit(self, caller: Caller, writes: bool) -> None:
+    def limit(self, token: int, writes: bool) -> None:
         """Raise HTTPException where a token is used too often."""
-        if not (self.writes if writes else self.reads).take(caller.token):
+        if not (self.writes if writes else self.reads).take(token):
             raise _busy("this token is used too often")
 
 
@@ -127,7 +134,7 @@ def needs(role: str) -> Callable[..., Caller]:
         found = here.admit(bearer.credentials, here.address(request))
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this needs {role}")
-        here.limit(found, writes=role != "read")
+        here.limit(found.token, writes=role != "read")
         if found.unseen:
             after.add_task(here.note, found)
         return found
@@ -165,6 +172,27 @@ def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -
     return Attempting(caller, attempt)
 
 
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """Who has the start token of an attempt: its worker, unless somebody else has read it."""
+
+    attempt: Attempt
+    address: str
+
+
+def starts(request: Request, here: Here, bearer: _Bearer) -> Starting:
+    """A dependency: the attempt that is begun. No other token does."""
+    if bearer is None:
+        raise unknown("a start token is asked for, as Authorization: Bearer TOKEN")
+    address = here.address(request)
+    with here.database.reading() as session:
+        attempt = attempts.of_start(session, bearer.credentials)
+    if attempt is None:
+        raise here.refused(address)
+    here.limit(attempt.token, writes=True)
+    return Starting(attempt, address)
+
+
 def submits(here: Here, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
     """A dependency: who may ask for tunings. An attempt may not, whatever its code gets hold of."""
     with here.database.reading() as session:
@@ -177,6 +205,8 @@ submits.role = "submit"  # type: ignore[attr-defined]
 Submits = Annotated[Caller, Depends(submits)]
 own.role = "worker"  # type: ignore[attr-defined] # for who walks over the routes
 Own = Annotated[Attempting, Depends(own)]
+starts.role = "start"  # type: ignore[attr-defined]
+Starts = Annotated[Starting, Depends(starts)]
 
 
 def unknown(why: str = "this token is none, or holds no more") -> HTTPException:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-from sqlalchemy import delete, exists, select, update
+from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.service.database import now
-from advisor.service.schema import Archive, Attempt, Job
+from advisor.service.schema import Archive, Attempt, Item, Job
 from advisor.service.tokens import Caller, note
 
 MOST_BYTES = 32 * 2**20
@@ -56,8 +56,17 @@ def data_of(session: Session, digest: str, by: Caller) -> bytes | None:
     return session.scalar(select(Archive.data).where(Archive.digest == digest))
 
 
+def known(session: Session, digest: str) -> bool:
+    """Whether an archive is there."""
+    return session.scalar(select(Archive.digest).where(Archive.digest == digest)) is not None
+
+
 def tidy(session: Session, live: tuple[str, ...]) -> None:
-    """Remove what no live job needs and no job asked for in a while."""
-    needed = exists().where(Job.archive == Archive.digest, Job.state.in_(live))
+    """Remove what no job asked for in a while, no live one needs, and no record that is here could
+    be measured again with."""
+    last = select(func.max(Job.id)).where(Job.record != "").group_by(Job.record).correlate(None)
+    here = exists().where(Item.id == func.substr(Job.record, 1, 12), Item.fields != "")
+    needs = or_(Job.state.in_(live), Job.id.in_(last) & here)
+    needed = exists().where(Job.archive == Archive.digest, needs)
     old = Archive.used < now(session) - KEPT_S
     session.execute(delete(Archive).where(old, ~needed))

@@ -1,8 +1,10 @@
 """Attempts: starts of jobs on executors. The reconciler claims them, and says what became of them;
-the worker of each says what it does, with a token of its own."""
+the worker of each says what it does, with a token of its own, for which it exchanges the one that
+it was started with."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -15,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
@@ -26,6 +29,10 @@ MOST_LOST = 5
 """Attempts of one job that are lost, before it is given up."""
 PAUSE_S = 60.0
 """Before a job that could not be placed is claimed again."""
+REST_S, MOST_REST_S = 30.0, 600.0
+"""Before a job whose worker could not begin is claimed again, doubled each time; and at most."""
+PATIENCE_S = 600.0
+"""How long a job lets smaller ones pass that came later."""
 MOST_STUDY, MOST_STUDIES = 8 * 2**20, 16
 """Bytes of one file of a search, and how many there may be."""
 _TOKEN_S = 86_400.0
@@ -34,11 +41,14 @@ _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
 """What a worker may say of its attempt; an attempt may be running, lost or cancelled too."""
+Exchange = Literal["begun", "taken", "over"]
+"""What comes of a start token: its bearer has the attempt, or another has it, or it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """An attempt that is to be started now. `token`: its own, which is known here alone."""
+    """An attempt that is to be started now. `token`: its start token, which is known here alone and
+    good once; see `begin`."""
 
     attempt: int
     job: int
@@ -48,36 +58,39 @@ class Claimed:
     token: str
 
 
-def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | None:
+def claim(session: Session, executor: str, gpu: str, gpus: int, total: int = 0) -> Claimed | None:
     """Take the first job that goes where so many GPUs of this name are free; None for none.
 
     Args:
         gpus: 0 for the CPU alone, where only jobs go that ask for it.
+        total: of these GPUs, where they are left free for a job that has waited for so many for
+            long; 0: they are not.
     """
     at = now(session)
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
     fitting = [kind for kind in kinds if is_meant(kind, gpu)]
-    query = (
-        select(Job)
-        .where(Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
-        .where(Job.gpus.between(1, gpus) if gpus else Job.gpus == 0)
-        .order_by(Job.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    )
-    job = session.scalar(query)
+    due = (Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
+    fits = Job.gpus.between(1, gpus) if gpus else Job.gpus == 0
+    query = select(Job).where(*due, fits).order_by(Job.id).limit(1)
+    large = (Job.gpus > gpus, Job.gpus <= total, Job.changed <= at - PATIENCE_S)
+    first = session.scalar(select(func.min(Job.id)).where(*due, *large))
+    if first is not None:
+        query = query.where(Job.id < first)
+    job = session.scalar(query.with_for_update(skip_locked=True))
     if job is None:
+        if first is not None:
+            jobs.because(session, [*due, fits, Job.id > first], f"lets job {first} go first")
         return None
     try:
         asked = Asked.of(json.loads(job.asked))
     except UsageError as exc:  # another version of advisor took it
         jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
-        return claim(session, executor, gpu, gpus)
+        return claim(session, executor, gpu, gpus, total)
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
-    token, text = tokens.lend(session, external, expires)
+    token, start = tokens.lend(session, external, expires), made()
     attempt = Attempt(
         job=job.id,
         number=job.attempts,
@@ -87,6 +100,7 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
         started=at,
         beat=at,
         token=token.id,
+        start=digest(start),
     )
     session.add(attempt)
     session.flush()
@@ -97,14 +111,14 @@ def claim(session: Session, executor: str, gpu: str, gpus: int) -> Claimed | Non
         number=attempt.number,
         external=external,
         asked=asked,
-        token=text,
+        token=start,
     )
 
 
 def put_back(session: Session, attempt: int, reason: str) -> bool:
     """Undo a claim that could not be placed, of which nothing was started; whether it was so."""
     found = _locked(session, attempt)
-    if found is None:
+    if found is None or found[1].begun is not None:
         return False
     job, one = found
     token = session.get_one(Token, one.token)
@@ -204,10 +218,45 @@ def of_token(session: Session, token: int) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.token == token))
 
 
+def of_start(session: Session, text: str) -> Attempt | None:
+    """Whose start token this is."""
+    return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
+
+
+def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
+    """Exchange an attempt's start token, which whoever sees what an executor was given may have
+    read, for a token that its worker alone has. The same exchange again, of who heard no answer, is
+    the same; another one is told of the attempt.
+
+    Args:
+        own: the digest of the token that the worker has made.
+        address: the worker's.
+
+    Raises:
+        UsageError: that token is another's.
+    """
+    found = _locked(session, attempt)
+    if found is None:
+        return "over"
+    one, token = found[1], session.get_one(Token, found[1].token)
+    by = Caller(token.id, token.name, token.role, address)
+    if one.begun is None:
+        tokens.given(session, token, own)
+        one.begun = one.beat = now(session)
+        note(session, by, "attempt begun", one.external)
+        return "begun"
+    if token.digest == own:
+        return "begun"
+    if not one.reason:
+        one.reason = f"its start token was used a second time, from {address}"
+        note(session, by, "attempt begun twice", one.external)
+    return "taken"
+
+
 def over(session: Session, text: str) -> bool:
     """Whether this is the token of an attempt that was ended."""
     query = select(Attempt.state).join(Token, Attempt.token == Token.id)
-    state = session.scalar(query.where(Token.digest == tokens.digest(text)))
+    state = session.scalar(query.where(Token.digest == digest(text)))
     return state not in (None, "running")
 
 
@@ -283,7 +332,26 @@ def end(session: Session, attempt: int, state: End, reason: str, record: str, by
             raise UsageError(f"record {record[:40]!r}: is not here; put it here first")
         job.record = record
     _ended(session, job, one, state, reason, by)
+    if job.state == "preempted" and not _began(one):
+        _rest(session, job)
     return True
+
+
+def _began(one: Attempt) -> bool:
+    """Whether its worker began to tune: until then it does not beat."""
+    return one.beat > one.started
+
+
+def _rest(session: Session, job: Job) -> None:
+    """Have a job wait whose worker did not begin, as where others use its GPU: the longer, the more
+    of the last attempts were like that."""
+    last = select(Attempt).where(Attempt.job == job.id).order_by(Attempt.number.desc()).limit(8)
+    idle = itertools.takewhile(
+        lambda one: one.state == "preempted" and not _began(one), session.scalars(last)
+    )
+    job.due = now(session) + min(REST_S * 2 ** (len(list(idle)) - 1), MOST_REST_S)
+    until = time.strftime("%H:%M:%S", time.gmtime(job.due))
+    job.reason = jobs.said(f"waits until {until} UTC: {job.reason}")
 
 
 def _ended(
@@ -297,8 +365,9 @@ def _ended(
 
 
 def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
-    """End an attempt, whose token holds no more from now on."""
-    one.state, one.reason, one.ended = state, jobs.said(reason), now(session)
+    """End an attempt, whose token holds no more from now on. What was said of it before stays."""
+    told = "; ".join(filter(None, (one.reason, reason)))
+    one.state, one.reason, one.ended = state, jobs.said(told), now(session)
     session.get_one(Token, one.token).revoked = time.time()
     note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
     session.flush()

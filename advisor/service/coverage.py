@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Subquery, func, select
+from sqlalchemy import ColumnElement, Subquery, and_, func, select
 from sqlalchemy.orm import Session
 
 from advisor.service.database import now
@@ -125,14 +125,27 @@ def missed(session: Session, most: int = 10) -> list[Wanted]:
 
 
 def outdated(session: Session, most: int = 10) -> list[Wanted]:
-    """Records that serve although the software changed since, the most asked for first."""
+    """Records that serve although the software changed since, the most asked for first.
+
+    Those who asked before the last record of this model, batch and device came, or on that day, do
+    not count: they may find it now.
+    """
     last, number = _newest(), func.sum(Lookup.count)
+    of_last = (Item.model, Item.batch, Item.device)
+    came = (
+        select(*of_last, func.max(Item.stored).label("stored"))
+        .where(Item.model.in_(select(last.c.model)), Item.fields != "")
+        .group_by(*of_last)
+        .subquery()
+    )
+    same = [came.c[column.name] == last.c[column.name] for column in of_last]
     of_record = (last.c.id, last.c.batch, last.c.called)
     query = (
-        select(Lookup.device, Lookup.model, *of_record, number)
+        select(Lookup.device, func.max(Lookup.model), *of_record, number)
         .join(last, Lookup.place == last.c.place)
-        .where(_lately(), Lookup.outcome == "stale")
-        .group_by(Lookup.device, Lookup.model, *of_record)
+        .join(came, and_(*same))
+        .where(_lately(), Lookup.outcome == "stale", Lookup.day * _DAY_S > came.c.stored)
+        .group_by(Lookup.device, *of_record)
         .order_by(number.desc(), last.c.id)
         .limit(most)
     )
@@ -156,6 +169,8 @@ def _newest() -> Subquery:
     last = created.where(*of_records).group_by(Item.place).subquery()
     columns = (
         Item.place,
+        func.max(Item.model).label("model"),
+        func.max(Item.device).label("device"),
         func.max(Item.id).label("id"),
         func.max(Item.batch).label("batch"),
         func.max(Item.called).label("called"),

@@ -128,22 +128,30 @@ def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def throughput(told: Mapping[str, Any]) -> Timeline | None:
     """A job's trials since it was first started; None where there is none."""
     began = min((one["started"] for one in told["tries"]), default=0.0)
+    trials = told["trials"]
+    # The baseline, at the user's batch, is tried first.
+    own = next((trial["batch"] for trial in trials if trial["batch"]), None)
     best, points = 0.0, []
-    for trial in told["trials"]:
+    for trial in trials:
         reached = 0.0 if trial["outcome"] else trial["samples_per_s"]
+        at_batch = trial["batch"] in (None, own)
         points.append(
             Tried(
-                label=f"{trial['number']}: {trial['what']}",
+                label=f"{trial['number']}: {trial['what']}{_at(trial['batch'])}",
                 at_s=max(0.0, trial["at"] - began),
                 samples_per_s=reached,
-                at_batch=True,
-                leads=reached > best,
+                at_batch=at_batch,
+                leads=at_batch and reached > best,
             )
         )
-        best = max(best, reached)
+        best = max(best, reached) if at_batch else best
     if not points:
         return None
     return Timeline(title="Samples/s of each trial since the start", points=tuple(points))
+
+
+def _at(batch: int | None) -> str:
+    return f", batch {batch}" if batch else ""
 
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
@@ -151,14 +159,15 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
     which = "The last first" if len(last) == len(trials) else f"The last {len(last)}"
     table = Table(
         f"{which}; x is over the baseline, once that is known",
-        ("#", "what", "samples/s", "x", "how"),
-        right=("#", "samples/s", "x"),
+        ("#", "what", "batch", "samples/s", "x", "how"),
+        right=("#", "batch", "samples/s", "x"),
     )
     for trial in last:
         failed = trial["outcome"]
         table.row(
             str(trial["number"]),
             trial["what"],
+            str(trial["batch"] or ""),
             "" if failed else rate(trial["samples_per_s"]),
             f"{trial['ratio']:.2f}" if trial["ratio"] and not failed else "",
             failed or trial["origin"],

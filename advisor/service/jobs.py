@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -136,9 +136,9 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
     return job.state
 
 
-def because(session: Session, number: int, reason: str) -> None:
-    """Say of a job that waits why it does."""
-    where = (Job.id == number, Job.state.in_(WAITING), Job.reason != said(reason))
+def because(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
+    """Say of jobs that wait why they do."""
+    where = (*which, Job.state.in_(WAITING), Job.reason != said(reason))
     session.execute(update(Job).where(*where).values(reason=said(reason)))
 
 
@@ -169,7 +169,7 @@ def listed(
 
 
 _TRY = ("number", "executor", "device", "state", "reason", "started", "ended")
-_TRIAL = ("number", "at", "what", "samples_per_s", "ratio", "outcome", "origin")
+_TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
 
 
 def told(session: Session, number: int) -> dict[str, Any] | None:

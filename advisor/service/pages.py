@@ -24,7 +24,7 @@ from advisor.report.data import Comparison, Estimate, Table
 from advisor.report.html import pages as rendering
 from advisor.report.html import template
 from advisor.report.sections import report
-from advisor.service import coverage, jobs, records, tokens
+from advisor.service import coverage, jobs, records, retuning, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
 from advisor.service.records import Fleet, Kept, Question
@@ -43,6 +43,7 @@ _STATIC = {
     "hx-sse-4.0.1.min.js": "text/javascript",
 }
 _DAY_S = 86_400.0
+_MOST_STALE = 10
 _MOST_FIELDS = 20
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
 
@@ -61,7 +62,7 @@ def visits(role: str) -> Callable[..., Caller]:
             raise HTTPException(303, headers={"Location": OVER if follows else "/login"})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
-        here.limit(found, writes=False)
+        here.limit(found.token, writes=False)
         return found
 
     caller.role = role  # type: ignore[attr-defined] # for who walks over the routes
@@ -197,7 +198,9 @@ def fleet(
             "saved": coverage.saved(session),
             "spent": coverage.spent(session),
             "missed": coverage.missed(session),
-            "outdated": coverage.outdated(session),
+            "outdated": here.retuning.stale(session, _MOST_STALE),
+            "retuned": retuning.lately(session),
+            "used": retuning.used(session),
         }
         found = records.newest(session, ON_A_PAGE + 1, page * ON_A_PAGE)
     return shown(
@@ -206,6 +209,7 @@ def fleet(
         caller,
         **what,
         days=coverage.DAYS,
+        budget=here.retuning.minutes,
         hours=hours,
         lines=found[:ON_A_PAGE],
         page=page,

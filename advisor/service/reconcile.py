@@ -153,15 +153,18 @@ class Reconciler:
             with self._database.reading() as session:
                 waits = bool(jobs.waiting(session, most=1))
             rooms = executor.room() if waits else []
-            if not any(self._started(executor, room) for room in rooms):
+            # Of each kind one room is left free for what needs much of it.
+            kept = {room.gpu: room for room in sorted(rooms, key=lambda one: (one.total, one.gpus))}
+            if not any(self._started(executor, room, kept[room.gpu] is room) for room in rooms):
                 return rooms
 
-    def _started(self, executor: Executor, room: Room) -> bool:
-        """Whether something was started in a room."""
+    def _started(self, executor: Executor, room: Room, kept: bool) -> bool:
+        """Whether something was started in a room, which is `kept` for what has waited for long."""
         if room.gpu and not room.gpus:
             return False
+        total = room.total if kept else 0
         with self._database.writing() as session:
-            claimed = attempts.claim(session, executor.name, room.gpu, room.gpus)
+            claimed = attempts.claim(session, executor.name, room.gpu, room.gpus, total)
         if claimed is None:
             return False
         try:
@@ -190,7 +193,7 @@ class Reconciler:
             # Another server may know an executor that has what this one's have not.
             if reason and reason != before and (better or not before):
                 with self._database.writing() as session:
-                    jobs.because(session, number, reason)
+                    jobs.because(session, [Job.id == number], reason)
 
 
 def why_waits(job: Job, rooms: Sequence[Room]) -> tuple[str, bool]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvicorn
 from sqlalchemy.orm import Session
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import Seal
@@ -26,6 +27,7 @@ from advisor.service.app import application
 from advisor.service.database import Database
 from advisor.service.executors.schemes import open_executors
 from advisor.service.reconcile import Reconciler
+from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 
@@ -36,6 +38,8 @@ _DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
 _LEAVES_S = 0.05
+HEAD_S = 10.0
+"""For the head of a request to come: who sends none holds one of the connections that all share."""
 
 
 class Server(uvicorn.Server):
@@ -49,6 +53,26 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._stopping, self._last = stopping, last
+        self._silent_since: dict[object, float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        self._drop_silent(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _drop_silent(self, now: float) -> None:
+        """End the connections of which a request is awaited and has not come; uvicorn ends those
+        alone that have said nothing since their last answer."""
+        awaited = [
+            one
+            for one in self.server_state.connections
+            if isinstance(one, H11Protocol)
+            if one.cycle is None
+            or (one.cycle.response_complete and one.timeout_keep_alive_task is None)
+        ]
+        self._silent_since = {one: self._silent_since.get(one, now) for one in awaited}
+        for one in awaited:
+            if now - self._silent_since[one] > HEAD_S:
+                one.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
@@ -103,12 +127,14 @@ def serve(
     version: str,
     say: Callable[[str, str | None], None],
     executors: Sequence[str] = (),
+    retune: int = 0,
 ) -> None:
     """Serve until a signal says stop; requests that are being answered are answered first.
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
         executors: what starts jobs, as `open_executors` takes them.
+        retune: GPU minutes a day in which stale records that are in use are measured again.
 
     Raises:
         UsageError: the address cannot be had, the certificate not be used, or an executor is none.
@@ -125,13 +151,20 @@ def serve(
     try:
         database.start(first)
         reader = Reader(Seal.from_environment(), refusal)
-        service = Service(database, reader, behind_proxy=where.behind_proxy, tls=where.tls)
+        service = Service(
+            database,
+            reader,
+            behind_proxy=where.behind_proxy,
+            tls=where.tls,
+            retuning=Retuning(starters, retune),
+        )
         config = uvicorn.Config(
             application(service, version),
             log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            http="h11",
             ws="none",
             lifespan="off",
             limit_concurrency=_CONNECTIONS,

@@ -152,12 +152,15 @@ class Attempt(Base):
         device: what it was given, for people.
         beat: when it was last heard of; all times are of the database's clock.
         token: its own, which holds no more when it ends.
+        start: the digest of its start token, of which executors know; None of one that was started
+            before there were any. `begun`: when that was exchanged.
     """
 
     __tablename__ = "attempts"
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
+        Index("attempts_of_start", "start", unique=True),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -172,6 +175,8 @@ class Attempt(Base):
     beat: Mapped[float]
     ended: Mapped[float | None]
     token: Mapped[int] = mapped_column(ForeignKey("tokens.id"), unique=True)
+    start: Mapped[bytes | None]
+    begun: Mapped[float | None]
 
 
 class Trial(Base):
@@ -179,6 +184,7 @@ class Trial(Base):
 
     Attributes:
         what: the config, for people.
+        batch: None where it is not known.
         ratio: to the baseline; 0 where it is not known.
         outcome: '' where it ran, else why it failed.
     """
@@ -191,6 +197,7 @@ class Trial(Base):
     job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
     at: Mapped[float]
     what: Mapped[str]
+    batch: Mapped[int | None] = mapped_column(BigInteger)
     samples_per_s: Mapped[float]
     ratio: Mapped[float]
     outcome: Mapped[str]

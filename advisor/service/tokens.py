@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -10,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import exists, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
+from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import schema
 from advisor.service.roles import ROLES
 
-PREFIX = "adv_"
 SESSION_S = 12 * 3600.0
+ITSELF = b"the server itself"
+"""In the place of the digest of a token that nobody has."""
 _USE_NOTED_S = 60.0
 _NAME = re.compile(r"[\w.@+-][\w .@+-]{0,63}")
 
@@ -60,13 +64,37 @@ def make(
     return token, text
 
 
-def lend(session: Session, name: str, expires: float) -> tuple[schema.Token, str]:
-    """A worker's token for one attempt alone, and its text."""
-    return _add(session, name, "worker", expires)
+def lend(session: Session, name: str, expires: float) -> schema.Token:
+    """A worker's token for one attempt alone, which nobody has before `given`."""
+    return _add(session, name, "worker", expires)[0]
+
+
+def given(session: Session, token: schema.Token, own: bytes) -> None:
+    """A lent token is the one that has this digest.
+
+    Raises:
+        UsageError: that one is another's.
+    """
+    if session.scalar(select(schema.Token.id).where(schema.Token.digest == own)) is not None:
+        raise UsageError("token: is in use; make a new one")
+    token.digest = own
+
+
+def itself(session: Session) -> Caller:
+    """The server, which asks for something by itself: one of them at a time, until what it does is
+    kept. Its name is none that a person's token may have."""
+    query = select(schema.Token).where(schema.Token.digest == ITSELF).with_for_update()
+    token = session.scalar(query)
+    if token is None:
+        made = schema.Token(digest=ITSELF, name="(server)", role="submit", created=time.time())
+        with contextlib.suppress(IntegrityError), session.begin_nested():  # another was first
+            session.add(made)
+        token = session.scalars(query).one()
+    return Caller(token.id, token.name, token.role)
 
 
 def _add(session: Session, name: str, role: str, expires: float | None) -> tuple[schema.Token, str]:
-    text = PREFIX + secrets.token_urlsafe(32)
+    text = made()
     token = schema.Token(
         digest=digest(text), name=name, role=role, created=time.time(), expires=expires
     )
@@ -100,9 +128,10 @@ def revoke(session: Session, number: int, by: Caller) -> bool:
 
 
 def listed(session: Session) -> Sequence[schema.Token]:
-    """All but those that were lent to attempts, the newest first."""
+    """All but the server's own and those that were lent to attempts, the newest first."""
     lent = exists().where(schema.Attempt.token == schema.Token.id)
-    return session.scalars(select(schema.Token).where(~lent).order_by(schema.Token.id.desc())).all()
+    query = select(schema.Token).where(~lent, schema.Token.digest != ITSELF)
+    return session.scalars(query.order_by(schema.Token.id.desc())).all()
 
 
 def log_in(session: Session, caller: Caller) -> str:
@@ -158,11 +187,6 @@ def events(
     if before is not None:
         query = query.where(schema.Event.id < before)
     return [(event, name) for event, name in session.execute(query)]
-
-
-def digest(text: str) -> bytes:
-    """SHA-256, without a salt: of 256 random bits nothing can be guessed."""
-    return hashlib.sha256(text.encode()).digest()
 
 
 def _caller(token: schema.Token | None, address: str) -> Caller | None:

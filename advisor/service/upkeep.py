@@ -1,9 +1,11 @@
-"""What a server does beside answering: it writes what was counted, and removes what is old."""
+"""What a server does beside answering: it writes what was counted, removes what is old, and has
+measured again what is stale."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from advisor.service import archives, jobs, lookups
 from advisor.service.access import Service
 
 EVERY_S = 30.0
-TIDIES_S = 3600.0
+TIDIES_S, RETUNES_S = 3600.0, 600.0
 _log = logging.getLogger("advisor")
 
 
@@ -30,14 +32,16 @@ def upkeep(service: Service) -> Iterator[None]:
 
 
 def _keep_up(service: Service) -> None:
-    tidied, stopping = time.monotonic(), False
+    chores = {tidy: TIDIES_S, retune: RETUNES_S}
+    done, stopping = dict.fromkeys(chores, -math.inf), False
     while not stopping:
         stopping = service.stopping.wait(EVERY_S)
         try:
             service.lookups.flush(service.database)
-            if not stopping and time.monotonic() - tidied > TIDIES_S:
-                tidy(service)
-                tidied = time.monotonic()
+            for chore, every_s in chores.items():
+                if not stopping and time.monotonic() - done[chore] > every_s:
+                    chore(service)
+                    done[chore] = time.monotonic()
         except StoreError as exc:
             _log.warning("upkeep: %s", exc)
 
@@ -48,3 +52,8 @@ def tidy(service: Service) -> None:
         jobs.tidy(session)
         archives.tidy(session, jobs.LIVE)
         lookups.tidy(session)
+
+
+def retune(service: Service) -> None:
+    """Have stale records that are in use measured again."""
+    service.retuning.turn(service.database)

@@ -34,8 +34,8 @@ class HttpStore(Link):
 
     studies: Path | None = None
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, *, token: str = "") -> None:
+        super().__init__(url, token=token)
         self._came: dict[str, bytes] = {}
         self._looks: dict[str, tuple[str, list[str]]] = {}
 

@@ -226,7 +226,7 @@ class TestCodeThatChanged:
 
 class TestNames:
     def test_a_folder_that_moved(self, here: Path, unmeasured: list[Task]) -> None:
-        """Is another target until `tune` has added its name, which measures nothing."""
+        """Is the same target as long as its code is the same."""
         _, first = tuned(here)
         moved = here / "moved"
         moved.mkdir()
@@ -234,6 +234,10 @@ class TestNames:
         asked = {"shape": (4, 3, 8, 8), "device": "cpu"}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(moved)
+            found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+            assert (found.status, found.record and found.record.id) == ("exact", first)
+            with (moved / "model.py").open("a") as file:
+                file.write("print('made')\n")
             with pytest.warns(package.AdvisorWarning, match="file another of this name"):
                 assert package.lookup("model.py:Net", **asked).status == "miss"  # type: ignore[arg-type]
             done = advisor(moved, *TUNE)

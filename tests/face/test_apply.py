@@ -236,6 +236,9 @@ def test_found_beside_the_script_from_another_folder(
 def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, here: Path) -> None:
     (here / "copy").mkdir()
     (here / "model.py").rename(here / "copy" / "model.py")
+    assert advisor.lookup("copy/model.py:Net", device="cpu").status == "exact"
+    with (here / "copy" / "model.py").open("a") as file:
+        file.write("print('another')\n")
     advice, said = told(target="copy/model.py:Net")
     assert advice.status == "miss"
     assert "file another of this name -> this one" in said

@@ -111,6 +111,7 @@ def main(lr=LR):
 if __name__ == "__main__":
     main()
 """
+ANOTHER = "file another of this name -> this one"
 PARTS = "from torch import nn\nclass Block(nn.Linear): pass\ndef metric(x): return x + 1\n"
 
 
@@ -214,6 +215,52 @@ class TestCode:
         (here / "model.py").write_text(NET.replace("0.1", "0.5"))
         for found in ([other, tuned], [tuned, other]):
             assert Meant(request("model.py")).the_one(found, QUERY).nearest is tuned
+
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("model.py", "Dropout(0.1)", "Dropout(0.5)"),
+            ("parts.py", "nn.Linear", "nn.Bilinear"),
+            ("parts.py", PARTS, ""),
+        ],
+    )
+    def test_in_another_folder_is_meant_while_it_is_the_same(
+        self,
+        tuned: Record,
+        here: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        file: str,
+        before: str,
+        after: str,
+    ) -> None:
+        copy = here / "copy"
+        copy.mkdir()
+        for name in ("model.py", "parts.py"):
+            (here / name).rename(copy / name)
+        monkeypatch.chdir(copy)
+        text = (copy / file).read_text()
+        for target in ("model.py:build_model", "model.py"):
+            assert Meant(request(target)).the_one([tuned], QUERY).record is tuned
+            (copy / file).write_text(text.replace(before, after))
+            match = Meant(request(target)).the_one([tuned], QUERY)
+            assert [str(one) for one in match.differs] == [ANOTHER]
+            (copy / file).write_text(text)
+
+    @pytest.mark.parametrize(
+        "target", ["other.py:build_model", "other.py", "model.py:Net", "copy.model:build_model"]
+    )
+    def test_in_another_folder_is_not_meant_by_another_name(
+        self, tuned: Record, here: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    ) -> None:
+        copy = here / "copy"
+        copy.mkdir()
+        (here / "parts.py").rename(copy / "parts.py")
+        (here / "model.py").rename(copy / "model.py")
+        (copy / "other.py").write_text(NET)
+        if "copy." not in target:
+            monkeypatch.chdir(copy)
+        match = Meant(request(target)).the_one([tuned], QUERY)
+        assert [str(one) for one in match.differs] == [ANOTHER]
 
     def test_tuned_again_is_served(self, tuned: Record, here: Path) -> None:
         (here / "model.py").write_text(NET.replace("0.1", "0.5"))
@@ -330,7 +377,7 @@ class TestTheOne:
         other = record(origin="0123456789abcdef")
         match = Meant(request("model.py:Net")).the_one([other], QUERY)
         assert (match.kind, match.record, match.nearest) == ("miss", None, other)
-        assert [str(one) for one in match.differs] == ["file another of this name -> this one"]
+        assert [str(one) for one in match.differs] == [ANOTHER]
 
     def test_of_no_file_of_the_name(self, here: Path) -> None:
         match = Meant(request("model.py:Net")).the_one([], QUERY)

@@ -569,3 +569,68 @@ def test_a_script_that_waits_for_its_data_is_given_workers(
     refused = advisor(folder, "verify", record["id"], "--", *command, "1000")
     assert refused.returncode == 2
     assert "which this one is not given (not tuned: the loader: ADVISOR_KEEP" in refused.stderr
+
+
+STORED = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+item_s, ahead, steps = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+class Items(Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, number):
+        time.sleep(item_s)
+        return torch.ones(8)
+
+class Net(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.008 if torch.is_autocast_enabled("cpu") else 0.08)
+        return super().forward(x)
+
+net = Net(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+began = [time.perf_counter()]
+for x in DataLoader(Items(), num_workers=4, prefetch_factor=ahead):
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+    began.append(time.perf_counter())
+    if len(began) > steps:
+        break
+print(steps // 2 / (began[-1] - began[-1 - steps // 2]))
+"""
+BOUND = ("0.08", "24")
+"""The loader makes 50 batches a second: four times what the script as it is takes, and half of what
+it takes in bf16. Two seconds of that lie ready."""
+
+
+@pytest.mark.parametrize(("loader", "waits"), [(BOUND, True), (("0.016", "2"), False)])
+def test_a_turn_is_as_fast_as_its_config_stays(loader: tuple[str, str], waits: bool) -> None:
+    with started((*script(STORED), *loader, "100000")) as (run, _seen, own):
+        half = own.replace(precision="bf16")
+        run.measure(own, seconds=1.5)
+        turn = run.measure(half, seconds=0.3)
+        assert (turn.waited > 0.35) == waits
+        session = run._ensured(half)
+        while (long := session.lap(half, own, 80, time.monotonic() + 60)).feeds[0].lent > 2:
+            pass  # what lies ready is used up first
+        assert 0.75 < turn.samples_per_s * long.seconds / long.samples < 1.25
+
+
+def test_what_a_record_promises_of_a_loader_that_is_the_limit_stays(folder: Path) -> None:
+    command = (*script(STORED), *BOUND)
+    words = [one if one != "3s" else "6s" for one in QUICK]
+    done = advisor(folder, "tune", *words, "--json", "--", *command, "100000")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["record"]
+    (winner,) = [one["choice"] for one in record["winners"] if one["use"] == "pilot"]
+    assert winner["config"]["precision"] == "bf16"
+    ran = run(folder, *command, "240")
+    as_it_is = record["baseline"]["samples_per_s"]
+    for promised in (winner["samples_per_s"], winner["speedup"] * as_it_is):
+        assert 0.75 < promised / float(ran.stdout) < 1.25

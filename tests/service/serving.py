@@ -15,10 +15,12 @@ import uvicorn
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED, Seal
+from advisor.jobs.token import digest, made
 from advisor.opening import refusal
-from advisor.service import schema, tokens
+from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
+from advisor.service.attempts import Claimed
 from advisor.service.database import Database
 from advisor.service.run import Server
 from tests.cache import servers
@@ -84,6 +86,14 @@ def token(database: Database, role: str, expires: float | None = None) -> str:
         return tokens.make(session, f"a {role}", role, expires, None)[1]
 
 
+def begun(database: Database, one: Claimed) -> str:
+    """The token for which a worker exchanges what it was started with."""
+    own = made()
+    with database.writing() as session:
+        assert attempts.begin(session, one.attempt, digest(own), "10.0.0.1") == "begun"
+    return own
+
+
 def fresh(served: Served) -> None:
     """As if it was started now."""
     database, service = served.database, served.service
@@ -93,7 +103,7 @@ def fresh(served: Served) -> None:
                 session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups"):
+    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "retuning"):
         setattr(service, name, getattr(began, name))
 
 
@@ -107,7 +117,12 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
     service = Service(database, Reader(seal, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
-        application(service, "1"), port=port, log_level="error", lifespan="off", proxy_headers=False
+        application(service, "1"),
+        port=port,
+        log_level="error",
+        lifespan="off",
+        proxy_headers=False,
+        http="h11",
     )
     server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from sqlalchemy import select
 
 from advisor.errors import UsageError
+from advisor.jobs.token import PREFIX, digest
 from advisor.service import database, schema, tokens
 from advisor.service.access import COOKIE
 from advisor.service.app import application
@@ -45,6 +46,8 @@ WORKING = {("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")}
     ("GET", "/api/attempt/studies/{name}")
 }
 """Routes that only read, and are for workers."""
+STARTING = {("POST", "/api/attempt/begin")}
+"""Routes that take an attempt's start token, and no other whatever its role."""
 ADMIN = {
     *("/api/tokens", "/api/tokens/{number}", "/api/audit"),
     *("/tokens", "/tokens/{number}/revoke", "/audit"),
@@ -81,7 +84,7 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
     served.service.guesses = Rates(Rate(a_second=1e6, at_once=1e6))
     wrong = {
         "none": "",
-        "wrong": tokens.PREFIX + "x" * 43,
+        "wrong": PREFIX + "x" * 43,
         "nonsense": "x",
         "a cookie's": "é",
         "revoked": gone,
@@ -120,6 +123,9 @@ def test_every_role_may_what_it_may(served: Served) -> None:
         reads = {("GET", path), *READING} - WORKING
         if path in PAGES and path not in ADMIN:
             continue  # any session may read them
+        if (method, path) in STARTING:
+            assert served.ask(method, filled(path), role).status == 401, (method, path, role)
+            continue
         needed = "read" if (method, path) in reads else "worker"
         needed = "submit" if (method, path) in SUBMITTING else needed
         needed = "admin" if path in ADMIN else needed
@@ -151,7 +157,7 @@ def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
     assert served.ask("GET", "/api/tokens", "admin").data.find(text.encode()) == -1
     with served.database.reading() as session:
         row = session.get(schema.Token, number)
-        assert row is not None and row.digest == tokens.digest(text) and row.used is None
+        assert row is not None and row.digest == digest(text) and row.used is None
     served.tokens["ci"] = text
     assert served.ask("GET", "/api/self", "ci").json["role"] == "worker"
     limit = time.monotonic() + 60

@@ -21,7 +21,7 @@ from advisor.cache.record import Part
 from advisor.service import attempts, schema
 from advisor.service.database import Database
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, ask
+from tests.service.serving import Answer, ask, begun
 from tests.service.test_serve import process
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -84,7 +84,7 @@ class Team:
         with self.database.writing() as session:
             found = attempts.claim(session, "local:here", "NVIDIA Z9000", 1)
         assert found is not None
-        self.attempt = found.token
+        self.attempt = begun(self.database, found)
 
     def beat(self, numbers: range, log: str) -> None:
         """What a worker says while it measures."""
@@ -92,6 +92,7 @@ class Team:
             {
                 "number": n,
                 "what": "channels_last, bf16, compile=max-autotune" if n else "torch default",
+                "batch": 64 << n % 3,
                 "samples_per_s": 0.0 if n == 3 else 2000.0 + 300 * (n % 5),
                 "ratio": 0.0 if n == 3 else 1.0 + 0.15 * (n % 5),
                 "outcome": "out of memory" if n == 3 else "",

@@ -225,20 +225,53 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 def test_submit(team: Served, project: Path) -> None:
     (project / ".env").write_text("KEY=1")
     said = advisor(project, *SUBMIT, *RUN)
-    code, stays, last = said.stdout.splitlines()
+    code, stays, last, watch = said.stdout.splitlines()
     assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
+    assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
+    assert team.ask("GET", watch.partition(str(team.port))[2]).headers["location"] == "/login"
     again = told(advisor(project, *SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
-    assert again["code"]["left_out"] == [".env: ignored"]
+    assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
     said = advisor(project, *SUBMIT, *RUN)
-    assert said.stdout.splitlines()[-1] == "job 1: asked for before, the same; queued"
+    assert said.stdout.splitlines()[2:] == ["job 1: asked for before, the same; queued", watch]
     other = advisor(project, "submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
-    assert other.stdout.splitlines()[-1].startswith("job 2 queued")
+    assert other.stdout.splitlines()[2].startswith("job 2 queued")
     assert told(advisor(project, "jobs", "2", "--json"))["gpus"] == 0
     target = advisor(project, "submit", "torchvision:resnet18", "--shape", "4x3x8x8")
-    assert target.stdout == "job 3 queued; to follow it: advisor logs -f 3\n"
+    assert target.stdout.splitlines() == [
+        "job 3 queued; to follow it: advisor logs -f 3",
+        watch.replace("jobs/1", "jobs/3"),
+    ]
+
+
+def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
+        done = subprocess.run(
+            ["git", *who, *words], cwd=project, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    def first_and_third() -> tuple[str, str]:
+        lines = advisor(project, *SUBMIT, *RUN).stdout.splitlines()
+        return lines[0], lines[-2]
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    code, last = first_and_third()
+    assert code.endswith(f"of {project}, commit {git('rev-parse', 'HEAD')[:12]}")
+    assert last.startswith("job 1 queued")
+    git("commit", "-q", "--allow-empty", "-m", "nothing")
+    code, last = first_and_third()
+    assert git("rev-parse", "HEAD")[:12] in code and last.startswith("job 1: asked for before")
+    (project / "notes.txt").write_text("not tracked")
+    code, last = first_and_third()
+    assert code.endswith(" and what differs from it") and last.startswith("job 2 queued")
+    (project / ".advisorignore").write_text("notes.txt\n.advisorignore\n")
+    assert first_and_third()[1].startswith("job 1: asked for before")
 
 
 def test_the_server_may_be_named(team: Served, project: Path) -> None:
@@ -249,7 +282,7 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
             "advisor: no server: give --server"
         )
     found = advisor(project, *SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
-    assert found.stdout.endswith(f"advisor logs -f 1 --server {plain}\n")
+    assert f"advisor logs -f 1 --server {plain}\n" in found.stdout
     assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
     (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{team.url}"\n')
     assert told(advisor(project, "jobs", "--json", ADVISOR_CACHE=""))["jobs"][0]["id"] == 1
@@ -330,5 +363,5 @@ def test_submit_follows(team: Served, project: Path) -> None:
     assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
     assert told(advisor(project, "logs", "-f", "1", "--json"))["log"] == "trial 1\n"
     again = advisor(project, "submit", *RUN)
-    assert again.stdout.splitlines()[-1] == "job 1: done before, the same; --force measures again"
+    assert again.stdout.splitlines()[-2] == "job 1: done before, the same; --force measures again"
     assert told(advisor(project, "submit", "--force", "--json", *RUN))["id"] == 2

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from sqlalchemy import select, update
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.jobs.asked import is_meant
+from advisor.jobs.token import digest, made
 from advisor.service import archives, attempts, jobs, limits, live, schema, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served, serving
+from tests.service.serving import Answer, Served, ask, begun, serving
 from tests.service.test_records import look, named, put
 
 CODE = gzip.compress(b"the code")
@@ -42,11 +44,26 @@ def told(served: Served, number: int) -> dict[str, Any]:
 
 
 def claimed(served: Served, gpu: str = "NVIDIA H100", gpus: int = 2) -> Claimed | None:
-    """As a reconciler claims; the attempt's token is then one of the served ones."""
+    """As a reconciler claims and a worker begins; its own token is then one of the served ones."""
     with served.database.writing() as session:
         found = attempts.claim(session, "local:here", gpu, gpus)
     if found is not None:
-        served.tokens[found.external] = found.token
+        served.tokens[found.external] = begun(served.database, found)
+    return found
+
+
+def exchanged(served: Served, one: Claimed, own: str) -> Answer:
+    """What a worker that has made this token is answered to its first request."""
+    body = {"digest": digest(own).hex()}
+    return ask(served.port, "POST", "/api/attempt/begin", one.token, body)
+
+
+def waiting_to_begin(served: Served) -> Claimed:
+    """An attempt that was started, and whose worker has not said anything yet."""
+    assert submit(served).status < 300
+    with served.database.writing() as session:
+        found = attempts.claim(session, "local:here", "NVIDIA H100", 2)
+    assert found is not None
     return found
 
 
@@ -97,7 +114,8 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert rest == {"text": "", "next": log["next"], "ended": True}
     actions = [one["action"] for one in served.ask("GET", "/api/audit", "admin").json["events"]]
     assert actions == [
-        *("job done", "attempt done", "put", "job running", "job submitted", "archive kept"),
+        *("job done", "attempt done", "put", "attempt begun", "job running"),
+        *("job submitted", "archive kept"),
         *["token made"] * 4,
     ]
 
@@ -279,6 +297,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
 def test_what_is_preempted_has_not_failed(served: Served) -> None:
     one = started(served)
     for _ in range(attempts.MOST_LOST):
+        served.ask("POST", "/api/attempt/beat", one.external, {})
         assert ended(served, one, state="preempted", reason="a spot").status == 200
         assert states(served, one.job)[0] == "preempted"
         again = claimed(served)
@@ -287,6 +306,25 @@ def test_what_is_preempted_has_not_failed(served: Served) -> None:
         one = again
         one = claimed(served) or pytest.fail("it waits")
     assert states(served, one.job)[0] == "running"
+
+
+def test_what_cannot_begin_rests_longer_each_time(served: Served) -> None:
+    waits = []
+    for turn in range(8):
+        one = started(served) if not turn else claimed(served) or pytest.fail("it is due")
+        if turn == 6:  # it trains for once
+            served.ask("POST", "/api/attempt/beat", one.external, {})
+        ended(served, one, state="preempted", reason="other processes use the GPU")
+        with served.database.writing() as session:
+            job = session.get_one(schema.Job, one.job)
+            waits.append(max(0.0, job.due - job.changed))
+        if waits[-1]:
+            reason = told(served, one.job)["reason"]
+            assert re.fullmatch(r"waits until \d\d:\d\d:\d\d UTC: other processes .*", reason)
+            assert claimed(served) is None
+        with served.database.writing() as session:
+            session.execute(update(schema.Job).values(due=0.0))
+    assert waits == pytest.approx([30, 60, 120, 240, 480, 600, 0, 30], abs=5)
 
 
 def test_what_a_command_fails_with_is_not_tried_again(served: Served) -> None:
@@ -300,20 +338,21 @@ def test_what_a_command_fails_with_is_not_tried_again(served: Served) -> None:
 def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     number = submit(served).json["id"]
     submit(served, gpus=2)
-    one = claimed(served)
-    assert one is not None and one.job == number
+    one = waiting_to_begin(served)
+    assert one.job == number
     assert of(served, attempts.put_back, one.attempt, "no node has an H100")
     assert not of(served, attempts.put_back, one.attempt, "no node has an H100")
-    assert served.ask("GET", "/api/attempt", one.external).status == 401
+    assert exchanged(served, one, made()).status == 401
     found = told(served, number)
     assert (found["state"], found["reason"]) == ("queued", "no node has an H100")
     assert found["tries"] == [] and found["attempts"] == 0
     other = claimed(served)
     assert other is not None and other.job != number  # others do not wait for it
+    assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
     assert claimed(served) is None
-    of(served, jobs.because, number, "no executor")
+    of(served, jobs.because, [schema.Job.id == number], "no executor")
     assert told(served, number)["reason"] == "no executor"
-    of(served, jobs.because, other.job, "no executor")
+    of(served, jobs.because, [schema.Job.id == other.job], "no executor")
     assert told(served, other.job)["reason"] != "no executor"
     with served.database.writing() as session:
         session.execute(update(schema.Job).values(due=0.0))
@@ -423,6 +462,60 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
         assert submit(served, role, gpus=3).status == status
     names = {one["name"] for one in served.ask("GET", "/api/tokens", "admin").json["tokens"]}
     assert names == {"a read", "a submit", "a worker", "a admin"}
+
+
+def test_a_start_token_is_good_once(served: Served) -> None:
+    one = waiting_to_begin(served)
+    served.tokens["start"] = one.token
+    for method, path in (("GET", "/api/attempt"), ("GET", "/api/self"), ("POST", "/api/jobs")):
+        assert served.ask(method, path, "start").status == 401
+    own, other = served.tokens["own"], served.tokens["other"] = made(), made()
+    assert exchanged(served, one, served.tokens["worker"]).status == 422
+    for _ in range(2):  # the second time of who heard no answer
+        assert exchanged(served, one, own).json == {"number": 1}
+    assert served.ask("GET", "/api/attempt", "own").json["number"] == 1
+    for _ in range(3):
+        refused = exchanged(served, one, other)
+        assert refused.status == 409 and "another has this attempt" in refused.json["detail"]
+    assert served.ask("GET", "/api/attempt", "other").status == 401
+    assert served.ask("GET", "/api/attempt", "start").status == 401
+    last = {"state": "failed", "reason": "exit 2"}
+    assert served.ask("POST", "/api/attempt/end", "own", last).status == 200
+    for mine in (own, other):
+        assert exchanged(served, one, mine).json["detail"] == "this attempt is over"
+    (attempt,) = told(served, one.job)["tries"]
+    assert attempt["reason"] == ("its start token was used a second time, from 127.0.0.1; exit 2")
+    events = served.ask("GET", "/api/audit", "admin").json["events"]
+    begins = [
+        (event["action"], event["by"], event["address"])
+        for event in events
+        if event["action"].startswith("attempt begun")
+    ]
+    assert begins == [
+        ("attempt begun twice", one.external, "127.0.0.1"),
+        ("attempt begun", one.external, "127.0.0.1"),
+    ]
+
+
+def test_what_died_before_it_said_anything_has_another_start_token(served: Served) -> None:
+    one = waiting_to_begin(served)
+    own = made()
+    assert exchanged(served, one, own).status == 200
+    assert of(served, attempts.lose, one.attempt, "its node is gone")
+    again = waiting_to_begin(served)
+    assert (again.job, again.number) == (one.job, 2) and again.token != one.token
+    assert exchanged(served, one, own).status == 409
+    assert exchanged(served, again, own).status == 422  # it is another's
+    assert exchanged(served, again, made()).status == 200
+
+
+def test_of_those_who_exchange_at_once_one_has_the_attempt(served: Served) -> None:
+    one = waiting_to_begin(served)
+    mine = [made() for _ in range(8)]
+    said = together(8, lambda number: (exchanged(served, one, mine[number]).status, mine[number]))
+    assert sorted(status for status, _own in said) == [200] + [409] * 7
+    ((_status, served.tokens["own"]),) = [one for one in said if one[0] == 200]
+    assert served.ask("GET", "/api/attempt", "own").json["number"] == 1
 
 
 def test_archives_are_bounded_and_what_they_say(

@@ -94,8 +94,8 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
     gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
     used = f"GPU 1 is used by other processes: {os.getpid()} ("
     h100, l4, cpu = local.room()
-    assert (h100.gpu, h100.gpus, h100.why[: len(used)]) == (H100, 2, used)
-    assert (l4, cpu) == (Room(gpu=L4, gpus=1), Room(gpu="", gpus=0))
+    assert (h100.gpu, h100.gpus, h100.total, h100.why[: len(used)]) == (H100, 2, 3, used)
+    assert (l4, cpu) == (Room(gpu=L4, gpus=1, total=1), Room(gpu="", gpus=0))
     with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
         local.start(start(gpus=3))
     with pytest.raises(Unplaceable, match="GPU 1 is used"):
@@ -118,7 +118,7 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
     assert "s3cret" not in given.values()
     assert {name for name in given if name.startswith("ADVISOR_")} == {
         "ADVISOR_SERVER",
-        "ADVISOR_TOKEN",
+        "ADVISOR_START_TOKEN",
     }
     assert (given["PATH"], given["CUDA_VISIBLE_DEVICES"]) == ("/bin", "")
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 from urllib.parse import quote, urlencode
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from advisor.cache.codec import encode, to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.name import Name
 from advisor.cache.record import Record, Target
-from advisor.service import coverage, job_pages, records, schema, tokens
+from advisor.jobs.token import digest
+from advisor.service import coverage, job_pages, jobs, records, schema, tokens
 from advisor.service import pages as site
 from advisor.service.access import COOKIE
 from tests.cache.examples import KEY, changed, record
@@ -118,7 +119,7 @@ def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     assert browser.get("/").status == 303
     again = Browser(served, "admin")
     with served.database.writing() as session:
-        there = session.get(schema.Session, tokens.digest(again.cookie.partition("=")[2]))
+        there = session.get(schema.Session, digest(again.cookie.partition("=")[2]))
         assert there is not None
         there.expires = time.time() - 1
     assert again.get("/").status == 303
@@ -225,6 +226,8 @@ def test_what_is_covered_and_what_is_saved(served: Served) -> None:
         for _ in range(2):
             assert served.ask("GET", f"/api/lookup?{query}", "read").status == 200
     served.service.lookups.flush(served.database)
+    with served.database.writing() as session:  # it came before today
+        session.execute(update(schema.Item).values(stored=schema.Item.stored - 86_400))
     with served.database.reading() as session:
         (of_h200, of_b200) = coverage.covered(session)
         assert (of_h200.exact, of_h200.stale, of_h200.miss) == (2, 2, 2)
@@ -293,6 +296,33 @@ def test_a_job_and_its_record_name_each_other(served: Served) -> None:
     assert ", ".join(shapes) in browser.get(f"/jobs/{one.job}").data.decode()
     assert f"/jobs/{one.job}" in [link["href"] for link in browser.read(page).all("a")]
     assert "device=&#34;cpu&#34;" in browser.get(page).data.decode()
+
+
+def test_trials_at_another_batch_are_drawn_apart(served: Served) -> None:
+    one, browser = started(served), Browser(served, "read")
+    trials = [
+        {"number": number, "what": "tf32", "samples_per_s": speed} | known
+        for number, speed, known in [
+            (0, 10.0, {"batch": 64}),
+            (1, 30.0, {"batch": 128}),
+            (2, 20.0, {"batch": 64}),
+            (3, 15.0, {}),
+        ]
+    ]
+    assert served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials}).status == 200
+    with served.database.reading() as session:
+        told = jobs.told(session, one.job)
+    assert told is not None
+    chart = job_pages.throughput(told)
+    assert chart is not None
+    drawn = [(point.label, point.at_batch, point.leads) for point in chart.points]
+    assert drawn == [
+        ("0: tf32, batch 64", True, True),
+        ("1: tf32, batch 128", False, False),
+        ("2: tf32, batch 64", True, True),
+        ("3: tf32", True, False),
+    ]
+    assert "at another</span>" in browser.get(f"/jobs/{one.job}").data.decode()
 
 
 def test_only_the_page_of_a_live_job_has_scripts_and_only_from_here(served: Served) -> None:

@@ -6,6 +6,7 @@ With $RAY_ATTEMPTS set to a file, a table of all attempts is written there.
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from sqlalchemy import select
 
 from advisor.client import Client, Job
 from advisor.errors import UsageError
+from advisor.jobs.token import digest, made
 from advisor.service.database import Database
 from advisor.service.executors import ExecutorAway, Room
 from advisor.service.executors.ray import LABEL, RayExecutor
@@ -27,6 +29,7 @@ from advisor.service.schema import Attempt
 from tests.cache.servers import free_port
 from tests.service import clusters
 from tests.service.clusters import TOKEN, Cluster, until
+from tests.service.serving import ask
 from tests.service.test_serve import Process
 
 LEASE_S = 4.0
@@ -223,11 +226,24 @@ def test_what_says_something_else_is_no_ray(said: bytes) -> None:
             RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").room()
 
 
+def steal(team: Team, one: Asked) -> None:
+    """What an attempt was given, which Ray tells everybody, is worth nothing once it has begun."""
+    job = json.loads(team.cluster.ask("GET", f"/api/jobs/{one.external}"))
+    given = job["runtime_env"]["env_vars"]
+    assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}
+    assert team.process is not None
+    port, start = team.process.port, given["ADVISOR_START_TOKEN"]
+    assert ask(port, "GET", "/api/attempt", start).status == 401
+    own = {"digest": digest(made()).hex()}
+    assert ask(port, "POST", "/api/attempt/begin", start, own).status == 409
+
+
 def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     one, two = team.ask("H100", "the server was killed"), team.ask("A100", "the server was killed")
     none = team.ask("H200", "no node has that GPU")
     assert one.begun() == team.cluster.nodes["H100"].folder
     assert two.begun() == team.cluster.nodes["A100"].folder
+    steal(team, one)
     team.kill()
     one.gate.touch()
     two.gate.touch()
@@ -235,6 +251,8 @@ def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     for asked in (one, two):
         job = asked.finish()
         assert (job.state, states(job)) == ("done", ["done"]) and job.record
+        reason = job.tries[0]["reason"]
+        assert ("used a second time" in reason) == (asked is one) and job.record in reason
     job = until(lambda: (found := none.now).reason and found)
     assert job.state == "queued" and "named 'H200'" in job.reason
     assert "H100" in job.reason and "A100" in job.reason
@@ -245,7 +263,7 @@ def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
     job["entrypoint_label_selector"] = {LABEL: "A100"}
     cluster.ask("POST", "/api/jobs/", job)
-    until(lambda: Room(gpu="H100", gpus=1) in executor.room())
+    until(lambda: Room(gpu="H100", gpus=1, total=1) in executor.room())
     taken = until(lambda: [one for one in executor.room() if one.gpu == "A100" and not one.gpus])
     assert "1 of 1" in taken[0].why
     cluster.ask("POST", "/api/jobs/others/stop")

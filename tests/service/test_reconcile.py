@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 
 from advisor.jobs.asked import Asked
 from advisor.service import attempts, jobs
-from advisor.service.attempts import LEASE_S, MOST_LOST
+from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
 from advisor.service.database import Database
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
 from advisor.service.reconcile import SILENT_S, Reconciler
@@ -47,7 +47,8 @@ class Made:
         self._answer()
         running = [one for one in self.started if self._runs(one.external)]
         free = self._gpus - sum(one.asked.gpus for one in running)
-        rooms = [Room(gpu=self._gpu, gpus=free, why="" if free else "used")] if self._gpus else []
+        room = Room(gpu=self._gpu, gpus=free, total=self._gpus, why="" if free else "used")
+        rooms = [room] if self._gpus else []
         return (
             rooms if any(not one.asked.gpus for one in running) else [*rooms, Room(gpu="", gpus=0)]
         )
@@ -175,6 +176,47 @@ def test_what_cannot_be_placed_says_what_is_missing(team: Team) -> None:
     reconciler.turn()
     assert team.job(refused) == ("queued", "another was quicker")
     assert team.tries(refused) == []
+
+
+def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
+    made = Made(gpus=4)
+    reconciler = Reconciler(team.database, [made], HERE)
+    first, large = team.submit("first"), team.submit("large", gpus=4)
+    never, after = team.submit("never", gpus=5), team.submit("after")
+    reconciler.turn()
+    assert [team.job(n)[0] for n in (first, large, after)] == ["running", "queued", "running"]
+    with team.database.writing() as session:
+        session.execute(update(Job).values(changed=Job.changed - PATIENCE_S))
+    later = [team.submit("later", gpu="H100"), team.submit("B200", gpu="B200")]
+    cpu = team.submit("cpu", gpus=0)
+    reconciler.turn()
+    assert team.job(later[0]) == ("queued", f"lets job {large} go first")
+    assert team.job(large) == ("queued", "waits for 4 GPUs of NVIDIA H100: 2 free")
+    assert "no executor has" in team.job(later[1])[1] and team.job(cpu)[0] == "running"
+    for start in made.started:
+        made.states[start.external] = Seen(state="preempted", reason="over")
+    for number in (first, after):
+        team.cancel(number)
+    reconciler.turn()
+    assert (team.job(large)[0], team.job(later[0])[0]) == ("running", "queued")
+    team.cancel(large)
+    reconciler.turn()
+    assert (team.job(later[0])[0], team.job(never)[0]) == ("running", "queued")
+
+
+def test_of_several_nodes_one_is_left_free(team: Team) -> None:
+    class Nodes(Made):
+        def room(self) -> Sequence[Room]:
+            left = 2 - len(self.started)
+            return [Room(gpu="H100", gpus=2, total=4), Room(gpu="H100", gpus=left, total=4)]
+
+    made = Nodes()
+    team.submit("large", gpus=4)
+    with team.database.writing() as session:
+        session.execute(update(Job).values(changed=Job.changed - PATIENCE_S))
+    small = [team.submit(str(n)) for n in range(3)]
+    Reconciler(team.database, [made], HERE).turn()
+    assert [team.job(n)[0] for n in small] == ["running", "running", "queued"]
 
 
 def test_what_is_gone_is_started_again_a_few_times(team: Team) -> None:

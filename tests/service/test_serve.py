@@ -26,13 +26,13 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cli import main
 from advisor.errors import StoreError, UsageError
-from advisor.service import attempts, tokens
+from advisor.service import attempts, run, tokens
 from advisor.service import records as records_of
 from advisor.service.database import Database
 from advisor.service.run import Where, new_token
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import ask, serving
+from tests.service.serving import ask, begun, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,15 @@ def process(*words: str) -> Iterator[Process]:
             found.stop(signal.SIGKILL)
 
 
+def healthy(client: socket.socket) -> None:
+    """Ask for /healthz, and read the answer whole."""
+    client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    said = b""
+    while not said.endswith(b"}"):  # its head may come alone
+        said += (more := client.recv(2**12))
+        assert more
+
+
 def written(number: int) -> tuple[str, bytes]:
     one = record(key=changed(KEY, "threads", number), trials=0)
     data = encode(one)
@@ -117,7 +126,8 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
                 with other.writing() as session:
                     one = attempts.claim(session, "here", "", 1)
                 assert one is not None
-                said = ask(port, "POST", "/api/attempt/end", one.token, {"state": "failed"})
+                own = begun(other, one)
+                said = ask(port, "POST", "/api/attempt/end", own, {"state": "failed"})
                 assert said.status == 200
                 over.add(one.job)
             seed += 1
@@ -202,10 +212,7 @@ def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
 def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
     key, data = written(1)
     with serving(lite) as served, socket.create_connection(("127.0.0.1", served.port)) as idle:
-        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        said = b""
-        while not said.endswith(b"}"):  # its head may come alone
-            said += idle.recv(2**12)
+        healthy(idle)
         with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
             client.sendall(
                 f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\n"
@@ -223,6 +230,27 @@ def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
         assert idle.recv(2**12) == b""
     with serving(lite, as_it_is=True) as again, again.database.reading() as session:
         assert records_of.listed(session, "")[0] == [key]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    lite: str, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such connections without a token, as many as are served at once, kept everybody out."""
+    monkeypatch.setattr(run, "HEAD_S", 0.2)
+    with serving(lite) as served:
+        address = ("127.0.0.1", served.port)
+        with (
+            socket.create_connection(address, timeout=60) as idle,
+            socket.create_connection(address, timeout=60) as slow,
+        ):
+            healthy(idle)
+            if answered:
+                healthy(slow)
+            slow.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+            with contextlib.suppress(ConnectionResetError):
+                assert slow.recv(2**12) == b""
+            healthy(idle)  # silent since its last answer, which is no head
 
 
 def test_postgresql_comes_back() -> None:

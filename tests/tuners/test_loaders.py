@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
+from advisor.tuners.act.pilot.orders import Feed, Load
 from advisor.tuners.knobs import Loading
 
 
@@ -332,3 +335,29 @@ def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:
     del loader
     gc.collect()
     assert kept() is None
+
+
+def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Loaders) -> None:
+    data, gate = Numbered(), multiprocessing.Event()
+
+    def fetch(number: int) -> None:
+        assert number < 2 or gate.wait(60)
+
+    def until(load: Load) -> None:
+        end = time.monotonic() + 60
+        while fed.fed().after != load:
+            assert time.monotonic() < end, fed.fed()
+
+    data.fetch = fetch
+    batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
+    until(Load(busy=2, queued=2))  # six were asked for, two are there
+    next(batches)
+    asked = Load(busy=2, queued=4)
+    assert fed.fed() == Feed(taken=1, before=asked, after=Load(busy=2, queued=3))
+    fed.begin_lap()
+    next(batches)
+    assert fed.fed() == Feed(taken=1, before=Load(busy=2, queued=3), after=asked)
+    gate.set()
+    until(Load())
+    assert sum(1 for _batch in batches) == 22
+    assert (fed.fed().taken, fed.fed().after) == (23, Load())

@@ -574,3 +574,11 @@ def test_what_waits_once_it_computes_faster_is_given_workers_then(tmp_path: Path
     assert {config["precision"] for config in runner.measured[:fed]} == {"default", "tf32", "bf16"}
     assert runner.measured[fed]["precision"] == "bf16"
     assert found.best().config["num_workers"] == 2
+
+
+def test_what_is_dear_is_tried_on_what_waits_no_more(tmp_path: Path) -> None:
+    runner = Loaded(2.0)
+    space = Space(FED.choices | {"compile": ("none", "default")}, dear=["compile"])
+    search(runner, tmp_path, space=space).run()
+    compiled = [config for config in runner.measured if config["compile"] != "none"]
+    assert compiled and {config["num_workers"] for config in compiled} == {2}

@@ -174,6 +174,7 @@ class Search:
             self._try(config, "guess")
         self._settle_batch()
         self._kept_s = 0.0
+        self._feed(self.best(self._space.batch).config)
         self._try_dear()
         self._feed(self.best(self._space.batch).config)
         self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s

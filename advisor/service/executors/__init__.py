@@ -6,6 +6,7 @@ that, and looks what became of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -32,11 +33,13 @@ class Room:
         gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3', or what kind it is where a
             cluster knows no more, 'H100'; '' for the CPU.
         gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
+        total: how many it could have if nothing else ran.
         why: for people, why some are not free; '' where all are.
     """
 
     gpu: str
     gpus: int
+    total: int = 0
     why: str = ""
 
     def fits(self, asked: Asked) -> bool:
@@ -44,6 +47,10 @@ class Room:
         if asked.gpus == 0:
             return not self.gpu
         return asked.gpus <= self.gpus and is_meant(asked.gpu, self.gpu)
+
+    def could(self, asked: Asked) -> bool:
+        """Whether it would if nothing else ran."""
+        return dataclasses.replace(self, gpus=self.total).fits(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class Start:
     Attributes:
         external: what the executor is to call it, known before it is started.
         server_url: where its worker finds the server.
-        token: the attempt's own.
+        token: its start token, good once: who reads it later has nothing.
     """
 
     external: str

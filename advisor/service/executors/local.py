@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -75,17 +76,22 @@ class Local:
     def room(self) -> Sequence[Room]:
         with self._owning():
             self._sweep()
+            totals = Counter(gpu.name for gpu in self._gpus())
             with contextlib.ExitStack() as held:
                 if self._taken("cpu", held) is None:
-                    return [Room(gpu=name, gpus=0, why=_MEASURED) for name in self._names()]
+                    return [
+                        Room(gpu=name, gpus=0, total=total, why=_MEASURED)
+                        for name, total in totals.items()
+                    ]
                 free, why = self._free(held)
             rooms = [
                 Room(
                     gpu=name,
                     gpus=sum(gpu.name == name for gpu in free),
+                    total=total,
                     why="; ".join(why.get(name, [])),
                 )
-                for name in self._names()
+                for name, total in totals.items()
             ]
             # What measures on a GPU needs the CPU, too, and would be measured with it.
             return rooms if self._is_busy() else [*rooms, Room(gpu="", gpus=0)]
@@ -329,7 +335,7 @@ def environment(start: Start, shown: str) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": shown,
         "ADVISOR_SERVER": start.server_url,
-        "ADVISOR_TOKEN": start.token,
+        "ADVISOR_START_TOKEN": start.token,
     }
 
 

@@ -131,7 +131,8 @@ class RayExecutor:
             if gpus := int(node.total[_GPU]):
                 taken = math.ceil(used[node.id, _GPU])
                 why = f"{taken} of {gpus} on {node.ip} are in use" if taken else ""
-                rooms.append(Room(gpu=node.gpu or UNNAMED, gpus=max(0, gpus - taken), why=why))
+                free = max(0, gpus - taken)
+                rooms.append(Room(gpu=node.gpu or UNNAMED, gpus=free, total=gpus, why=why))
             if node.total[_CPU] - used[node.id, _CPU] >= 1:
                 rooms.append(Room(gpu="", gpus=0))
         return rooms
@@ -236,7 +237,7 @@ def _request(start: Start, labels: Sequence[str]) -> dict[str, Any]:
     """What asks for an attempt, on a node that has one of these labels."""
     asked = start.asked
     environment: dict[str, Any] = {
-        "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_TOKEN": start.token}
+        "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_START_TOKEN": start.token}
     }
     if "pip" in asked.env:
         environment["pip"] = asked.env["pip"].split()

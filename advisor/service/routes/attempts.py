@@ -1,4 +1,4 @@
-"""What a worker asks and says, with its attempt's own token."""
+"""What a worker asks and says, with its attempt's own token; first of all it gets that."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
 from advisor.service import attempts
-from advisor.service.access import Here, Own
+from advisor.service.access import Here, Own, Starts
 from advisor.service.attempts import Beat, End
 from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Strict
 
 OVER = "this attempt is over"
+TAKEN = "this start token was exchanged before; another has this attempt"
 
 Line = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -22,12 +23,19 @@ Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 api = APIRouter(tags=["attempts"], prefix="/api/attempt")
 
 
+class Exchanged(Strict):
+    """`digest`: the SHA-256 of a token that the worker has made."""
+
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class Tried(Strict):
-    """A trial: `what`: the config, for people; `ratio`: to the baseline, 0 where it is not known;
-    `outcome`: '' where it ran, else why it failed."""
+    """A trial: `what`: the config, for people; `batch`: None where it is not known; `ratio`: to the
+    baseline, 0 where it is not known; `outcome`: '' where it ran, else why it failed."""
 
     number: int = Field(ge=0, lt=2**31)
     what: Line = ""
+    batch: int | None = Field(default=None, ge=1, lt=2**63)
     samples_per_s: Speed = 0.0
     ratio: Speed = 0.0
     outcome: Line = ""
@@ -46,6 +54,16 @@ class Last(Strict):
     state: End
     reason: Line = ""
     record: str = Field(default="", pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$|^$")
+
+
+@api.post("/begin", summary="Exchange a start token, which is good once, for the attempt's own")
+def begin(here: Here, starting: Starts, own: Exchanged) -> dict[str, int]:
+    number, digest = starting.attempt.id, bytes.fromhex(own.digest)
+    with here.database.writing() as session:
+        became = attempts.begin(session, number, digest, starting.address)
+    if became != "begun":
+        raise HTTPException(409, OVER if became == "over" else TAKEN)
+    return {"number": starting.attempt.number}
 
 
 @api.get("", summary="What an attempt is to do")

@@ -12,6 +12,8 @@ What is not a hook of PyTorch's own, and why:
   is known of what trains.
 - `_sampler_iter` of such an iterator: what its sampler has left to say, which is all that workers
   need to go on from the middle of an epoch. `_base_seed`: what they seed themselves by.
+- `_tasks_outstanding` of an iterator with workers, and the lengths of its queues: that steps find
+  their batches ready does not tell whether the workers keep up. `_shutdown`: whether they are gone.
 - `_worker_pids_set` of an iterator that has workers of advisor's: PyTorch raises in the middle of
   whatever runs where one of them dies. That they are missed when a batch is due is enough.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
@@ -157,6 +159,20 @@ def miss_quietly(iterator: Any) -> None:
     if iterator._worker_pids_set:
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
+
+
+def unfinished(iterator: Any) -> int:
+    """Batches that a DataLoader's iterator has asked its workers for, and that are not there yet.
+
+    Where memory is pinned a thread does that, which has a queue of its own.
+    """
+    from torch.utils.data import dataloader
+
+    if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) or iterator._shutdown:
+        return 0
+    queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
+    ready: int = sum(one.qsize() for one in queues)
+    return max(0, iterator._tasks_outstanding - ready)
 
 
 def send_away(iterator: Any) -> None:

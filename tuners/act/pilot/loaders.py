@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from advisor.cache import settings
 from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.pilot.orders import Feed, Load
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
@@ -78,6 +79,7 @@ class Loaders:
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.waited_s = 0.0
+        self._taken, self._before = 0, Load()
         self._failed = failed
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -108,6 +110,19 @@ class Loaders:
         self._most = 0 if workers or why else room
         return Loading(workers=workers, pinned=pinned, most=self._most, room=room, why=why)
 
+    def begin_lap(self) -> None:
+        """What workers do from here on is told by `fed`."""
+        self._taken, self._before = 0, self._load()
+
+    def fed(self) -> Feed:
+        """What all workers, whoever started them, did since the lap began. What an iterator asks
+        for as it begins is of `before`: no step has outrun its workers then."""
+        return Feed(taken=self._taken, before=self._before, after=self._load())
+
+    def _load(self) -> Load:
+        loads = (_left(iterator, begun.workers) for iterator, begun in list(self._begun.items()))
+        return sum(loads, Load())
+
     @property
     def at_work(self) -> bool:
         """Whether there are to be workers."""
@@ -136,6 +151,7 @@ class Loaders:
 
     def _begin(self, loader: DataLoader[Any], iterator: Any) -> None:
         self._begun[iterator] = _Begun.of(loader)
+        self._before += _left(iterator, loader.num_workers)
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -151,13 +167,16 @@ class Loaders:
         if begun is not None and self._given:
             try:
                 if (ahead := self._of(iterator, begun)) is not None:
-                    return ahead.next(plain)
+                    batch = ahead.next(plain)
+                    self._taken += 1
+                    return batch
             except StopIteration:
                 pass  # that its data is over, its own iterator says
             except Exception as exc:  # whatever it is: the loader fetches by itself
                 self.set({})
                 self._failed(exc)
         batch = plain(iterator)
+        self._taken += begun is not None and begun.workers > 0
         if begun is not None and self._looking and torch.is_grad_enabled():
             self._saw(begun, batch)
         return batch
@@ -275,6 +294,11 @@ class Ahead:
         """Send the workers away; what they have not delivered is left to fetch."""
         hooks.send_away(self._batches)
         self._indices.take_back()
+
+
+def _left(iterator: Any, workers: int) -> Load:
+    unfinished = hooks.unfinished(iterator)
+    return Load(busy=min(unfinished, workers), queued=max(0, unfinished - workers))
 
 
 def _place() -> Place:

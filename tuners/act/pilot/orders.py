@@ -54,6 +54,34 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a loader's workers have to do at a moment: `busy` ones have a batch in hand; as many as
+    are `queued` were asked for, and wait until one of them is free."""
+
+    busy: Count = 0
+    queued: Count = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(busy=self.busy + other.busy, queued=self.queued + other.queued)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """What a loader's workers did for a lap: it has `taken` so many batches from them, who had
+    `before` to do when it began and `after` when it ended."""
+
+    taken: Count = 0
+    before: Load = Load()
+    after: Load = Load()
+
+    @property
+    def lent(self) -> int:
+        """Batches that were taken and not made meanwhile, by workers who were all busy; below 0
+        where some that were lent before were made."""
+        return self.after.queued - self.before.queued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
     """The steps of one order. `seconds` by the wall clock, the device's work included; `waited_s`
     of them for data; `samples` of this process; `first_s` of the first step alone.
@@ -68,6 +96,7 @@ class Lap:
     first_s: Span
     waited_s: Span
     peak_bytes: Bytes
+    feed: Feed = Feed()
     outcome: str = "ok"
     reason: str = ""
 

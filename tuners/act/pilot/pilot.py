@@ -228,6 +228,7 @@ class Pilot:
             first_s=self._first_s,
             waited_s=self._loaders.waited_s - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+            feed=self._loaders.fed(),
             outcome=self._outcome,
             reason=self._reason,
         )
@@ -255,6 +256,7 @@ class Pilot:
             if order.config == switch.own:
                 self._outlive()
         self._synchronize()
+        self._loaders.begin_lap()
         self._began = time.perf_counter()
 
     def _set(self, switch: Switch, order: Order) -> None:

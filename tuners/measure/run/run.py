@@ -314,13 +314,15 @@ class Run:
     ) -> Measurement:
         first = self._lap(session, config, 1, until)
         warm = self._warm(session, config, until)
-        steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config)
+        steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config, warm.turn)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
         while not _enough(blocks, floor, over=time.monotonic() >= ends):
             blocks.append(self._lap(session, config, steps, until))
-        rate, low, high = _rate(blocks, varies=session.seen.varies)
         self._settled[config] = statistics.median(one.step_s for one in blocks)
+        lent = _lent(blocks)
+        blocks = [one.kept_up(lent) for one in blocks]
+        rate, low, high = _rate(blocks, whole=session.seen.varies or lent > 0)
         peak_bytes = max(one.peak_bytes for one in (first, warm, *blocks))
         if config.batch == self.own.batch:
             self._peak_bytes = max(self._peak_bytes, peak_bytes)
@@ -329,7 +331,7 @@ class Run:
             samples_per_s=rate,
             low=low,
             high=high,
-            step_s=self._settled[config],
+            step_s=statistics.median(one.step_s for one in blocks),
             first_step_s=_whole(first),
             peak_bytes=peak_bytes,
             steps=sum(one.steps for one in blocks),
@@ -358,7 +360,7 @@ class Run:
             steps += now.steps
             steady = before > 0 and abs(now.step_s / before - 1) < apart
             enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
-            if steady and (enough or known):
+            if steady and (enough or known) and not now.engages:
                 break
             before = now.step_s
         return now
@@ -383,22 +385,34 @@ def _whole(first: Block) -> float:
     return max(first.first_s, first.seconds)
 
 
-def _rate(blocks: Sequence[Block], *, varies: bool) -> tuple[float, float, float]:
-    """(Samples/s, its interval): of the median block; where shapes vary of all blocks, as what is
-    paid for some shapes, a recompilation at worst, is part of their speed."""
+def _lent(blocks: Sequence[Block]) -> float:
+    """Share of the batches that these took and the loader's workers did not make meanwhile, in the
+    process where it is largest; a single batch may be chance."""
+    shares = [0.0]
+    for feeds in zip(*(one.feeds for one in blocks), strict=True):
+        taken = sum(feed.taken for feed in feeds)
+        lent = sum(feed.lent for feed in feeds)
+        if lent > 1 and taken:
+            shares.append(min(lent, taken - 1) / taken)
+    return max(shares)
+
+
+def _rate(blocks: Sequence[Block], *, whole: bool) -> tuple[float, float, float]:
+    """(Samples/s, its interval): of the median block, or of the `whole` where what some blocks pay,
+    for a recompilation at worst or by waiting for data, is part of the speed."""
     rates = [one.samples / one.seconds for one in blocks]
     low, high = median_interval(rates)
-    if not varies:
+    if not whole:
         return statistics.median(rates), low, high
-    whole = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
-    return whole, min(low, whole), max(high, whole)
+    rate = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
+    return rate, min(low, rate), max(high, rate)
 
 
-def _steps(about: float, config: Config) -> int:
+def _steps(about: float, config: Config, turn: int = 1) -> int:
     """As many, in whole turns of the loader's workers, which give their batches one after another
     and then may be waited for."""
-    workers = int(loading(config).get("num_workers") or 1)
-    return max(1, round(about / workers)) * workers
+    turn = max(turn, int(loading(config).get("num_workers") or 1))
+    return max(1, round(about / turn)) * turn
 
 
 def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:

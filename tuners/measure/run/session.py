@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
+from advisor.tuners.act.pilot.orders import Comparison, Feed, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import how
@@ -29,6 +30,8 @@ TOGETHER_S = 60.0
 """Between the processes of a job that come to their first steps."""
 END_S = 15.0
 """For a command one of whose processes is gone to be over."""
+CHANCE = 0.25
+"""Of the batches that are taken: what changes by fewer may change by chance."""
 
 
 class Ended(Exception):
@@ -42,7 +45,14 @@ class Ended(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One lap of all processes. `samples` of all; `seconds` of the slowest; `waited` of them."""
+    """One lap of all processes. `samples` of all; `seconds` of the slowest; `waited` of them.
+
+    `feeds`: by each process's loader. Finished batches lie ready in a loader, and a config that
+    takes more than the workers make lives on them for a while: on what was made while another one
+    trained, or was compiled. It shows in the batches that were asked for and that no worker has
+    begun: they become more. While a worker is free there are none, however few or many lie ready:
+    the loader makes what is asked of it.
+    """
 
     steps: int
     samples: int
@@ -50,11 +60,35 @@ class Block:
     first_s: float
     waited: float
     peak_bytes: int
+    feeds: tuple[Feed, ...]
 
     @property
     def step_s(self) -> float:
         """Seconds a step."""
         return self.seconds / self.steps
+
+    @property
+    def engages(self) -> bool:
+        """Whether more and more workers of the loaders are busy: it shows later if they keep up."""
+        more = sum(one.after.busy - one.before.busy for one in self.feeds)
+        return more > CHANCE * sum(one.taken for one in self.feeds)
+
+    @property
+    def turn(self) -> int:
+        """Steps in which each worker of a loader that is the limit gives a batch, be it one after
+        another or all at once; 1 where it is not."""
+        busy = (
+            one.after.busy / one.taken
+            for one in self.feeds
+            if one.taken and one.after.queued and one.lent > -CHANCE * one.taken
+        )
+        return max((math.ceil(self.steps * workers) for workers in busy), default=1)
+
+    def kept_up(self, lent: float) -> Block:
+        """As it would have been had its batches been made meanwhile; `lent`: the share of them that
+        lay ready."""
+        more_s = self.seconds * lent / (1 - lent)
+        return replace(self, seconds=self.seconds + more_s, waited=self.waited + more_s)
 
 
 class Struck(Exception):
@@ -145,6 +179,7 @@ class Flight:
             first_s=max(lap.first_s for lap in laps),
             waited=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
+            feeds=tuple(lap.feed for lap in laps),
         )
 
     def compare(self, asked: Comparison, own: Config, steps: int, until: float) -> str:
