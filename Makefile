@@ -16,9 +16,10 @@ demo: $(USE)
 	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
 	$(BIN)/python examples/compare_run.py $(RUN)
 
-## Run the tests: a file's tests share what they set up, so a file stays with one process.
+## Run the tests: a file's tests share what they set up, so a file stays with one process. In their
+## own order: otherwise files of few tests come last, and the longest have few.
 test: $(DEV)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 ## Everything that CI checks.
 check: lint test

@@ -27,7 +27,7 @@ from advisor.printed import script_line
 from advisor.report import tables
 from advisor.tuners.environment import detect
 from tests.cache import examples
-from tests.face.commands import COMMAND, MODEL, SHAPE, advisor, own, script, take_over
+from tests.face.commands import COMMAND, MODEL, PACE, SHAPE, advisor, own, script, take_over
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
 FIVE_TRIALS = ("--budget", "6s", "--trials", "5")
@@ -322,13 +322,14 @@ def test_python_m_is_the_same_command(tmp_path: Path) -> None:
 def test_a_sabotaged_model_keeps_torchs_numbers(tmp_path: Path) -> None:
     # Quick under bf16, and wrong: what is fast and wrong must not become advice.
     (tmp_path / "model.py").write_text(
-        MODEL.replace(
+        PACE
+        + MODEL.replace(
             "    def forward(self, x):\n",
             "    def forward(self, x):\n"
-            "        import time\n"
-            "        if torch.is_autocast_enabled('cpu'):\n"
-            "            return self.head(self.conv(x).mean((2, 3))) * -3\n"
-            "        time.sleep(0.01)\n",
+            "        half = torch.is_autocast_enabled('cpu')\n"
+            "        keep_pace(self, 0.01 if half else 0.02)\n"
+            "        if half:\n"
+            "            return self.head(self.conv(x).mean((2, 3))) * -3\n",
         )
     )
     options = ("--precisions", "bf16", "--fixed-batch", "--effort", "quick", "--no-compile")

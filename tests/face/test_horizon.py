@@ -21,7 +21,7 @@ from advisor.printed import tune_again
 from advisor.tuners.search.plan import Progress, suffices
 from advisor.tuning import Tuned
 from tests.cache import examples
-from tests.face.commands import MODEL, SHAPE
+from tests.face.commands import LAYERED, MODEL, SHAPE
 from tests.face.commands import advisor as command
 from tests.face.test_apply import DEFAULT, remember
 
@@ -250,7 +250,7 @@ def test_efforts() -> None:
 def test_more_effort_goes_on_and_less_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "model.py").write_text(LAYERED)
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
 

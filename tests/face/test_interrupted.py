@@ -41,8 +41,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def tuning(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`advisor tune` in a session of its own, a trial or two after its start."""
+def tuning(folder: Path, *, until_said: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`advisor tune` in a session of its own, once it has said something."""
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -55,7 +55,7 @@ def tuning(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        until(lambda: "trial 1:" in log.read_text() or process.poll() is not None)
+        until(lambda: until_said in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         yield process
     finally:
@@ -88,8 +88,8 @@ def tried(folder: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-def test_two_at_once_and_kill_9_and_go_on(folder: Path) -> None:
-    with tuning(folder) as process:
+def test_two_at_once_and_kill_9_and_ctrl_c_and_go_on(folder: Path) -> None:
+    with tuning(folder, until_said="trial 1:") as process:
         workers = children(process.pid)
         assert workers
         os.killpg(process.pid, signal.SIGSTOP)  # however long the second one takes
@@ -103,6 +103,18 @@ def test_two_at_once_and_kill_9_and_go_on(folder: Path) -> None:
         until(lambda: not any(map(alive, workers)))
     assert Records(open_store(None)).all() == []
     before = tried(folder)
+
+    with tuning(folder, until_said="going on after") as process:
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        until(lambda: not any(map(alive, workers)))
+    said = (folder / "log").read_text()
+    assert "Traceback" not in said and "trial 0:" not in said
+    assert said.splitlines()[-1] == "advisor: interrupted; the same command goes on from here"
+    assert Records(open_store(None)).all() == []
+    before += tried(folder)
+
     again = advisor(folder, *TUNE, "--json")
     assert again.returncode == 0, again.stderr
     record = json.loads(again.stdout)["record"]
@@ -110,24 +122,9 @@ def test_two_at_once_and_kill_9_and_go_on(folder: Path) -> None:
     assert len(set(numbers)) == len(numbers)
     configs = [json.dumps(t["config"], sort_keys=True) for t in record["trials"]]
     assert len(set(configs)) == len(configs)
-    # What the first run measured is in the record, and was not measured again.
+    # What the first runs measured is in the record, and was not measured again.
     assert "trial 0:" not in again.stderr
     assert again.stderr.count("trial ") <= record["provenance"]["trials"] - before
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-def test_ctrl_c_and_go_on(folder: Path) -> None:
-    with tuning(folder) as process:
-        workers = children(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-        until(lambda: not any(map(alive, workers)))
-    said = (folder / "log").read_text()
-    assert "Traceback" not in said
-    assert said.splitlines()[-1] == "advisor: interrupted; the same command goes on from here"
-    again = advisor(folder, *TUNE)
-    assert again.returncode == 0, again.stderr
-    assert "trial 0:" not in again.stderr
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import pytest
 import advisor
 from advisor.cache.task import Task, rows
 from advisor.tuners.search.plan import Plan
-from tests.face.commands import MODEL, SHAPE
+from tests.face.commands import MODEL, PACE, SHAPE
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,9 +36,9 @@ KNOB = """    Knob(
         ),
     ),
 """
-SLEEPY = MODEL.replace("import torch\n", "import os, time, torch\n").replace(
+SLEEPY = PACE + MODEL.replace("import torch\n", "import os, torch\n").replace(
     "    def forward(self, x):\n",
-    "    def forward(self, x):\n        time.sleep(0.01 - 0.001 * int(os.environ['SLACK']))\n",
+    "    def forward(self, x):\n        keep_pace(self, 0.02 - 0.001 * int(os.environ['SLACK']))\n",
 )
 
 
@@ -106,9 +106,14 @@ class Copy:
             self._commands.communicate()
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Iterator[Copy]:
-    made = Copy(tmp_path)
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    """With a field and a knob more."""
+    made = Copy(tmp_path_factory.mktemp("copy"))
+    made.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
+    for file in ("advisor/tuning.py", "advisor/finding/lookups.py"):
+        made.insert(file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n")
+    made.insert("tuners/knobs.py", '    Knob(\n        name="threads",', KNOB)
     yield made
     made.end()
 
@@ -126,15 +131,12 @@ def test_the_public_signatures_have_every_row() -> None:
 
 
 def test_a_field_of_the_task(copy: Copy) -> None:
-    copy.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
-    for file in ("advisor/tuning.py", "advisor/finding/lookups.py"):
-        copy.insert(file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n")
     (copy.work / "model.py").write_text(MODEL)
     assert "--flavour [plain|sour]" in copy.advisor("tune", "--help")
     assert "--flavour [plain|sour]" in copy.advisor("why", "--help")
 
     tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
-    quick = ("--budget", "3s", "--trials", "2", "--fixed-batch", "--no-compile", "--no-verify")
+    quick = ("--budget", "6s", "--trials", "2", "--fixed-batch", "--no-compile", "--no-verify")
     sour = json.loads(copy.advisor(*tune, *quick, "--flavour", "sour"))
     plain = json.loads(copy.advisor(*tune, *quick, measured=False))
     assert (plain["status"], sour["status"]) == ("tuned", "tuned")
@@ -158,22 +160,22 @@ def test_a_field_of_the_task(copy: Copy) -> None:
 
 def test_a_knob(copy: Copy) -> None:
     """Of whole numbers from 0 on, which is what is read, by a mistake, as nothing at all."""
-    copy.insert("tuners/knobs.py", '    Knob(\n        name="threads",', KNOB)
-    (copy.work / "model.py").write_text(SLEEPY)
-    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
-    options = ("--budget", "8s", "--fixed-batch", "--no-compile", "--precisions", "default")
+    (copy.work / "sleepy.py").write_text(SLEEPY)
+    tune = ("tune", "sleepy.py", "--shape", SHAPE, "--device", "cpu", "--json")
+    options = ("--budget", "20s", "--trials", "4", "--fixed-batch", "--no-compile")
+    options += ("--precisions", "default")
     found = json.loads(copy.advisor(*tune, *options))["record"]
     chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
     assert chosen == {"flags": 9, "pilot": 9, "loop": 9, "capture": 9}
     assert found["baseline"]["config"]["slack"] == 0
 
-    assert "slack=9" in copy.advisor("explain", found["id"], "--budget", "4s")
+    assert "slack=9" in copy.advisor("explain", found["id"], "--budget", "8s")
     assert "slack=9" in copy.advisor("show", found["id"])
     served = copy.script(
         "import os, advisor\n"
         f"{found['script']}\n"
         "print(os.environ['SLACK'], advice.config.slack)\n"
-        "missed = advisor.apply('model.py:Net', shape='4x3x9x9')\n"
+        "missed = advisor.apply('sleepy.py:Net', shape='4x3x9x9')\n"
         "print(missed.config.slack)"
     )
     assert served.split() == ["9", "9", "0"]

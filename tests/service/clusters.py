@@ -17,7 +17,7 @@ from typing import Any
 
 from advisor.service.executors.ray import LABEL
 from advisor.tuners.measure.run.guarded import Guarded
-from tests.cache.servers import free_port
+from tests.cache.servers import answers, free_port
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "made-up-token-of-a-cluster-that-asks-for-one"
@@ -89,10 +89,10 @@ class Cluster:
         words = ["--head", "--port", str(self._port), "--num-cpus", "0", "--num-gpus", "0"]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
         self.head = Node(self._new(), *words, "--ray-client-server-port", str(self._client))
-        until(lambda: None in self.alive())
+        until(lambda: answers(self._port))  # long before its dashboard does
         for gpu in gpus:
             self.add(gpu)
-        until(lambda: set(gpus) <= self.alive())
+        until(lambda: {None, *gpus} <= self.alive())
 
     def add(self, gpu: str) -> Node:
         words = ["--address", f"127.0.0.1:{self._port}", "--num-cpus", "1", "--num-gpus", "1"]

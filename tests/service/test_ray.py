@@ -32,12 +32,13 @@ from tests.service.clusters import TOKEN, Cluster, until
 from tests.service.serving import ask
 from tests.service.test_serve import Process
 
-LEASE_S = 8.0
+LEASE_S = 4.0
 SERVE = f"""
 from advisor.cli import main
 from advisor.service import attempts, reconcile
 
 attempts.LEASE_S = reconcile.LEASE_S = {LEASE_S}  # a test waits for the end of one
+reconcile.EVERY_S = 0.5  # and for what is seen
 main()
 """
 TABLE = """\

@@ -38,6 +38,11 @@ TARGET = {
     "gpus": 0,
 }
 SCRIPT = """
+import os, sys, time
+
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,6 +57,13 @@ for _ in range(1000):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     print("an epoch is over")
+"""
+SERVE = """
+from advisor.cli import main
+from advisor.service import reconcile
+
+reconcile.EVERY_S = 0.2  # tests wait for what it sees
+main()
 """
 EARLIER = "trials of an earlier run"
 HANGS = """
@@ -83,8 +95,8 @@ class Team:
     token: str = ""
 
     def start(self) -> None:
-        database = f"sqlite:///{self.folder}/service.db"
-        self.server = Process("--database", database, "--port", str(self.port))
+        words = ("--database", f"sqlite:///{self.folder}/service.db", "--port", str(self.port))
+        self.server = Process(*words, program=("-c", SERVE))
         self.token = self.token or self.server.token
 
     def stop(self, how: signal.Signals) -> int:
@@ -233,8 +245,12 @@ def test_a_script_as_it_is_comes_through_bad_luck(tmp_path: Path) -> None:
     with a_team(tmp_path) as team:
         files = {"model.py": LAYERED, "train.py": SCRIPT}
         options = {"budget": "10s", "compile": False}
-        number = team.submit(files, command=["python", "train.py"], options=options, gpus=0)
+        gate = tmp_path / "gate"
+        gate.touch()
+        command = ["python", "train.py", str(gate)]
+        number = team.submit(files, command=command, options=options, gpus=0)
         first = team.until(number, lambda job: len(job["trials"]) >= 2)
+        gate.unlink()  # the next one waits for the server, which takes a while to be back
         killed = team.workers
         for process in killed:
             with contextlib.suppress(ProcessLookupError):
@@ -246,6 +262,7 @@ def test_a_script_as_it_is_comes_through_bad_luck(tmp_path: Path) -> None:
         second = team.workers
         assert team.stop(signal.SIGKILL) == -signal.SIGKILL and alive(second[0])
         team.start()
+        gate.touch()
         team.until(number, lambda _job: team.log(number).count(EARLIER) == 1)
         assert second[0] in team.workers and len(team.job(number)["tries"]) == 2
 

@@ -3,68 +3,66 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from advisor.tuners.act import ranks
-from tests.cache.servers import free_port
-
-TRAIN = """
-import os, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-import torch.distributed as dist
-from torch import nn
 import advisor
 from advisor.cache.config import Config
+from advisor.tuners.act import ranks
+from tests.cache.servers import free_port
+from tests.runs.forked import FORKS
 
-how = sys.argv[1]
-rank = int(os.environ["RANK"])
-if how == "file":
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank,
-                            world_size=int(os.environ["WORLD_SIZE"]))
-elif how != "before":
-    dist.init_process_group("gloo")
-try:
-    if how == "strict":
-        advisor.apply("nothing.py:Net", shape=(4, 8), device="cpu", strict=True)
-    advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu")
-    if how == "before":
+
+def train(how: str, env: Mapping[str, str], folder: Path) -> None:
+    """A rank's script, in a process of its own; what it prints is in a file of its number."""
+    os.chdir(folder)
+    os.environ.update(env)
+    import torch.distributed as dist
+    from torch import nn
+
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    sys.stdout = Path(f"said-{rank}").open("w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    if how == "file":
+        where = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    elif how != "before":
         dist.init_process_group("gloo")
-    if how == "differ":
-        advice = advisor.Advice(Config(channels_last=rank == 1), device="cpu")
-    model = advice.prepare(nn.Linear(8, 3))
-    print("said", advice.status, advice.batch_size, advice.reason, flush=True)
-except advisor.AdvisorError as exc:
-    print("error", type(exc).__name__, exc, flush=True)
-"""
+    try:
+        if how == "strict":
+            advisor.apply("nothing.py:Net", shape=(4, 8), device="cpu", strict=True)
+        advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu")
+        if how == "before":
+            dist.init_process_group("gloo")
+        if how == "differ":
+            advice = advisor.Advice(Config(channels_last=rank == 1), device="cpu")
+        advice.prepare(nn.Linear(8, 3))
+        print("said", advice.status, advice.batch_size, advice.reason)
+    except advisor.AdvisorError as exc:
+        print("error", type(exc).__name__, exc)
+    sys.stdout.close()
+    dist.barrier()  # the store is in a process of theirs, and goes with it
 
 
 def job(folder: Path, how: str, size: int = 3) -> list[str]:
-    """What each rank of a job printed."""
-    (folder / "train.py").write_text(TRAIN)
+    """What each rank of a job printed; none of them imports torch anew, which is most of it."""
     (folder / "model.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(size)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     running = [
-        subprocess.Popen(
-            [sys.executable, "train.py", how, str(folder / "rendezvous")],
-            cwd=folder,
-            env=os.environ | env | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        FORKS.Process(target=train, args=(how, env | {"RANK": str(rank)}, folder))
         for rank in range(size)
     ]
-    said = []
     for process in running:
-        out, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err
-        said.append(out.strip())
-    return said
+        process.start()
+    for process in running:
+        process.join(200)
+        assert process.exitcode == 0
+    return [(folder / f"said-{rank}").read_text().strip() for rank in range(size)]
 
 
 @pytest.mark.parametrize("how", ["after", "file"])
