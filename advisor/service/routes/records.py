@@ -41,7 +41,7 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     }
 
 
-def _question(
+async def _question(
     model: Annotated[str, Query(pattern=r"^[0-9a-f]{12,128}$|^$")] = "",
     parts: Annotated[list[Hex] | None, Query(max_length=1000)] = None,
     file: Annotated[str, Query(max_length=LONGEST)] = "",
