@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import resource
 import signal
 import socket
 import ssl
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 from sqlalchemy.orm import Session
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import Seal
@@ -31,7 +33,11 @@ from advisor.tuners import knobs as knobs  # what a record is held against: seco
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
+_FILES = 500
+"""Open at most, beside connections."""
 _IDLE_S = 75
+_STUCK_S = 10.0
+"""For the head of a request to come, and for any of an answer to be read."""
 _DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
@@ -39,7 +45,8 @@ _LEAVES_S = 0.05
 
 
 class Server(uvicorn.Server):
-    """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
+    """One that waits for answers, and not for idle clients, who over TLS had to take leave, nor for
+    those that say nothing, or half of what they want, or do not listen."""
 
     def __init__(
         self,
@@ -49,6 +56,26 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._stopping, self._last = stopping, last
+        self._stuck: dict[tuple[H11Protocol, object, int], float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        self._drop_stuck()
+        return await super().on_tick(counter)
+
+    def _drop_stuck(self) -> None:
+        """uvicorn waits without end for a first request, for the rest of any head, and for a client
+        to read its answer."""
+        at = time.monotonic()
+        stuck = [
+            (one, one.cycle, unread)
+            for one in self.server_state.connections
+            if isinstance(one, H11Protocol)
+            and ((unread := one.transport.get_write_buffer_size()) or _asks_nothing(one))
+        ]
+        self._stuck = {one: self._stuck.get(one, at) for one in stuck}
+        for (connection, _cycle, _unread), since in self._stuck.items():
+            if at - since > _STUCK_S:
+                connection.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
@@ -63,6 +90,13 @@ class Server(uvicorn.Server):
                 transport.abort()
         if self.server_state.connections:
             asyncio.get_running_loop().call_later(_LEAVES_S, self._leave)
+
+
+def _asks_nothing(one: H11Protocol) -> bool:
+    """Nor is it one that has been answered, which uvicorn itself closes in time."""
+    return one.timeout_keep_alive_task is None and (
+        one.cycle is None or one.cycle.response_complete
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +153,7 @@ def serve(
     def first(session: Session) -> None:
         made.append(tokens.make(session, "first admin", "admin", None, None)[1])
 
+    _allow_connections()
     context = _context(where)
     starters = open_executors(executors, database.url)
     listening = _listening(where)
@@ -132,6 +167,7 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            http="h11",  # bounds a head to 64 KiB, and `Server` knows it
             ws="none",
             lifespan="off",
             limit_concurrency=_CONNECTIONS,
@@ -177,6 +213,16 @@ def _context(where: Where) -> ssl.SSLContext | None:
     except OSError as exc:  # ssl's own errors too
         raise UsageError(f"--tls-cert {str(where.tls_cert)!r}: {exc.strerror or exc}") from exc
     return context
+
+
+def _allow_connections() -> None:
+    """As many as are served: of open files a shell often allows 1,024."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS + _FILES
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if few != resource.RLIM_INFINITY and few < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _listening(where: Where) -> socket.socket:
