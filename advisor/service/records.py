@@ -179,7 +179,7 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
     Raises:
         RecordDamaged: it is none that may be used, or not what its key says.
     """
-    item = _item(reader, key, data)
+    item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
     there = data_of(session, [key])
     if not there:
@@ -196,7 +196,8 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
     return "known"
 
 
-def _item(reader: Reader, key: str, data: bytes) -> Item:
+def item_of(reader: Reader, key: str, data: bytes) -> Item:
+    """The row of a record or a mark; raises RecordDamaged as `put` does."""
     if mark := Mark.parse(key):
         if len(data) > MOST_MARK:
             raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
