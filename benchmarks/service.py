@@ -50,6 +50,7 @@ from advisor.service.schema import Item
 from tests.cache import servers
 from tests.service.test_serve import Process
 
+TARGET = str(Path(__file__).parents[1] / "examples" / "conv.py")
 SHAPE = (4, 3, 32, 32)
 CLIENTS = (1, 100, 1000)
 WORKERS = 50
@@ -179,19 +180,21 @@ class Bench:
         cpu_ms = 1e3 * (self._cpu() - before) / len(seen)
         self._say("steady", 1, seen, [a_second], cpu_ms)
 
-    def applied(self, most: int) -> None:
-        """advisor.lookup() in as many threads of this process, of a model that is tuned first."""
-        target, shape = str(Path(__file__).parents[1] / "examples" / "conv.py"), SHAPE
+    def tune(self) -> None:
+        """Have a record that this machine can use. First: a tuning reads all records."""
         url = f"http://127.0.0.1:{self.process.port}?timeout=1s"
         os.environ |= {"ADVISOR_TOKEN": self.workers[0], "ADVISOR_CACHE": url}
-        words = ["--shape", "x".join(map(str, shape)), "--device", "cpu", "--budget", "5s"]
-        tune = [sys.executable, "-m", "advisor", "tune", target, *words, "--quiet"]
+        words = ["--shape", "x".join(map(str, SHAPE)), "--device", "cpu", "--budget", "5s"]
+        tune = [sys.executable, "-m", "advisor", "tune", TARGET, *words, "--quiet"]
         subprocess.run(tune, check=True, stdout=subprocess.DEVNULL)
+
+    def applied(self, most: int) -> None:
+        """advisor.lookup() in as many threads of this process."""
 
         def once(_number: int) -> tuple[float, str]:
             together.wait()
             began = time.perf_counter()
-            status = advisor.lookup(target, shape=shape, device="cpu").status
+            status = advisor.lookup(TARGET, shape=SHAPE, device="cpu").status
             return time.perf_counter() - began, status
 
         with warnings.catch_warnings(), ThreadPoolExecutor(most) as pool:
@@ -245,6 +248,7 @@ class Bench:
 def bench(url: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     one = Bench(url, given.seconds, given.rounds)
     try:
+        one.tune()
         for number in given.records:
             rate = one.fill(number)
             print(

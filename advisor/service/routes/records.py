@@ -107,7 +107,7 @@ def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
     "/api/records/{key:path}",
     summary="Keep a record or a mark",
     openapi_extra=SENDS_BYTES,
-    responses=KEPT,
+    responses=KEPT | refusals(404),
 )
 def put(
     here: Here,
