@@ -122,7 +122,12 @@ def service_of(request: Request) -> Service:
     return found
 
 
-Here = Annotated[Service, Depends(service_of)]
+async def _here(request: Request) -> Service:
+    """A dependency; async, because it waits for nothing: any other takes a thread."""
+    return service_of(request)
+
+
+Here = Annotated[Service, Depends(_here)]
 
 
 def needs(role: str) -> Callable[..., Caller]:

@@ -50,11 +50,20 @@ def application(service: Service, version: str) -> FastAPI:
 def _told(request: Request, exc: Exception) -> Response:
     """A refusal, as a page for a browser."""
     assert isinstance(exc, HTTPException)
+    if exc.status_code == 405 and "route" in request.scope:
+        exc.headers = {"Allow": _allowed(request)}
     if exc.status_code == 303 or "text/html" not in request.headers.get("accept", ""):
         return JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)
     page = shown(request, "error.html", status=exc.status_code, detail=exc.detail)
     page.status_code = exc.status_code
     return page
+
+
+def _allowed(request: Request) -> str:
+    """All methods of a path: a route knows its own alone."""
+    route = request.scope["route"]
+    known = request.app.openapi()["paths"].get(route.path_format, route.methods)
+    return ", ".join(sorted(method.upper() for method in known))
 
 
 def _invalid(_request: Request, exc: Exception) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
@@ -37,6 +38,8 @@ MOST_MARK = 2**14
 """Bytes of a mark."""
 _MOST_COMPARED = 1000
 """Candidates: the newest of the device that is asked for, then others."""
+_MOST_KNOWN = 4000
+"""Records whose fields are in memory, at some 5 KB each."""
 _NEARNESS: Mapping[Kind, int] = {"exact": 0, "compatible": 1, "miss": 2}
 
 Put = Literal["added", "known"]
@@ -107,7 +110,7 @@ def look(session: Session, question: Question) -> Found:
     found = sorted((order[place], key, size) for place, key, size in rows)
     sizes = {key: size for _number, key, size in found}
     (place, versions), *_others = places.items()
-    kinds = {compared(question.wanted, json.loads(known))[0] for known in versions}
+    kinds = {compared(question.wanted, _fields(known))[0] for known in versions}
     return Found(sizes=sizes, place=place, kind=min(kinds, key=_NEARNESS.__getitem__))
 
 
@@ -126,10 +129,18 @@ def _places(session: Session, question: Question) -> dict[str, list[str]]:
     for place, known, created in session.execute(query):
         versions.setdefault(place, []).append(known)
         if place not in found:
-            kind, differs = compared(question.wanted, json.loads(known))
+            kind, differs = compared(question.wanted, _fields(known))
             found[place] = _NEARNESS[kind], len(differs), -created
     nearest = sorted(found, key=lambda place: (*found[place], place))[:MOST_PLACES]
     return {place: versions[place] for place in nearest}
+
+
+@functools.lru_cache(maxsize=_MOST_KNOWN)
+def _fields(known: str) -> Mapping[str, Any]:
+    """A record's fields, from their JSON, which is read once: a popular name has a thousand, and
+    each lookup of it compares them all."""
+    found: Mapping[str, Any] = json.loads(known)
+    return found
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
@@ -168,7 +179,7 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
     Raises:
         RecordDamaged: it is none that may be used, or not what its key says.
     """
-    item = _item(reader, key, data)
+    item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
     there = data_of(session, [key])
     if not there:
@@ -185,7 +196,8 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
     return "known"
 
 
-def _item(reader: Reader, key: str, data: bytes) -> Item:
+def item_of(reader: Reader, key: str, data: bytes) -> Item:
+    """The row of a record or a mark; raises RecordDamaged as `put` does."""
     if mark := Mark.parse(key):
         if len(data) > MOST_MARK:
             raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
@@ -326,7 +338,7 @@ def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[
     query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
     found: dict[str, Near] = {}
     for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):
-        kind, differs = compared(question.wanted, json.loads(one.fields))
+        kind, differs = compared(question.wanted, _fields(one.fields))
         id = f"{one.id}@{one.batch}"
         line = Line(
             id=id, target=one.called, device=one.device, speedup=one.speedup, created=one.created

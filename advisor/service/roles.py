@@ -1,5 +1,8 @@
 """What a token may do; the command line has it without the server's libraries."""
 
-ROLES = ("read", "submit", "worker", "admin")
+from typing import Literal, get_args
+
+Role = Literal["read", "submit", "worker", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
 """Each may do all that the one before it may: look up; ask for tunings; write records; make tokens.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import resource
 import signal
 import socket
 import ssl
@@ -33,17 +34,20 @@ from advisor.tuners import knobs as knobs  # what a record is held against: seco
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
+_FILES = 500
+"""Open at most, beside connections."""
 _IDLE_S = 75
+_STUCK_S = 10.0
+"""For the head of a request to come, and for any of an answer to be read."""
 _DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
 _LEAVES_S = 0.05
-HEAD_S = 10.0
-"""For the head of a request to come: who sends none holds one of the connections that all share."""
 
 
 class Server(uvicorn.Server):
-    """One that waits for answers, and not for idle clients, who over TLS had to take leave."""
+    """One that waits for answers, and not for idle clients, who over TLS had to take leave, nor for
+    those that say nothing, or half of what they want, or do not listen."""
 
     def __init__(
         self,
@@ -53,26 +57,26 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._stopping, self._last = stopping, last
-        self._silent_since: dict[object, float] = {}
+        self._stuck: dict[tuple[H11Protocol, object, int], float] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        self._drop_silent(time.monotonic())
+        self._drop_stuck()
         return await super().on_tick(counter)
 
-    def _drop_silent(self, now: float) -> None:
-        """End the connections of which a request is awaited and has not come; uvicorn ends those
-        alone that have said nothing since their last answer."""
-        awaited = [
-            one
+    def _drop_stuck(self) -> None:
+        """uvicorn waits without end for a first request, for the rest of any head, and for a client
+        to read its answer."""
+        at = time.monotonic()
+        stuck = [
+            (one, one.cycle, unread)
             for one in self.server_state.connections
             if isinstance(one, H11Protocol)
-            if one.cycle is None
-            or (one.cycle.response_complete and one.timeout_keep_alive_task is None)
+            and ((unread := one.transport.get_write_buffer_size()) or _asks_nothing(one))
         ]
-        self._silent_since = {one: self._silent_since.get(one, now) for one in awaited}
-        for one in awaited:
-            if now - self._silent_since[one] > HEAD_S:
-                one.transport.abort()
+        self._stuck = {one: self._stuck.get(one, at) for one in stuck}
+        for (connection, _cycle, _unread), since in self._stuck.items():
+            if at - since > _STUCK_S:
+                connection.transport.abort()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
@@ -87,6 +91,13 @@ class Server(uvicorn.Server):
                 transport.abort()
         if self.server_state.connections:
             asyncio.get_running_loop().call_later(_LEAVES_S, self._leave)
+
+
+def _asks_nothing(one: H11Protocol) -> bool:
+    """Nor is it one that has been answered, which uvicorn itself closes in time."""
+    return one.timeout_keep_alive_task is None and (
+        one.cycle is None or one.cycle.response_complete
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +156,7 @@ def serve(
     def first(session: Session) -> None:
         made.append(tokens.make(session, "first admin", "admin", None, None)[1])
 
+    _allow_connections()
     context = _context(where)
     starters = open_executors(executors, database.url)
     listening = _listening(where)
@@ -164,7 +176,7 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            http="h11",
+            http="h11",  # bounds a head to 64 KiB, and `Server` knows it
             ws="none",
             lifespan="off",
             limit_concurrency=_CONNECTIONS,
@@ -212,13 +224,26 @@ def _context(where: Where) -> ssl.SSLContext | None:
     return context
 
 
+def _allow_connections() -> None:
+    """As many as are served: of open files a shell often allows 1,024."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS + _FILES
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if few != resource.RLIM_INFINITY and few < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 def _listening(where: Where) -> socket.socket:
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     try:
-        return socket.create_server((where.host, where.port), family=family, backlog=1024)
+        listening = socket.create_server((where.host, where.port), family=family, backlog=1024)
     except (OSError, OverflowError) as exc:
         why = getattr(exc, "strerror", "") or exc
         raise UsageError(f"--host {where.host} --port {where.port}: {why}") from exc
+    # Connections inherit it. Else an answer's body waits 40 ms, for who has its head to say so.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _for_workers(where: Where, listening: socket.socket) -> str:

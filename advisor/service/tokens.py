@@ -23,7 +23,9 @@ SESSION_S = 12 * 3600.0
 ITSELF = b"the server itself"
 """In the place of the digest of a token that nobody has."""
 _USE_NOTED_S = 60.0
-_NAME = re.compile(r"[\w.@+-][\w .@+-]{0,63}")
+NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
+NEVER = 1e11
+"""Unix seconds that no token outlives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ def make(
     """
     if role not in ROLES:
         raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME, name):
         raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
-    if expires is not None and not time.time() < expires < 1e11:
+    if expires is not None and not time.time() < expires < NEVER:
         raise UsageError("expires: expected a time to come, in Unix seconds")
     token, text = _add(session, name, role, expires)
     note(session, by, "token made", f"{token.id} {name} ({role})")

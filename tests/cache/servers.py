@@ -84,9 +84,13 @@ def s3_server() -> Server:
     return Server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
 
 
-def postgresql_server(folder: Path) -> Server | None:
+def postgresql_server(folder: Path, durable: bool = False) -> Server | None:
     """None where PostgreSQL is not installed. As root, who may not run it, it is its own user's,
-    and so is the folder, which others must be able to reach."""
+    and so is the folder, which others must be able to reach.
+
+    Args:
+        durable: what was committed outlives a crash of the machine, and not of the server alone.
+    """
     binaries = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
     binaries += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     binary = next((one for one in binaries if (one / "initdb").exists()), None)
@@ -98,18 +102,18 @@ def postgresql_server(folder: Path) -> Server | None:
     made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust", "--no-sync"]
     subprocess.run([*made, "--locale=C.UTF-8"], check=True, capture_output=True, cwd="/", **who)
     port = free_port()
-    # Killed are servers here, not machines: what the system has is not lost.
+    # Tests kill servers, not machines: what the system has is not lost.
     command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
     command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
-    return Server([*command, "-c", "fsync=off"], port, **who)
+    return Server([*command, "-c", f"fsync={'on' if durable else 'off'}"], port, **who)
 
 
 @contextlib.contextmanager
-def postgresql() -> Iterator[Server]:
+def postgresql(durable: bool = False) -> Iterator[Server]:
     """A PostgreSQL that runs, in a folder that its user can reach; skips where there is none."""
     folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
     try:
-        server = postgresql_server(folder)
+        server = postgresql_server(folder, durable)
         if server is None:
             pytest.skip("PostgreSQL is not installed")
         with running(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import sqlite3
@@ -147,6 +148,19 @@ def test_a_route_knows_what_it_needs() -> None:
         needs = [one.call for one in route.dependant.dependencies if hasattr(one.call, "role")]
         methods = {(method, route.path) for method in route.methods}
         assert bool(needs) != bool(methods & OPEN), route.path
+
+
+def test_a_lookup_takes_two_threads() -> None:
+    """One finds the token, one the records: each more costs as much as a query."""
+    (route,) = [one for one in records.api.routes if one.path == "/api/lookup"]  # type: ignore[attr-defined]
+    assert isinstance(route, APIRoute)
+    waiting, calls = [route.dependant], set()
+    while waiting:
+        one = waiting.pop()
+        waiting += one.dependencies
+        calls.add(one.call)
+    slow = [one for one in calls if not any(map(inspect.iscoroutinefunction, (one, one.__call__)))]  # type: ignore[union-attr]
+    assert {one.__name__ for one in slow} == {"lookup", "caller"}  # type: ignore[union-attr]
 
 
 def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:

@@ -29,7 +29,7 @@ from advisor.errors import StoreError, UsageError
 from advisor.service import attempts, run, tokens
 from advisor.service import records as records_of
 from advisor.service.database import Database
-from advisor.service.run import Where, new_token
+from advisor.service.run import Where, _listening, new_token
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import ask, begun, serving
@@ -64,6 +64,10 @@ class Process:
                 self.port = int(found[1])
                 return
         raise AssertionError(self.said)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def token(self) -> str:
@@ -237,7 +241,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(
     lite: str, answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such connections without a token, as many as are served at once, kept everybody out."""
-    monkeypatch.setattr(run, "HEAD_S", 0.2)
+    monkeypatch.setattr(run, "_STUCK_S", 0.2)
     with serving(lite) as served:
         address = ("127.0.0.1", served.port)
         with (
@@ -325,6 +329,16 @@ def test_where_it_may_listen(tmp_path: Path, lite: str, capsys: pytest.CaptureFi
     assert "--executor 'slurm': expected one of local" in said[2]
     assert re.search(rf"--port {port}: Address already in use", said[0])
     assert "--tls-cert 'x': No such file" in said[1]
+
+
+def test_an_answer_waits_for_no_acknowledgement() -> None:
+    """Its head and its body are two packets: the second one waited 40 ms for a client's word."""
+    with (
+        _listening(Where(port=0)) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_token_is_made_beside_the_server(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from advisor.service.routes import admin, attempts, health, jobs, records
+from advisor.service.routes.parsing import ANY, TOKENED
 
 api = APIRouter()
-for subject in (health, records, jobs, attempts, admin):
-    api.include_router(subject.api)
+api.include_router(health.api, responses=ANY)
+for subject in (records, jobs, attempts, admin):
+    api.include_router(subject.api, responses=TOKENED)

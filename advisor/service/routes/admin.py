@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query
+from pydantic import Field
 
 from advisor.service import tokens
 from advisor.service.access import Administers, Here
-from advisor.service.routes.parsing import Number, Strict
+from advisor.service.roles import Role
+from advisor.service.routes.parsing import Number, Strict, refusals
 
 EVENTS = 200
 """Lines of the audit log on one page."""
@@ -19,9 +21,9 @@ api = APIRouter(tags=["admin"])
 class NewToken(Strict):
     """`expires`: in Unix seconds."""
 
-    name: str
-    role: str
-    expires: float | None = None
+    name: Annotated[str, Field(pattern=tokens.NAME)]
+    role: Role
+    expires: Annotated[float | None, Field(gt=0, lt=tokens.NEVER)] = None
 
 
 @api.get("/api/tokens", summary="All tokens, without their text")
@@ -44,7 +46,7 @@ def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
         return {"id": token.id, "token": text}
 
 
-@api.delete("/api/tokens/{number}", summary="Make a token hold no more")
+@api.delete("/api/tokens/{number}", summary="Make a token hold no more", responses=refusals(404))
 def revoke(here: Here, caller: Administers, number: Number) -> dict[str, bool]:
     with here.database.writing() as session:
         if not tokens.revoke(session, number, caller):

@@ -11,7 +11,14 @@ from advisor.cache.domain import line
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts
 from advisor.service.attempts import Beat, End
-from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Strict
+from advisor.service.routes.parsing import (
+    BYTES,
+    SENDS_BYTES,
+    Body,
+    Strict,
+    answers,
+    refusals,
+)
 
 OVER = "this attempt is over"
 TAKEN = "this start token was exchanged before; another has this attempt"
@@ -20,7 +27,7 @@ Line = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 
-api = APIRouter(tags=["attempts"], prefix="/api/attempt")
+api = APIRouter(tags=["attempts"], prefix="/api/attempt", responses=refusals(409))
 
 
 class Exchanged(Strict):
@@ -80,7 +87,12 @@ def beat(here: Here, own: Own, said: Said) -> dict[str, bool]:
         return {"go_on": attempts.beat(session, own.attempt.id, heard)}
 
 
-@api.get("/studies/{name}", summary="A file of the job's search", response_class=Response)
+@api.get(
+    "/studies/{name}",
+    summary="A file of the job's search",
+    response_class=Response,
+    responses=answers(BYTES, 404),
+)
 def study(here: Here, own: Own, name: Name) -> Response:
     with here.database.reading() as session:
         data = attempts.study(session, own.attempt, name)

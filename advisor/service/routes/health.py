@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from advisor.service import jobs, records
 from advisor.service.access import Here, Reads
+from advisor.service.routes.parsing import TOKENED, answers
 
 api = APIRouter(tags=["health"])
 
@@ -21,7 +22,12 @@ def readyz(here: Here) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@api.get("/metrics", summary="For Prometheus")
+@api.get(
+    "/metrics",
+    summary="For Prometheus",
+    response_class=Response,
+    responses=TOKENED | answers("text/plain"),
+)
 def metrics(here: Here, _caller: Reads) -> Response:
     with here.database.reading() as session:
         text = here.metrics.text(records.count(session), jobs.counts(session))

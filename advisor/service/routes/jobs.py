@@ -13,7 +13,15 @@ from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.service import archives, jobs, live
 from advisor.service.access import Here, Reads, Submits, Works
-from advisor.service.routes.parsing import BYTES, SENDS_BYTES, Body, Number
+from advisor.service.routes.parsing import (
+    BYTES,
+    KEPT,
+    SENDS_BYTES,
+    Body,
+    Number,
+    answers,
+    refusals,
+)
 
 NO_JOB = "there is no such job"
 
@@ -30,7 +38,12 @@ ASKED: dict[str, Any] = {
 api = APIRouter(tags=["jobs"])
 
 
-@api.put("/api/archives/{digest}", summary="Keep the code of a job", openapi_extra=SENDS_BYTES)
+@api.put(
+    "/api/archives/{digest}",
+    summary="Keep the code of a job",
+    openapi_extra=SENDS_BYTES,
+    responses=KEPT,
+)
 def keep(
     here: Here, caller: Submits, digest: Digest, data: Body, response: Response
 ) -> dict[str, str]:
@@ -44,6 +57,7 @@ def keep(
     "/api/archives/{digest}",
     summary="The code of a job, for its own attempts",
     response_class=Response,
+    responses=answers(BYTES, 404),
 )
 def archive(here: Here, caller: Works, digest: Digest) -> Response:
     with here.database.reading() as session:
@@ -66,7 +80,13 @@ async def _asked(request: Request) -> Asked:
     return Asked.of(plain)
 
 
-@api.post("/api/jobs", summary="Ask for a tuning", status_code=201, openapi_extra=ASKED)
+@api.post(
+    "/api/jobs",
+    summary="Ask for a tuning",
+    status_code=201,
+    openapi_extra=ASKED,
+    responses={200: {"model": dict[str, Any], "description": "It was asked for before."}},
+)
 def submit(
     here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
@@ -91,7 +111,9 @@ def listed(
     return {"jobs": found, "more": more}
 
 
-@api.get("/api/jobs/{number}", summary="A job with its attempts and trials")
+@api.get(
+    "/api/jobs/{number}", summary="A job with its attempts and trials", responses=refusals(404)
+)
 def told(here: Here, _caller: Reads, number: Number) -> dict[str, Any]:
     with here.database.reading() as session:
         found = jobs.told(session, number)
@@ -100,7 +122,11 @@ def told(here: Here, _caller: Reads, number: Number) -> dict[str, Any]:
     return found
 
 
-@api.get("/api/jobs/{number}/log", summary="What a job printed, behind a place")
+@api.get(
+    "/api/jobs/{number}/log",
+    summary="What a job printed, behind a place",
+    responses=refusals(404),
+)
 def log(
     here: Here,
     _caller: Reads,
@@ -114,7 +140,7 @@ def log(
     return {"text": found.text, "next": found.next, "ended": found.ended}
 
 
-@api.post("/api/jobs/{number}/cancel", summary="Cancel what one asked for")
+@api.post("/api/jobs/{number}/cancel", summary="Cancel what one asked for", responses=refusals(404))
 def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
     with here.database.writing() as session:
         try:
@@ -130,6 +156,7 @@ def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
     "/api/jobs/{number}/events",
     summary="A job as it goes on, as server-sent events: state, trial, log",
     response_class=StreamingResponse,
+    responses=answers("text/event-stream", 404),
 )
 def events(here: Here, _caller: Reads, number: Number, request: Request) -> Response:
     return live.answer(here, number, request.headers.get("last-event-id", ""))

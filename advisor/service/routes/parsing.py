@@ -1,4 +1,4 @@
-"""What several routes parse alike."""
+"""What several routes parse alike, and what OpenAPI has to be told of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,47 @@ from fastapi import Depends, Path, Request
 from pydantic import BaseModel, ConfigDict
 
 BYTES = "application/octet-stream"
+Responses = dict[int | str, dict[str, Any]]
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """What OpenAPI has to be told of a route whose body is no JSON."""
+
+
+class Refused(BaseModel):
+    """What is wrong, for people."""
+
+    detail: str
+
+
+_WHY = {
+    400: "The body is no text.",
+    401: "The token is none, or holds no more.",
+    403: "This token may not.",
+    404: "There is no such thing.",
+    408: "The body took too long.",
+    409: "The attempt is over.",
+    413: "The body is too large.",
+    422: "What was sent is not what is expected.",
+    429: "Too often; wait.",
+    503: "The database does not answer, or there is too much at once.",
+}
+
+
+def refusals(*statuses: int) -> Responses:
+    """With which statuses a route refuses."""
+    return {one: {"model": Refused, "description": _WHY[one]} for one in statuses}
+
+
+def answers(kind: str, *statuses: int) -> Responses:
+    """With bytes of which media type it answers, and with which statuses it refuses."""
+    return {200: {"content": {kind: {}}, "description": "As asked."}, **refusals(*statuses)}
+
+
+ANY = refusals(408, 413, 503)
+"""Of every route."""
+TOKENED = {**ANY, **refusals(400, 401, 403, 422, 429)}
+"""Of every route that asks for a token."""
+
+KEPT: Responses = {201: {"model": dict[str, str], "description": "It was not here before."}}
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
 

@@ -13,7 +13,7 @@ from advisor.cache.domain import LONGEST, is_line
 from advisor.service import records
 from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
-from advisor.service.routes.parsing import SENDS_BYTES, Body, Strict
+from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict, answers, refusals
 
 MSGPACK = "application/vnd.msgpack"
 _KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
@@ -41,7 +41,7 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     }
 
 
-def _question(
+async def _question(
     model: Annotated[str, Query(pattern=r"^[0-9a-f]{12,128}$|^$")] = "",
     parts: Annotated[list[Hex] | None, Query(max_length=1000)] = None,
     file: Annotated[str, Query(max_length=LONGEST)] = "",
@@ -65,6 +65,7 @@ def _question(
     "/api/lookup",
     summary="The nearest records of those that are looked for, as msgpack",
     response_class=Response,
+    responses=answers(MSGPACK) | {304: {"description": "As If-None-Match has it."}},
 )
 def lookup(
     here: Here, _caller: Reads, question: Annotated[Question, Depends(_question)], request: Request
@@ -93,6 +94,7 @@ def listed(
     "/api/records",
     summary="The records of some keys, as many as go into one answer, as msgpack",
     response_class=Response,
+    responses=answers(MSGPACK),
 )
 def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
     with here.database.reading() as session:
@@ -105,6 +107,7 @@ def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
     "/api/records/{key:path}",
     summary="Keep a record or a mark",
     openapi_extra=SENDS_BYTES,
+    responses=KEPT | refusals(404),
 )
 def put(
     here: Here,
@@ -119,7 +122,7 @@ def put(
     return {"outcome": outcome}
 
 
-@api.delete("/api/records/{key:path}", summary="Remove what one put there")
+@api.delete("/api/records/{key:path}", summary="Remove what one put there", responses=refusals(404))
 def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
     with here.database.writing() as session:
         gone = records.delete(session, key, caller)
