@@ -46,6 +46,7 @@ def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         folder = tmp_path_factory.mktemp("nobody")
         patch.setenv("ADVISOR_CACHE", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "user"))  # the store to fall back on
         yield
 
 
