@@ -153,13 +153,10 @@ class Line:
             accepts=(*_OVER, *_REFUSALS),
         )
         if status in _OVER:
-            raise Dismissed(self._detail(data))
+            raise Dismissed(self.store.detail(data))
         if status in _REFUSALS:
-            raise Refused(self._detail(data))
+            raise Refused(self.store.detail(data))
         return data
-
-    def _detail(self, data: bytes) -> str:
-        return printable(str(self.store.read_json(data).get("detail", "")))[:300]
 
 
 @dataclass(slots=True)

@@ -149,7 +149,8 @@ class Local:
             for place in self._places():
                 place.send(signal.SIGKILL)
             for process in self._processes.values():
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in a driver
+                    process.wait(STOPS_S)
             for place in self._places():
                 place.remove()
         with self._lock:
