@@ -12,7 +12,6 @@ when either is gone, nothing of what was started is left.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -62,7 +61,6 @@ MOST_SENT, MOST_TRIALS = 2**16, 200
 """Bytes of output and number of trials that go along with one beat."""
 MOST_REASON = 500
 _LOOK_S = 0.1
-_PR_SET_DUMPABLE = 4
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that submitted code does not get; in the last one Ray repeats them."""
 _OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
@@ -477,13 +475,6 @@ def _failed(code: int, words: str) -> Outcome:
     return Outcome(state="failed", reason=printable(reason))
 
 
-def _keep_private() -> None:
-    """No other process of this user is to read the token out of this one's environment (prctl(2)).
-    One of root's can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
 @contextlib.contextmanager
 def _here(folder: Path) -> Iterator[None]:
     """What fails in a folder of this machine is no fault of the server's.
@@ -504,7 +495,7 @@ def main(place: str = "") -> None:
     Raises:
         SystemExit: with a line that says why it could not.
     """
-    _keep_private()
+    host.keep_private()
     scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
         line = Line(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
