@@ -60,6 +60,8 @@ MOST_STUDY = 8 * 2**20
 MOST_SENT, MOST_TRIALS = 2**16, 200
 """Bytes of output and number of trials that go along with one beat."""
 MOST_REASON = 500
+UNFINISHED = 3
+"""The exit code of `advisor tune --for` where its budget ended before anything was raced."""
 _LOOK_S = 0.1
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that submitted code does not get; in the last one Ray repeats them."""
@@ -340,7 +342,7 @@ class Working:
             child.end()
         self._tell_all()
         if code is not None:
-            return self._found() if code == 0 else _failed(code, words)
+            return _failed(code, words) if code not in (0, UNFINISHED) else self._found(code == 0)
         if self.preempted.is_set():
             return Outcome(state="preempted", reason="its worker was told to end")
         return Outcome(
@@ -349,13 +351,16 @@ class Working:
             f"{self._starts_s:.0f} s to start; its log may say where it hangs",
         )
 
-    def _found(self) -> Outcome:
+    def _found(self, finished: bool) -> Outcome:
         with _here(self._scratch.path):
             record = self._scratch.record()
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
         self._patiently(lambda: server.put(record))
+        if not finished:
+            raced = "its budget left no time to race anything; give a larger --budget"
+            return Outcome(state="failed", reason=f"record {record.id}: {raced}")
         told = [_said(record)]
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
         return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
@@ -460,7 +465,7 @@ def _said(record: Record) -> str:
     """What was found, for people."""
     advised, baseline = record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        what = "its budget left no time to race anything"
+        what = f"there is nothing to race beside {baseline}"
     elif advised == record.baseline:
         what = f"nothing is clearly faster than {baseline}"
     else:
