@@ -50,6 +50,12 @@ class Held:
         """Which record it is, and under which target's name."""
         return self.name.place, self.record.target
 
+    @property
+    def under_own_name(self) -> bool:
+        """Whether the version that counts was written under this target's name itself."""
+        target = self.record.target
+        return (target_part(target.name), target_part(target.origin)) == self.name.called
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
@@ -291,15 +297,9 @@ class _Look:
             return None
 
     def _keep(self, name: Name, names: Sequence[Name], record: Record, trusted: bool) -> None:
-        """The version that counts, under each of the record's names that is looked for."""
-        texts = [name.text]
-        if found := self._marks.get((name.place, name.version.digest)):
-            mark, store = found
-            reason = self._reader.reason(mark, store)
-            if reason is not None and bool(reason) == mark.stale:
-                record = dataclasses.replace(record, stale=reason)
-            if store is self._store:
-                texts.append(mark.text)
+        """The version that counts, under each of the record's names that is looked for. What a run
+        and a target measured is never told in the other's words: each has its own version."""
+        record, texts = self._marked(name, record)
         called = {one.called for one in names if self._wants(one)} | {name.called}
         for other in sorted(called):
             if other == name.called:
@@ -310,10 +310,27 @@ class _Look:
                 if alias.called != other or alias.trusted < name.trusted:
                     continue
                 known = self._sound(alias)
-                if known and known[0].key.digest == record.key.digest:
+                if not known or known[0].key.digest != record.key.digest:
+                    continue
+                if known[0].key.task.baseline != record.key.task.baseline:
+                    own, own_texts = self._marked(alias, known[0])
+                    self._add(own, alias, own_texts, known[1])
+                else:
                     named = dataclasses.replace(record, key=known[0].key, target=known[0].target)
                     self._add(named, name, [*texts, alias.text], trusted)
-                    break
+                break
+
+    def _marked(self, name: Name, record: Record) -> tuple[Record, list[str]]:
+        """A version as the mark on it says, and the texts of both."""
+        texts = [name.text]
+        if found := self._marks.get((name.place, name.version.digest)):
+            mark, store = found
+            reason = self._reader.reason(mark, store)
+            if reason is not None and bool(reason) == mark.stale:
+                record = dataclasses.replace(record, stale=reason)
+            if store is self._store:
+                texts.append(mark.text)
+        return record, texts
 
     def _wants(self, name: Name) -> bool:
         return self._parts is None or not self._parts.isdisjoint(name.called)
@@ -335,12 +352,25 @@ def united(held: Iterable[Held]) -> list[Held]:
     places: dict[tuple[str, Target], list[Held]] = {}
     for one in held:
         places.setdefault(one.of, []).append(one)
-    found = []
-    for several in places.values():
-        stale = {one.name.text: bool(one.record.stale) for one in several}
-        first = ranked([one.name for one in several], stale)[0]
-        found.append(next(one for one in several if one.name.text == first.text))
-    return found
+    return [_counting(several)[0] for several in places.values()]
+
+
+def once(held: Iterable[Held]) -> dict[str, Held]:
+    """Each record once, by its place: the version that counts, by its own name if that is there."""
+    places: dict[str, list[Held]] = {}
+    for one in held:
+        places.setdefault(one.name.place, []).append(one)
+    return {
+        place: max(_counting(several), key=lambda one: one.under_own_name)
+        for place, several in places.items()
+    }
+
+
+def _counting(several: Sequence[Held]) -> list[Held]:
+    """The version of a record that counts, under each name that it has here."""
+    stale = {one.name.text: bool(one.record.stale) for one in several}
+    first = ranked([one.name for one in several], stale)[0]
+    return [one for one in several if one.name.text == first.text]
 
 
 def stale_of(names: Iterable[Name], marks: Marks) -> dict[str, bool]:

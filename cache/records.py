@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from advisor.cache.codec import encode, opened, reason_of
-from advisor.cache.name import Mark, Name, target_part
+from advisor.cache.name import Mark, Name
 from advisor.cache.reader import (
     EVERYTHING,
     Check,
@@ -19,6 +19,7 @@ from advisor.cache.reader import (
     Reader,
     Sought,
     nothing_wrong,
+    once,
     united,
 )
 from advisor.cache.record import Record
@@ -95,7 +96,7 @@ class Records(Reader):
 
     def each(self) -> list[Held]:
         """Every record that can be read, once, under the target's name of what counts."""
-        return list(_once(self.held()).values())
+        return list(once(self.held()).values())
 
     def all(self) -> list[Record]:
         """As `each`, without where they are."""
@@ -112,7 +113,7 @@ class Records(Reader):
             UsageError: none does, or several do. RecordDamaged: it cannot be read.
         """
         key, batch = _id(id_prefix)
-        found = _once(self.held(Sought(id=key, batch=batch)))
+        found = once(self.held(Sought(id=key, batch=batch)))
         ids = {_record_id(place) for place in found}
         ids |= {line.partition(":")[0] for line in self.damaged}
         _one_of(ids, id_prefix)
@@ -208,7 +209,7 @@ class Records(Reader):
             listing = self.look_into(store)
         except StoreError as exc:
             return f"unusable: {exc}"
-        number = len(_once(listing.held))
+        number = len(once(listing.held))
         count = f"{number} record{'s' * (number != 1)}"
         bad = f", {len(listing.damaged)} unreadable" if listing.damaged else ""
         return f"{said}: {count}{bad}"
@@ -275,17 +276,6 @@ class Records(Reader):
             StoreError: a store that has it cannot be written.
         """
         return any([store.delete(name.text) for store, name in self.versions(record)])
-
-
-def _once(held: Iterable[Held]) -> dict[str, Held]:
-    """Each record once, by its place; under the name of the version itself if it is among them."""
-    found: dict[str, Held] = {}
-    for one in held:
-        target = one.record.target
-        own = (target_part(target.name), target_part(target.origin)) == one.name.called
-        if own or one.name.place not in found:
-            found[one.name.place] = one
-    return found
 
 
 def _record_id(place: str) -> str:

@@ -6,6 +6,7 @@ The standard library alone: the guard of a worker reads it too, which imports no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,19 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
 _SHARED = Path("/dev/shm")
+_PR_SET_DUMPABLE = 4
+
+
+def control(option: int, value: int) -> None:
+    """prctl(2), where there is one."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def keep_private() -> None:
+    """No other process of this user is to read tokens out of this one's environment, or its memory.
+    One of root's can."""
+    control(_PR_SET_DUMPABLE, 0)
 
 
 def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:

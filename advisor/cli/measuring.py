@@ -15,6 +15,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    UNFINISHED,
     Command,
     OrCommand,
     Time,
@@ -98,7 +99,7 @@ def tune(
     if as_json:
         status = "known" if found.known else "tuned" if found.finished else "unfinished"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
-        return
+        ctx.exit(UNFINISHED if reader and not found.finished else DONE)
     out = console()
     if found.known:
         made = age(found.record.provenance.created)
@@ -115,14 +116,15 @@ def tune(
         starts = tables.start_anywhere(record, reader) if reader else tables.start(record, cache)
         for line in starts:
             out.print(line, highlight=False, markup=False, soft_wrap=True)
-    else:
-        out.print(
-            f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
-            f"{found.record.key.task.baseline}. The same command goes on with what it has; a "
-            "larger --budget gets further.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        return
+    then = "The same command goes on with what it has; a larger --budget gets further."
+    out.print(
+        f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
+        f"{found.record.key.task.baseline}. {'Give a larger --budget.' if reader else then}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    ctx.exit(UNFINISHED if reader else DONE)
 
 
 target_option = click.option(

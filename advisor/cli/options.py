@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from advisor.cache.records import Records
 
-DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 
 Command = Callable[..., None]
 COMMAND = "advisor.command"

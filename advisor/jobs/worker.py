@@ -12,7 +12,6 @@ when either is gone, nothing of what was started is left.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -61,8 +60,9 @@ MOST_STUDY = 8 * 2**20
 MOST_SENT, MOST_TRIALS = 2**16, 200
 """Bytes of output and number of trials that go along with one beat."""
 MOST_REASON = 500
+UNFINISHED = 3
+"""The exit code of `advisor tune --for` where its budget ended before anything was raced."""
 _LOOK_S = 0.1
-_PR_SET_DUMPABLE = 4
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that submitted code does not get; in the last one Ray repeats them."""
 _OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
@@ -339,7 +339,7 @@ class Working:
             child.end()
         self._tell_all()
         if code is not None:
-            return self._found() if code == 0 else _failed(code, words)
+            return _failed(code, words) if code not in (0, UNFINISHED) else self._found(code == 0)
         if self.preempted.is_set():
             return Outcome(state="preempted", reason="its worker was told to end")
         return Outcome(
@@ -348,13 +348,16 @@ class Working:
             f"{self._starts_s:.0f} s to start; its log may say where it hangs",
         )
 
-    def _found(self) -> Outcome:
+    def _found(self, finished: bool) -> Outcome:
         with _here(self._scratch.path):
             record = self._scratch.record()
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
         server = Records(self._line.store, seal=Seal.from_environment())
         self._patiently(lambda: server.put(record))
+        if not finished:
+            raced = "its budget left no time to race anything; give a larger --budget"
+            return Outcome(state="failed", reason=f"record {record.id}: {raced}")
         told = [_said(record)]
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
         return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
@@ -459,7 +462,7 @@ def _said(record: Record) -> str:
     """What was found, for people."""
     advised, baseline = record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        what = "its budget left no time to race anything"
+        what = f"there is nothing to race beside {baseline}"
     elif advised == record.baseline:
         what = f"nothing is clearly faster than {baseline}"
     else:
@@ -472,13 +475,6 @@ def _failed(code: int, words: str) -> Outcome:
     said = words.removeprefix("advisor: ") or "it said nothing"
     reason = said if code in (1, 2) else f"{how(code)}: {said}"
     return Outcome(state="failed", reason=printable(reason))
-
-
-def _keep_private() -> None:
-    """No other process of this user is to read the token out of this one's environment (prctl(2)).
-    One of root's can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -501,7 +497,7 @@ def main(place: str = "") -> None:
     Raises:
         SystemExit: with a line that says why it could not.
     """
-    _keep_private()
+    host.keep_private()
     scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
         line = Line(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])

@@ -8,7 +8,7 @@ from advisor.cache.shown import size
 from advisor.client import Job
 from advisor.jobs.parcel import Parcel
 from advisor.report.data import Table
-from advisor.report.text import age, rate
+from advisor.report.text import age, cut, rate
 
 _NAMED = 5
 """Names of what stays at home that are said."""
@@ -27,11 +27,11 @@ def listing(jobs: Sequence[Job]) -> Table:
         table.row(
             str(job.id),
             job.state,
-            job.what,
+            cut(job.what),
             job.where,
             age(job.changed),
             job.by,
-            job.reason or (f"record {job.record}" if job.record else ""),
+            cut(job.reason) or (f"record {job.record}" if job.record else ""),
             warns=job.state == "failed",
         )
     return table

@@ -16,6 +16,10 @@ OUTCOMES = {
 }
 
 
+LISTED = 80
+"""Characters of a command or a reason in a list."""
+
+
 def rate(samples_per_s: float) -> str:
     """'12,764' or '3.27': samples per second, three digits at least."""
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
@@ -39,6 +43,11 @@ def age(created: float, now: float | None = None) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
     return "now"
+
+
+def cut(text: str) -> str:
+    """What a list has of a text: its first LISTED characters."""
+    return text if len(text) <= LISTED else f"{text[: LISTED - 4]} ..."
 
 
 def outcome(measured: Measurement) -> str:

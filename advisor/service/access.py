@@ -16,7 +16,7 @@ from advisor.cache.reader import Reader
 from advisor.errors import StoreError
 from advisor.service import archives, attempts, tokens
 from advisor.service.database import Database
-from advisor.service.limits import Rate, Rates
+from advisor.service.limits import Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.metrics import Metrics
 from advisor.service.retuning import Retuning
@@ -92,13 +92,12 @@ class Service:
 
     def most(self, request: Request) -> int:
         """Bytes that the body of a request may have: many from nobody but who may send them."""
-        _scheme, _blank, token = request.headers.get("authorization", "").partition(" ")
         role, most = ("submit", archives.MOST_BYTES)
         if request.url.path.startswith("/api/attempt/"):
             role, most = ("worker", attempts.MOST_STUDY)
         try:
             with self.database.reading() as session:
-                caller = tokens.find(session, token.strip(), "")
+                caller = tokens.find(session, bearer(request), "")
         except StoreError:  # the route says so
             caller = None
         return most if caller is not None and caller.may(role) else MAX_BYTES

@@ -63,6 +63,11 @@ class Database:
             event.listen(self._engine, "begin", _on_begin)
         self._writer = self._engine.execution_options(writes=True)
 
+    @property
+    def there(self) -> bool:
+        """False for an SQLite file that nobody made yet."""
+        return not self._lite or self._path.exists()
+
     def start(self, first: Callable[[Session], None]) -> None:
         """Make what is missing, or upgrade what a version before made; where nothing was there,
         `first` fills it. All in one transaction, in which one server at a time is.
@@ -73,6 +78,8 @@ class Database:
         if self._lite:
             try:
                 make_folder(self._path.parent)
+                self._path.touch(0o600)
+                self._path.chmod(0o600)  # which SQLite gives to its -wal and -shm too
             except OSError as exc:
                 raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
         with self.writing() as session:
@@ -92,8 +99,6 @@ class Database:
             if not there:
                 session.add(Schema(id=1, version=int(migrations.LAST)))
                 first(session)
-        if self._lite:
-            self._path.chmod(0o600)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Session]:

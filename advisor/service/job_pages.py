@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 
 from advisor.jobs.asked import where
 from advisor.report.data import Table, Timeline, Tried
-from advisor.report.text import rate
+from advisor.report.text import cut, rate
 from advisor.service import jobs, tokens
 from advisor.service.access import COOKIE, Here, Service
 from advisor.service.limits import HEADERS
@@ -65,6 +65,7 @@ def listed(
         caller,
         lines=lines,
         where=where,
+        cut=cut,
         more=more,
         state=state,
         states=jobs.STATES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ BODY_S, LARGE_S = 10.0, 60.0
 """For a whole body to come; for one of LARGE."""
 LARGE = ("/api/archives/", "/api/attempt/studies/")
 """Where a body may be larger than others, from whoever has a token that may send it."""
-MOST_LARGE = 4
-"""Such bodies at once: each is in memory."""
+MOST_LARGE, MOST_OF_ONE = 4, 2
+"""Such bodies at once, each in memory: of all, and of one token, which leaves room for others."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -43,7 +43,8 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, most: Callable[[Request], int]) -> None:
         """`most`: bytes that the body of a request may have, which goes to one of LARGE."""
-        self._app, self._most, self._large = app, most, 0
+        self._app, self._most = app, most
+        self._large: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,19 +53,21 @@ class Bodies:
         if not scope["path"].startswith(LARGE) or scope["method"] != "PUT":
             await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
             return
-        most = await run_in_threadpool(self._most, Request(scope))
+        request = Request(scope)
+        most = await run_in_threadpool(self._most, request)
         if most <= MAX_BYTES:
             await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
             return
-        if self._large >= MOST_LARGE:
+        token = bearer(request)
+        if self._large.total() >= MOST_LARGE or self._large[token] >= MOST_OF_ONE:
             refusal = _refuse(503, "too many large bodies at once", {"Retry-After": "1"})
             await refusal(scope, receive, send)
             return
-        self._large += 1
+        self._large[token] += 1
         try:
             await self._bounded(scope, receive, send, most, LARGE_S)
         finally:
-            self._large -= 1
+            self._large -= Counter((token,))  # without those that have none
 
     async def _bounded(
         self, scope: Scope, receive: Receive, send: Send, most: int, within_s: float
@@ -86,6 +89,11 @@ class Bodies:
             return unread.pop() if unread else await receive()
 
         await self._app(scope, read, send)
+
+
+def bearer(request: Request) -> str:
+    """The token that a request has, whosever it is; '' for none."""
+    return request.headers.get("authorization", "").partition(" ")[2].strip()
 
 
 async def _whole(receive: Receive, most: int) -> bytes | None:

@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from advisor.cache.domain import LONGEST, is_line
 from advisor.cache.kinds import Shapes
 from advisor.cache.name import target_part
-from advisor.cache.reader import Sought
+from advisor.cache.reader import Sought, once
 from advisor.errors import UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Comparison, Estimate, Table
@@ -281,7 +281,7 @@ def record(
         job = jobs.finder(session, key)
     if not held:
         raise HTTPException(404, f"there is no record {key} that can be read")
-    found, url = held[0].record, url_of(request)
+    found, url = next(iter(once(held).values())).record, url_of(request)
     shows = report(found, url, line_anywhere(found))
     *sections, start = shows.sections
     return shown(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from sqlalchemy.orm import Session
@@ -31,6 +32,7 @@ from advisor.service.reconcile import Reconciler
 from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
 from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
+from advisor.tuners.host import keep_private
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
@@ -121,6 +123,8 @@ class Where:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key belong together; give both")
+        if self.url and not _is_url(self.url):
+            raise UsageError(f"--url {self.url[:80]!r}: expected http[s]://HOST[:PORT][/PATH]")
         if self.host not in LOOPBACK and not (self.tls or self.behind_proxy):
             raise UsageError(
                 f"--host {self.host}: tokens would travel in the clear; give --tls-cert and "
@@ -151,6 +155,7 @@ def serve(
         UsageError: the address cannot be had, the certificate not be used, or an executor is none.
         StoreError: the database cannot be used.
     """
+    keep_private()
     made: list[str] = []
 
     def first(session: Session) -> None:
@@ -201,9 +206,16 @@ def new_token(database: Database, name: str, role: str, days: int | None) -> str
     """A token made by who has the database itself; its text.
 
     Raises:
-        UsageError: the name or the role is none. StoreError: the database cannot be used.
+        UsageError: the name or the role is none, or no server has used the database yet, which
+            would then have no first admin. StoreError: the database cannot be used.
     """
-    database.start(lambda _session: None)
+
+    def refuse(_session: Session | None = None) -> None:
+        raise UsageError(f"database {database.url}: no server has used it; run advisor serve first")
+
+    if not database.there:
+        refuse()
+    database.start(refuse)
     try:
         with database.writing() as session:
             expires = None if days is None else time.time() + days * _DAY_S
@@ -251,6 +263,14 @@ def _for_workers(where: Where, listening: socket.socket) -> str:
     every = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     near = dataclasses.replace(where, host=every.get(where.host, where.host))
     return where.url or _address(near, listening)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _address(where: Where, listening: socket.socket) -> str:

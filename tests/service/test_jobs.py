@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select, update
+from starlette.types import Message, Receive, Scope, Send
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
@@ -554,6 +556,47 @@ def test_large_bodies_are_few_and_not_waited_for(
     assert served.ask("PUT", place, "", CODE).status == 401  # who has no token takes no room
     monkeypatch.setattr(limits, "MOST_LARGE", 1)
     assert served.ask("PUT", place, "submit", CODE).status == 201
+
+
+def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
+    """Two bodies of one token are awaited, then a third comes, and one of another token."""
+    said: list[int] = []
+
+    async def ask(token: str, receive: Receive) -> None:
+        async def send(message: Message) -> None:
+            said.extend([message["status"]] if "status" in message else [])
+
+        headers = [(b"authorization", f"Bearer {token}".encode())]
+        path = f"/api/archives/{DIGEST}"
+        scope = {"type": "http", "method": "PUT", "path": path, "headers": headers}
+        await bodies(scope, receive, send)
+
+    async def answered(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+
+    async def whole() -> Message:
+        return {"type": "http.request", "body": CODE}
+
+    async def upload() -> None:
+        come = asyncio.Event()
+
+        async def slow() -> Message:
+            await come.wait()
+            return await whole()
+
+        waiting = [asyncio.create_task(ask("one", slow)) for _ in range(limits.MOST_OF_ONE)]
+        while bodies._large["one"] < limits.MOST_OF_ONE:
+            await asyncio.sleep(0)
+        await ask("one", whole)
+        await ask("another", whole)
+        come.set()
+        await asyncio.gather(*waiting)
+        await ask("one", whole)
+
+    bodies = limits.Bodies(answered, lambda _request: archives.MOST_BYTES)
+    asyncio.run(upload())
+    assert said == [503, 201, 201, 201, 201]
+    assert not bodies._large
 
 
 def test_what_is_old_goes(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import re
@@ -16,8 +17,14 @@ from advisor.cache.codec import encode, to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.name import Name
+from advisor.cache.reader import Sought
 from advisor.cache.record import Record, Target
+from advisor.cache.records import Records
+from advisor.client import Job
 from advisor.jobs.token import digest
+from advisor.report.jobs import listing
+from advisor.report.sections import report
+from advisor.report.text import LISTED
 from advisor.service import coverage, job_pages, jobs, records, schema, tokens
 from advisor.service import pages as site
 from advisor.service.access import COOKIE
@@ -210,6 +217,29 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert "Newer" in last and "Older" not in last
 
 
+@pytest.mark.parametrize("run_at", [1.69e9, 1.71e9])
+@pytest.mark.parametrize("script", ["b.py", "c.py"])
+def test_a_record_of_a_run_and_of_a_target_is_one_version_whole(
+    served: Served, script: str, run_at: float
+) -> None:
+    """Whichever name is the first by its digest: title, words and numbers are of the version that
+    counts; the command line says the same."""
+    task = replace(KEY.task, command=("python", script), target=script)
+    run, target = record(replace(KEY, task=task), script, created=run_at), record()
+    for one in (run, target):
+        keep(served, one)
+    counts = max(run, target, key=lambda one: one.provenance.created)
+    page = html.unescape(Browser(served, "read").get(f"/records/{run.id}").data.decode())
+    shows = report(counts, None, None)
+    assert f"<h1>{shows.title}</h1>" in page and shows.headline in page
+    assert counts.key.task.baseline in shows.headline and counts.target.name in shows.title
+    with served.database.reading() as session:
+        stored = records.Kept(session, records.Question())
+        assert Records(stored).get(run.id) == counts
+        (of_run,) = Records(stored).held(Sought(target=script))
+    assert of_run.record == run, "its numbers, as its words"
+
+
 def test_what_is_covered_and_what_is_saved(served: Served) -> None:
     """Of lookups as scripts make them."""
     keep(served, record())
@@ -278,6 +308,18 @@ def test_jobs_are_listed_and_cancelled_by_whose_they_are(
     (older,) = re.findall(r'href="(/jobs\?before=\d+)"', reader.get("/jobs").data.decode())
     assert f'"/jobs/{numbers[0]}"' in reader.get(older).data.decode()
     assert "job cancelled" in admin.get("/audit").data.decode()
+
+
+def test_a_list_has_of_a_long_job_a_line(served: Served) -> None:
+    word, reason = "w" * 3000, "r" * 300
+    one = started(served, command=["python", word])
+    ended(served, one, state="failed", reason=reason)
+    browser = Browser(served, "read")
+    table = listing([Job.of(served.ask("GET", f"/api/jobs/{one.job}", "read").json)])
+    assert all(len(cell) <= LISTED for row in table.rows for cell in row.cells)
+    for text in (word, reason):
+        assert text not in browser.get("/jobs").data.decode()
+        assert text in browser.get(f"/jobs/{one.job}").data.decode()
 
 
 def test_a_job_and_its_record_name_each_other(served: Served) -> None:

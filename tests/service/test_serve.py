@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -309,7 +310,10 @@ def test_what_a_database_may_be(tmp_path: Path) -> None:
 def test_only_its_owner_reads_a_database(lite: str) -> None:
     database = Database(lite)
     database.start(lambda _session: None)
-    assert Path(lite.removeprefix("sqlite:///")).stat().st_mode & 0o777 == 0o600
+    file = lite.removeprefix("sqlite:///")
+    with database.writing():
+        modes = {end: Path(file + end).stat().st_mode & 0o777 for end in ("", "-wal", "-shm")}
+    assert set(modes.values()) == {0o600}, modes
     database.close()
 
 
@@ -318,6 +322,10 @@ def test_where_it_may_listen(tmp_path: Path, lite: str, capsys: pytest.CaptureFi
         Where(host="0.0.0.0")
     with pytest.raises(UsageError, match="belong together"):
         Where(tls_cert=tmp_path / "x")
+    for url in ("foo", "ftp://x", "http://", "http://x:99999"):
+        with pytest.raises(UsageError, match=r"--url .*: expected http\[s\]://"):
+            Where(url=url)
+    assert Where(url="https://advisor.example/a").url
     assert Where(host="0.0.0.0", behind_proxy=True).tls is False
     with servers.socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -341,12 +349,33 @@ def test_an_answer_waits_for_no_acknowledgement() -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_no_job_of_the_same_user_reads_the_servers_environment(lite: str) -> None:
+    """Whatever it ends with: here, as its address is taken."""
+    getting, setting = 3, 4  # PR_GET_DUMPABLE, PR_SET_DUMPABLE
+    control = ctypes.CDLL(None).prctl
+    try:
+        assert control(setting, 1, 0, 0, 0) == 0
+        with servers.socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            assert main(["serve", "--port", port, "--database", lite]) == 2
+        assert control(getting, 0, 0, 0, 0) == 0
+    finally:
+        control(setting, 1, 0, 0, 0)
+
+
 def test_a_token_is_made_beside_the_server(
     lite: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["token", "gpu-01", "--role", "worker", "--database", lite, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    make = ["token", "gpu-01", "--role", "worker", "--database", lite, "--json"]
+    file = Path(lite.removeprefix("sqlite:///"))
+    assert main(make) == 2 and not file.exists()
+    file.touch()
+    assert main(make) == 2  # nor is there a token in it, where no server made the first
+    assert capsys.readouterr().err.count("no server has used it; run advisor serve first\n") == 2
     with serving(lite) as served:
+        assert main(make) == 0
+        made = json.loads(capsys.readouterr().out)
         made["token"] = new_token(Database(lite), "gpu-01", "worker", 30)
         monkeypatch.setenv("ADVISOR_TOKEN", made["token"])
         open_store(served.url).check_writable()

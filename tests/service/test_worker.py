@@ -20,6 +20,7 @@ import advisor as package
 from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
+from advisor.cache.stores.dir import DirStore
 from advisor.jobs import parcel, worker
 from advisor.report.text import spread
 from advisor.service import attempts
@@ -455,7 +456,25 @@ def test_what_was_found_is_one_line() -> None:
     )
     assert worker._said(nothing).endswith(": nothing is clearly faster than torch's default")
     hasty = replace(nothing, raced=(), trials=())
-    assert worker._said(hasty).endswith(": its budget left no time to race anything")
+    assert worker._said(hasty).endswith(": there is nothing to race beside torch's default")
+
+
+def test_a_tuning_that_raced_nothing_is_not_done(
+    served: Served, claimed: Callable[..., int], tmp_path: Path
+) -> None:
+    """Its record is kept all the same, and the same request is a new job."""
+    claimed({"model.py": LAYERED}, tmp_path, **TARGET)
+    (tmp_path / "work").mkdir()
+    one = worker.Working(line(served), tmp_path / "work")
+    one._line.begin()
+    one._scratch.make()
+    found = replace(record(), raced=(), trials=())
+    Records(DirStore(one._scratch.cache)).put(found)
+    ended = one._found(finished=False)
+    assert (ended.state, ended.record) == ("failed", "") and "larger --budget" in ended.reason
+    (held,) = Records(one._line.store).held(EVERYTHING)
+    assert held.record.id == found.id
+    assert one._found(finished=True).state == "done"
 
 
 def test_a_study_that_was_not_heard_is_said_again(tmp_path: Path) -> None:

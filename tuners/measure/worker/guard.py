@@ -11,7 +11,6 @@ starts in some 20 ms.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -39,12 +38,6 @@ FAMILY_S = 1.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def _control(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
 class Guard:
     """Starts a worker, and outlives it only to end what it left.
 
@@ -63,7 +56,7 @@ class Guard:
         self._over = 0
         self._log = Path(log).open("ab", buffering=0) if log else None  # noqa: SIM115
         # What loses its parent becomes this process's child, wherever it went.
-        _control(_PR_SET_CHILD_SUBREAPER, 1)
+        host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         self._wake, wake = os.pipe()
         for end in (self._wake, wake):
@@ -85,7 +78,7 @@ class Guard:
             return process
         try:
             os.setsid()
-            _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            host.control(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:
                 os._exit(1)
             with contextlib.suppress(OSError):
