@@ -339,7 +339,7 @@ def end(session: Session, attempt: int, state: End, reason: str, record: str, by
 
 def _began(one: Attempt) -> bool:
     """Whether its worker began to tune: until then it does not beat."""
-    return one.beat > one.started
+    return one.beat > (one.started if one.begun is None else one.begun)
 
 
 def _rest(session: Session, job: Job) -> None:

@@ -353,7 +353,8 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
     until(Load(busy=2, queued=2))  # six were asked for, two are there
     next(batches)
     asked = Load(busy=2, queued=4)
-    assert fed.fed() == Feed(taken=1, before=asked, after=Load(busy=2, queued=3))
+    # What was asked for in the meantime may be counted before or after.
+    assert fed.fed().taken == 1 and fed.fed().after == Load(busy=2, queued=3)
     fed.begin_lap()
     next(batches)
     assert fed.fed() == Feed(taken=1, before=Load(busy=2, queued=3), after=asked)
