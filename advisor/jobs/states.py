@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-WAITING = ("queued", "preempted")
-LIVE = (*WAITING, "running")
-STATES = (*LIVE, "done", "failed", "cancelled")
+from typing import Literal, get_args
+
+State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
+STATES: tuple[State, ...] = get_args(State)
+WAITING: tuple[State, ...] = ("queued", "preempted")
+LIVE: tuple[State, ...] = (*WAITING, "running")

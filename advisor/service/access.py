@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -14,7 +15,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
-from advisor.service import archives, attempts, tokens
+from advisor.jobs.parcel import MOST_PACKED
+from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates, bearer
 from advisor.service.lookups import Lookups
@@ -92,7 +94,7 @@ class Service:
 
     def most(self, request: Request) -> int:
         """Bytes that the body of a request may have: many from nobody but who may send them."""
-        role, most = ("submit", archives.MOST_BYTES)
+        role, most = ("submit", MOST_PACKED)
         if request.url.path.startswith("/api/attempt/"):
             role, most = ("worker", attempts.MOST_STUDY)
         try:
@@ -211,6 +213,15 @@ own.role = "worker"  # type: ignore[attr-defined] # for who walks over the route
 Own = Annotated[Attempting, Depends(own)]
 starts.role = "start"  # type: ignore[attr-defined]
 Starts = Annotated[Starting, Depends(starts)]
+
+
+@contextlib.contextmanager
+def forbidding() -> Iterator[None]:
+    """While something is done that may be another's to do: PermissionError is answered as such."""
+    try:
+        yield
+    except PermissionError as exc:
+        raise HTTPException(403, str(exc)) from exc
 
 
 def unknown(why: str = "this token is none, or holds no more") -> HTTPException:

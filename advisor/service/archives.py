@@ -12,7 +12,6 @@ from advisor.service.database import now
 from advisor.service.schema import Archive, Attempt, Item, Job
 from advisor.service.tokens import Caller, note
 
-MOST_BYTES = 32 * 2**20
 KEPT_S = 7 * 86_400.0
 """Since a job last asked for it."""
 _GZIP = b"\x1f\x8b\x08"

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.states import WAITING
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
 from advisor.service.database import now
@@ -67,9 +68,9 @@ def claim(session: Session, executor: str, gpu: str, gpus: int, total: int = 0) 
             long; 0: they are not.
     """
     at = now(session)
-    kinds = session.scalars(select(Job.gpu).where(Job.state.in_(jobs.WAITING)).distinct())
+    kinds = session.scalars(select(Job.gpu).where(Job.state.in_(WAITING)).distinct())
     fitting = [kind for kind in kinds if is_meant(kind, gpu)]
-    due = (Job.state.in_(jobs.WAITING), Job.due <= at, Job.gpu.in_(fitting))
+    due = (Job.state.in_(WAITING), Job.due <= at, Job.gpu.in_(fitting))
     fits = Job.gpus.between(1, gpus) if gpus else Job.gpus == 0
     query = select(Job).where(*due, fits).order_by(Job.id).limit(1)
     large = (Job.gpus > gpus, Job.gpus <= total, Job.changed <= at - PATIENCE_S)

@@ -17,10 +17,11 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from advisor.jobs.asked import where
+from advisor.jobs.states import LIVE, STATES
 from advisor.report.data import Table, Timeline, Tried
 from advisor.report.text import cut, rate
 from advisor.service import jobs, tokens
-from advisor.service.access import COOKIE, Here, Service
+from advisor.service.access import COOKIE, Here, Service, forbidding
 from advisor.service.limits import HEADERS
 from advisor.service.live import EVERY_S, LASTS_S, streaming
 from advisor.service.pages import (
@@ -54,7 +55,7 @@ def listed(
     request: Request,
     here: Here,
     caller: Reader,
-    state: Annotated[str, Query(pattern=f"^({'|'.join(jobs.STATES)}|)$")] = "",
+    state: Annotated[str, Query(pattern=f"^({'|'.join(STATES)}|)$")] = "",
     before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
 ) -> HTMLResponse:
     with here.database.reading() as session:
@@ -68,7 +69,7 @@ def listed(
         cut=cut,
         more=more,
         state=state,
-        states=jobs.STATES,
+        states=STATES,
         before=before,
         url=url_of(request),
     )
@@ -98,7 +99,7 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
     """What of a page changes while a job goes on."""
     told = jobs.told(session, job.id)
     assert told is not None
-    ended, own = job.state not in jobs.LIVE, job.token == caller.token
+    ended, own = job.state not in LIVE, job.token == caller.token
     return {
         "job": told,
         "ended": ended,
@@ -191,11 +192,8 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @job_pages.post("/jobs/{number}/cancel")
 def cancel(here: Here, caller: Submitter, _form: OwnForm, number: Number) -> Response:
-    with here.database.writing() as session:
-        try:
-            state = jobs.cancel(session, number, caller)
-        except PermissionError as exc:
-            raise HTTPException(403, str(exc)) from exc
+    with here.database.writing() as session, forbidding():
+        state = jobs.cancel(session, number, caller)
     if state is None:
         raise HTTPException(404, f"there is no job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)

@@ -22,19 +22,17 @@ from sqlalchemy.orm import Session
 from advisor.cache.domain import line
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
+from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
-WAITING = ("queued", "preempted")
-LIVE = (*WAITING, "running")
-STATES = (*LIVE, "done", "failed", "cancelled")
 MOST_LIVE = 200
 """Of one token."""
 MOST_LISTED = 200
 MOST_TRIALS = 10_000
-"""Of one job; so many of the newest are told."""
+"""Of one job; what comes after as many is not kept."""
 MOST_LOG = 4 * 2**20
 """Characters of one job's log."""
 MOST_TEXT = 2**19

@@ -15,6 +15,7 @@ from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from advisor.jobs.states import LIVE
 from advisor.service import jobs
 from advisor.service.access import Service
 from advisor.service.database import Database
@@ -69,7 +70,7 @@ def news(database: Database, number: int, seen: Seen) -> News | None:
     if text.text:
         events.append(("log", {"text": text.text, "next": text.next}))
     shown = f"{state['state']} {state['reason']}"
-    if shown != seen.state and (text.ended or state["state"] in jobs.LIVE):
+    if shown != seen.state and (text.ended or state["state"] in LIVE):
         events.append(("state", state))
     now = Seen(trials=seen.trials + len(tried), log=text.next, state=shown)
     return News(events=events, seen=now, ended=text.ended)

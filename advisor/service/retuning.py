@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
+from advisor.jobs.states import LIVE
 from advisor.service import archives, coverage, jobs, tokens
 from advisor.service.coverage import Wanted
 from advisor.service.database import Database, now
@@ -124,7 +125,7 @@ class Retuning:
         job = last.get(asked.key)
         if job is None:
             return Stale(wanted=wanted, asked=asked, why=_NEXT)
-        if job.state in jobs.LIVE:
+        if job.state in LIVE:
             return Stale(wanted=wanted, job=job.id, why=f"job {job.id} is {job.state}")
         until = job.changed + RESTS_S[job.state]
         if at < until:
@@ -158,7 +159,7 @@ def _is_wanted(session: Session, job: Job) -> bool:
 
 def _last(session: Session, keys: Sequence[str]) -> dict[str, Job]:
     """Of each key the last job of the server's own, or whosever is not over."""
-    counts = or_(Token.digest == tokens.ITSELF, Job.state.in_(jobs.LIVE))
+    counts = or_(Token.digest == tokens.ITSELF, Job.state.in_(LIVE))
     query = select(Job).join(Token, Job.token == Token.id).where(Job.key.in_(keys), counts)
     return {job.key: job for job in session.scalars(query.order_by(Job.id))}
 
@@ -173,7 +174,7 @@ def used(session: Session) -> float:
         .join(Token, Job.token == Token.id)
         .join(Attempt, Attempt.job == Job.id, isouter=True)
         .where(Token.digest == tokens.ITSELF)
-        .where(or_(Job.state.in_(jobs.LIVE), Attempt.ended > since, Attempt.state == "running"))
+        .where(or_(Job.state.in_(LIVE), Attempt.ended > since, Attempt.state == "running"))
     )
     taken: dict[Job, float] = {}
     for job, one in session.execute(query):
@@ -193,7 +194,7 @@ def lately(session: Session, most: int = 10) -> Sequence[Job]:
 
 def _planned(job: Job) -> float:
     """GPU minutes that a job which is not over may take."""
-    if job.state not in jobs.LIVE:
+    if job.state not in LIVE:
         return 0.0
     try:
         return _minutes(Asked.of(json.loads(job.asked)))

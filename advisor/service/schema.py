@@ -107,7 +107,7 @@ class Job(Base):
 
     Attributes:
         key: of what was asked for: of equal ones at most one is live.
-        state: one of `jobs.STATES`; `reason` why, for people.
+        state: one of `advisor.jobs.states.STATES`; `reason` why, for people.
         what: the command or the target, for people; `asked` all of it, as JSON.
         archive: the digest of its code, or ''.
         gpu, gpus: where it is to run; see `Asked`.

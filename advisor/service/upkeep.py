@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 from advisor.errors import StoreError
+from advisor.jobs.states import LIVE
 from advisor.service import archives, jobs, lookups
 from advisor.service.access import Service
 
@@ -50,7 +51,7 @@ def tidy(service: Service) -> None:
     """Remove what is old and nobody needs."""
     with service.database.writing() as session:
         jobs.tidy(session)
-        archives.tidy(session, jobs.LIVE)
+        archives.tidy(session, LIVE)
         lookups.tidy(session)
 
 

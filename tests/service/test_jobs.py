@@ -23,8 +23,9 @@ from starlette.types import Message, Receive, Scope, Send
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.jobs.asked import is_meant
+from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
-from advisor.service import archives, attempts, jobs, limits, live, schema, upkeep
+from advisor.service import access, attempts, jobs, limits, live, schema, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, ask, begun, serving
@@ -523,7 +524,7 @@ def test_of_those_who_exchange_at_once_one_has_the_attempt(served: Served) -> No
 def test_archives_are_bounded_and_what_they_say(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "MOST_BYTES", 3 * 2**20)
+    monkeypatch.setattr(access, "MOST_PACKED", 3 * 2**20)
     large = gzip.compress(random.Random(1).randbytes(2**21), 1)
     digest = hashlib.sha256(large).hexdigest()
     for role, status in (("read", 413), ("submit", 201), ("submit", 200)):
@@ -593,7 +594,7 @@ def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
         await asyncio.gather(*waiting)
         await ask("one", whole)
 
-    bodies = limits.Bodies(answered, lambda _request: archives.MOST_BYTES)
+    bodies = limits.Bodies(answered, lambda _request: MOST_PACKED)
     asyncio.run(upload())
     assert said == [503, 201, 201, 201, 201]
     assert not bodies._large

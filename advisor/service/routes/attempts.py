@@ -8,11 +8,11 @@ from fastapi import APIRouter, HTTPException, Path, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
+from advisor.cache.stores.link import BYTES
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts
 from advisor.service.attempts import Beat, End
 from advisor.service.routes.parsing import (
-    BYTES,
     SENDS_BYTES,
     Body,
     Strict,

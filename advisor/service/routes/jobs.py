@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 
+from advisor.cache.stores.link import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
+from advisor.jobs.states import State
 from advisor.service import archives, jobs, live
-from advisor.service.access import Here, Reads, Submits, Works
+from advisor.service.access import Here, Reads, Submits, Works, forbidding
 from advisor.service.routes.parsing import (
-    BYTES,
     KEPT,
     SENDS_BYTES,
     Body,
@@ -26,7 +27,6 @@ from advisor.service.routes.parsing import (
 NO_JOB = "there is no such job"
 
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
-State = Literal["queued", "running", "preempted", "failed", "done", "cancelled"]
 
 ASKED: dict[str, Any] = {
     "requestBody": {
@@ -60,11 +60,8 @@ def keep(
     responses=answers(BYTES, 404),
 )
 def archive(here: Here, caller: Works, digest: Digest) -> Response:
-    with here.database.reading() as session:
-        try:
-            data = archives.data_of(session, digest, caller)
-        except PermissionError as exc:
-            raise HTTPException(403, str(exc)) from exc
+    with here.database.reading() as session, forbidding():
+        data = archives.data_of(session, digest, caller)
     if data is None:
         raise HTTPException(404, "there is no such archive")
     return Response(data, media_type=BYTES)
@@ -142,11 +139,8 @@ def log(
 
 @api.post("/api/jobs/{number}/cancel", summary="Cancel what one asked for", responses=refusals(404))
 def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
-    with here.database.writing() as session:
-        try:
-            state = jobs.cancel(session, number, caller)
-        except PermissionError as exc:
-            raise HTTPException(403, str(exc)) from exc
+    with here.database.writing() as session, forbidding():
+        state = jobs.cancel(session, number, caller)
     if state is None:
         raise HTTPException(404, NO_JOB)
     return {"state": state}

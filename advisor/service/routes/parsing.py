@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Request
 from pydantic import BaseModel, ConfigDict
 
-BYTES = "application/octet-stream"
+from advisor.cache.stores.link import BYTES
+
 Responses = dict[int | str, dict[str, Any]]
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """What OpenAPI has to be told of a route whose body is no JSON."""
