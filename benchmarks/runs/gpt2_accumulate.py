@@ -65,6 +65,10 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
+    if hand.graphs:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
     speed = Speed(args.steps, GATHERED * args.batch_size)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     model.train()
@@ -81,7 +85,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not hand.graphs)
         if speed.step(total):
             return
 

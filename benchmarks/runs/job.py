@@ -40,6 +40,11 @@ class Hand:
         compiled = "".join(words & {*MODES})
         return cls(compiled=compiled, **{word: word in words for word in WORDS})
 
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs are replayed, whose gradients must not be added to where they lie."""
+        return self.compiled not in ("", "default")
+
     def set_flags(self) -> None:
         """TF32 for what stays fp32, and cuDNN's fastest convolutions for the shapes at hand."""
         if self.tf32:

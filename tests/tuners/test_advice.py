@@ -675,17 +675,18 @@ def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
     assert model.weight.grad is None
 
 
-def test_gradients_of_a_step_that_is_over_go_and_others_stay() -> None:
+def test_gradients_that_a_script_lets_go_of_are_not_moved_and_others_are() -> None:
     model, replays = Replaying(), Replays()
     replays.attach(model)
-    for since in (False, True):
-        model.weight.grad = torch.ones(2, 2)
-        replays.left_over(stepper(model))
-        if since:
-            model.weight.grad = 2 * torch.ones(2, 2)
-        model(torch.ones(4, 2))
-        assert (model.weight.grad is not None) == since
-    torch.testing.assert_close(model.weight.grad, 2 * torch.ones(2, 2))
+    left, kept = torch.ones(2, 2), torch.ones(2)
+    model.weight.grad, model.bias.grad = left, kept
+    replays.let_go([torch.optim.SGD([model.weight], lr=0.1)])  # the bias is in no optimizer
+    model(torch.ones(4, 2))
+    assert model.weight.grad is left and model.bias.grad is not kept
+    # The next batch of the same step adds to what the first has left.
+    model(torch.ones(4, 2))
+    assert model.weight.grad is not left
+    torch.testing.assert_close(model.weight.grad, left)
 
 
 @pytest.mark.gpu

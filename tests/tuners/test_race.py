@@ -13,6 +13,7 @@ from advisor.tuners.search.race import (
     MIN_ROUNDS,
     MOST_ROUNDS,
     ROUNDS,
+    TELLS,
     Ratio,
     _neighbours,
     paired,
@@ -110,6 +111,18 @@ def test_no_turn_is_begun_that_the_end_would_cut_off() -> None:
         found = race(runner, [DEFAULT, FAST, BF16], runner.part(float(seconds)), drop=False)
         assert set(found) == {DEFAULT, FAST, BF16}
         assert runner.time > seconds - 7
+
+
+def test_where_time_is_short_it_goes_to_those_who_lead() -> None:
+    others = {DEFAULT.replace(precision="tf32", threads=n): 110.0 + n for n in range(1, 7)}
+    runner = Steady({DEFAULT: 100.0, **others, FAST: 200.0}, noise=0.2)
+    found = race(runner, [DEFAULT, *others, FAST], runner.part(7.6))
+    assert len(found[DEFAULT]) >= TELLS <= len(found[FAST])
+    assert set(found) == {DEFAULT, *others, FAST}
+    # With time for all nobody goes who may be the fastest.
+    close = {DEFAULT: 100.0, BF16: 199.0, FAST: 200.0}
+    found = race(runner := Steady(close, noise=0.2), list(close), runner.part(30.0))
+    assert len(found[BF16]) >= TELLS
 
 
 def test_without_the_first_there_is_no_race() -> None:

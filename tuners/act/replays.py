@@ -24,15 +24,17 @@ KEPT = 2**20
 class Replays:
     """What all prepared models of one advice share: where a step begins, whose gradients are whose.
 
-    `begin` says that a batch begins, `stepped` that gradients have done their duty; `left_over`
-    that those which are there have, unless they are added to.
+    `begin` says that a batch begins, `stepped` that gradients have done their duty, `let_go` that
+    the script will see to that itself.
     """
 
     def __init__(self) -> None:
         self._open = False  # a forward pass whose backward may be to come
         self._own: dict[int, weakref.ref[Tensor]] = {}
         self._spent: list[torch.optim.Optimizer] = []
-        self._left: list[tuple[Tensor, weakref.ref[Tensor]]] = []
+        self._models: set[nn.Module] = set()
+        self._unread: set[nn.Module] = set()  # not called since gradients were let go of
+        self._let_go: set[int] = set()
         self._hooked = False
 
     def attach(self, model: nn.Module) -> None:
@@ -49,8 +51,8 @@ class Replays:
                     one._open = False
 
             weakref.finalize(self, EVERY_STEP.tell(close))
-        weights = [weight for weight in model.parameters() if weight.requires_grad]
-        model._compiled_call_impl = self._around(inner, weights)
+        self._models.add(model)
+        model._compiled_call_impl = self._around(inner, model)
 
     def begin(self) -> None:
         """From here on outputs of before may be written over."""
@@ -61,15 +63,17 @@ class Replays:
         """Their gradients can be read until the next forward pass, and are gone after it."""
         self._spent += optimizers
 
-    def left_over(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Their gradients are of a step that is over, and go with the next forward pass where they
-        are still there then: what is not to be kept need not be moved."""
-        weights = (
-            weight for o in optimizers for group in o.param_groups for weight in group["params"]
-        )
-        self._left = [(w, weakref.ref(w.grad)) for w in weights if w.grad is not None]
+    def let_go(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Their gradients are of a step that is over, and the script lets go of them before it
+        adds to them. They need not be moved: they may lie where the next forward pass writes, as
+        in a script that compiles by itself."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        self._let_go = {id(weight) for group in groups for weight in group["params"]}
+        self._unread.update(self._models)
 
-    def _around(self, inner: Callable[..., Any], weights: list[nn.Parameter]) -> Callable[..., Any]:
+    def _around(self, inner: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Within a step, as a teacher's pass, the step's own tensors must stay.
@@ -77,7 +81,11 @@ class Replays:
                     torch.compiler.cudagraph_mark_step_begin()
                 return tree_map(_moved, inner(*args, **kwargs))
             self._open = True
-            self._move_gradients(weights)
+            if model in self._unread:
+                self._unread.remove(model)
+                self._move_gradients([w for w in weights if id(w) not in self._let_go])
+            else:
+                self._move_gradients(weights)
             return tree_map(_moved_if_small, inner(*args, **kwargs))
 
         return call
@@ -86,10 +94,6 @@ class Replays:
         for optimizer in self._spent:
             optimizer.zero_grad(set_to_none=True)
         self._spent.clear()
-        for weight, left in self._left:
-            if weight.grad is not None and left() is weight.grad:
-                weight.grad = None
-        self._left.clear()
         found = {
             w: g.detach() for w in weights if (g := w.grad) is not None and not self._is_own(w)
         }

@@ -20,6 +20,9 @@ TIE = 0.99
 ROUNDS, MOST_ROUNDS = 24, 96
 """After as many a race ends that can tell; after the second number any."""
 MIN_ROUNDS = 3
+TELLS = 6
+"""Turns whose interval is narrow enough to tell much; by three it is twice as wide, by two ten
+times. Where time is short it goes to those who lead."""
 SETTLED = 0.005
 """A ratio is known when its 95% interval is within this fraction of it, to both sides."""
 CLEAR = 0.05
@@ -93,7 +96,8 @@ def race(
     than CLEAR it goes on into the part's reserve. A config that fails any turn is left out, as is
     one that was not reached. With `drop`, one that is clearly slower than another of its batch
     size, which whoever follows it can follow too, runs no further, so that its time goes to those
-    that are still close. `build_s`: what a config's first step took before.
+    that are still close; where that does not leave TELLS turns to all, so does one that is slower
+    as far as can be seen. `build_s`: what a config's first step took before.
     """
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
@@ -131,12 +135,16 @@ def race(
                 running.remove(config)
         if over or left_s() <= 0 or reference not in rates:
             break
+        if drop and turn:
+            running = _tellable(running, rates, took, left_s())
         if turn + 1 < MIN_ROUNDS:
             continue
         if _known(running, rates, SETTLED if turn + 1 < ROUNDS else CLEAR):
             break
         if drop:
-            running = [c for c in running if c == reference or not _beaten(c, running, rates)]
+            running = [
+                c for c in running if c == reference or not _beaten(c, running, rates, _surely)
+            ]
     runner.release()
     return {config: seen for config, seen in rates.items() if seen}
 
@@ -160,11 +168,41 @@ def beside(seen: Sequence[float], now: Sequence[float], then: Sequence[float]) -
     return [ours / new * old for ours, new, old in zip(seen, now, then, strict=False)]
 
 
-def _beaten(config: Config, running: list[Config], rates: dict[Config, list[float]]) -> bool:
+def _tellable(
+    running: list[Config],
+    rates: dict[Config, list[float]],
+    took: dict[Config, float],
+    left_s: float,
+) -> list[Config]:
+    """Those for whom the time holds TELLS turns; the slowest of those who are behind go first."""
+    behind = [c for c in running[1:] if _beaten(c, running, rates, _so_far)]
+    staying = list(running)
+    for config in sorted(behind, key=lambda c: paired(rates[c], rates[running[0]]).mean):
+        if sum(took[c] * max(0, TELLS - len(rates[c])) for c in staying) <= left_s:
+            break
+        staying.remove(config)
+    return staying
+
+
+def _beaten(
+    config: Config,
+    running: list[Config],
+    rates: dict[Config, list[float]],
+    slower: Callable[[Ratio], bool],
+) -> bool:
+    """Whether another one of its batch, which whoever follows it can follow too, is faster."""
     default = running[0]
     use = knobs.use_of(config, default)
     return any(
-        paired(rates[config], rates[other]).high < TIE
+        slower(paired(rates[config], rates[other]))
         for other in running
         if other != config and other.batch == config.batch and knobs.follows(use, other, default)
     )
+
+
+def _surely(ratio: Ratio) -> bool:
+    return ratio.high < TIE
+
+
+def _so_far(ratio: Ratio) -> bool:
+    return ratio.mean < 1

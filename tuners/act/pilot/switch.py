@@ -193,9 +193,9 @@ class Switch:
             self._replays.begin()
 
     def spent(self) -> None:
-        """What gradients there are is of a step that is over, and need not outlive it."""
+        """The gradients that are there are of a step that is over; the script lets go of them."""
         if self.counts_steps:
-            self._replays.left_over(self._optimizers)
+            self._replays.let_go(self._optimizers)
 
     def stay(self) -> None:
         """No other config will be set: what acts on no call is out of its way."""
