@@ -226,16 +226,15 @@ def over(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How far a page has come: the job without its trials, how many they are, the log's place."""
+    """How far a page has come: the job's mark, the log's place."""
 
-    job: object
-    trials: int
+    mark: object
     after: int
 
 
 async def _parts(request: Request, here: Service, number: int, after: int) -> AsyncIterator[str]:
     """Until the job is over, the server stops or it lasted long enough."""
-    seen, goes_on, until = _Seen(None, 0, after), True, time.monotonic() + LASTS_S
+    seen, goes_on, until = _Seen(None, after), True, time.monotonic() + LASTS_S
     while goes_on and not here.stopping.is_set() and time.monotonic() < until:
         text, seen, goes_on = await run_in_threadpool(_news, request, here, number, seen)
         yield _event(text, seen.after) if text else ": \n\n"  # whoever hung up is noticed
@@ -251,15 +250,14 @@ def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[st
         caller = tokens.logged_in(session, cookie, here.address(request))
         if caller is None:
             return rendered(request, "session_over.html"), seen, False
-        what = _now(session, _job(session, number), caller)
-        log = jobs.log(session, number, seen.after)
+        mark, log = jobs.mark(session, number), jobs.log(session, number, seen.after)
+        changed = mark != seen.mark
+        what = _now(session, _job(session, number), caller) if changed else {}
     assert log is not None
-    job, trials = {**what["job"], "trials": None}, len(what["job"]["trials"])
-    changed = (job, trials) != (seen.job, seen.trials)
     if not changed and not log.text:
         return "", seen, not log.ended
     text = rendered(request, "job_news.html", caller, **what, changed=changed, log=log.text)
-    return text, _Seen(job, trials, log.next), not log.ended
+    return text, _Seen(mark, log.next), not log.ended
 
 
 def _event(text: str, id: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from sqlalchemy import event
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED, Seal
@@ -84,6 +85,21 @@ class Served:
 def token(database: Database, role: str, expires: float | None = None) -> str:
     with database.writing() as session:
         return tokens.make(session, f"a {role}", role, expires, None)[1]
+
+
+@contextlib.contextmanager
+def statements(database: Database) -> Iterator[list[str]]:
+    """What a database is asked while this goes on."""
+    asked: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_more: object) -> None:
+        asked.append(statement)
+
+    event.listen(database._engine, "before_cursor_execute", note)
+    try:
+        yield asked
+    finally:
+        event.remove(database._engine, "before_cursor_execute", note)
 
 
 def begun(database: Database, one: Claimed) -> str:

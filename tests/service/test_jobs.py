@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import hashlib
 import itertools
@@ -13,7 +12,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable
-from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -25,10 +23,10 @@ from advisor.cache.key import fields
 from advisor.jobs.asked import is_meant
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, live, schema, upkeep
+from advisor.service import access, attempts, jobs, limits, schema, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served, ask, begun, serving
+from tests.service.serving import Answer, Served, ask, begun
 from tests.service.test_records import look, named, put
 
 CODE = gzip.compress(b"the code")
@@ -121,51 +119,6 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
         *("job submitted", "archive kept"),
         *["token made"] * 4,
     ]
-
-
-def test_a_stream_tells_all_of_it(served: Served) -> None:
-    one = started(served)
-    beat = {"trials": [{"number": 0, "what": "tf32"}], "log": "a\nb"}
-    served.ask("POST", "/api/attempt/beat", one.external, beat)
-    ended(served, one, state="failed", reason="no such file")
-    said = served.ask("GET", f"/api/jobs/{one.job}/events", "read")
-    assert said.headers["content-type"].startswith("text/event-stream")
-    parts = [part.splitlines() for part in said.data.decode().split("\n\n") if part]
-    names = [part[0] for part in parts]
-    assert names[:3] == ["event: trial", "event: log", "event: state"]
-    assert names[4:] == ["event: end"]
-    assert json.loads(parts[1][1].removeprefix("data: "))["text"] == "a\nb"
-    assert json.loads(parts[2][1].removeprefix("data: "))["reason"] == "no such file"
-    last = names[3].removeprefix("id: ")
-    how = {"Last-Event-ID": last}
-    again = served.ask("GET", f"/api/jobs/{one.job}/events", "read", headers=how).data.decode()
-    assert "event: trial" not in again and "event: log" not in again and "event: state" in again
-
-
-def test_a_stream_goes_on_until_the_job_is_over_or_the_server_stops(
-    lite: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "EVERY_S", 0.02)
-    with contextlib.ExitStack() as closing, serving(lite) as served:
-        over, other = started(served), started(served, gpus=2)
-        streams = []
-        for one in (over, other):
-            connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
-            closing.callback(connection.close)
-            headers = {"Authorization": f"Bearer {served.tokens['read']}"}
-            connection.request("GET", f"/api/jobs/{one.job}/events", headers=headers)
-            streams.append(closing.enter_context(connection.getresponse()))
-            assert b'"running"' in streams[-1].readline() + streams[-1].readline()
-        served.ask("POST", "/api/attempt/beat", over.external, {"log": "now"})
-        while b'"now"' not in streams[0].readline():
-            pass
-        ended(served, over, state="failed")
-        assert b'"failed"' in streams[0].read()
-        assert served.service.streams == 1
-        monkeypatch.setattr(live, "MOST_STREAMS", 1)
-        assert served.ask("GET", f"/api/jobs/{over.job}/events", "read").status == 429
-        served.server.should_exit = True
-        assert b"failed" not in streams[1].read()
 
 
 def test_the_same_twice_is_one_job(served: Served) -> None:

@@ -6,14 +6,13 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 
 from advisor.cache.stores.link import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.states import State
-from advisor.service import archives, jobs, live
+from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Submits, Works, forbidding
 from advisor.service.routes.parsing import (
     KEPT,
@@ -144,13 +143,3 @@ def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
     if state is None:
         raise HTTPException(404, NO_JOB)
     return {"state": state}
-
-
-@api.get(
-    "/api/jobs/{number}/events",
-    summary="A job as it goes on, as server-sent events: state, trial, log",
-    response_class=StreamingResponse,
-    responses=answers("text/event-stream", 404),
-)
-def events(here: Here, _caller: Reads, number: Number, request: Request) -> Response:
-    return live.answer(here, number, request.headers.get("last-event-id", ""))
