@@ -20,6 +20,7 @@ from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Rate, Rates, bearer
 from advisor.service.lookups import Lookups
+from advisor.service.loop import Loop
 from advisor.service.metrics import Metrics
 from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
@@ -48,6 +49,7 @@ class Service:
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
         retuning: what has stale records measured again.
+        loops: what else the server does, in threads of their own.
     """
 
     database: Database
@@ -62,6 +64,7 @@ class Service:
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
     retuning: Retuning = field(default_factory=Retuning)
+    loops: list[Loop] = field(default_factory=list)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""

@@ -8,7 +8,6 @@ the state that it leaves.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,6 +17,7 @@ from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.loop import Loop
 from advisor.service.schema import Job
 
 EVERY_S = 2.0
@@ -28,7 +28,10 @@ _log = logging.getLogger("advisor")
 
 
 class Reconciler:
-    """A thread of a server.
+    """Of one server.
+
+    Attributes:
+        loop: its turns.
 
     Args:
         server_url: where workers find a server of this database.
@@ -45,30 +48,23 @@ class Reconciler:
     ) -> None:
         self._database, self._executors, self._server_url = database, executors, server_url
         self._now = now
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+        self.loop = Loop("reconciler", EVERY_S, self.turn)
         self._last = self._since = now()
         self._away: dict[str, str] = {}
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         """Look at nothing any more, and end what runs on this machine: its workers save what they
         have, and say that they were preempted, to this server."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self.loop.close()
         for executor in self._executors:
             executor.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self.turn()
-            self._closing.wait(EVERY_S)
-
     def turn(self) -> None:
-        """Look at everything once. A database that does not answer is asked again the next time."""
+        """Look at everything once.
+
+        Raises:
+            StoreError: the database does not answer.
+        """
         if self._now() - self._last > LEASE_S / 2:
             self._since = self._now()  # this machine slept, and so did its workers
         try:
@@ -76,10 +72,11 @@ class Reconciler:
             self._lose_silent()
             if self._executors:
                 self._tell(rooms)
-        except StoreError as exc:
+        except StoreError:
             self._since = self._now()
-            _log.warning("jobs are not looked at: %s", exc)
-        self._last = self._now()
+            raise
+        finally:
+            self._last = self._now()
 
     @property
     def _hears(self) -> bool:

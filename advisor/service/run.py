@@ -194,7 +194,8 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        reconciler.start()
+        reconciler.loop.start()
+        service.loops.append(reconciler.loop)
         with upkeep(service):
             Server(config, service.stopping, reconciler.close).run(sockets=[listening])
     finally:

@@ -23,7 +23,7 @@ from advisor.cache.key import fields
 from advisor.jobs.asked import is_meant
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, schema, upkeep
+from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, ask, begun
@@ -556,6 +556,11 @@ def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
 def test_what_is_old_goes(served: Served) -> None:
     served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
     done, live = started(served, archive=DIGEST), started(served, gpus=2)
+    with served.database.writing() as session:
+        caller = tokens.find(session, served.tokens["read"], "")
+        assert caller is not None
+        over, lasting = (digest(tokens.log_in(session, caller)) for _ in range(2))
+        session.get_one(schema.Session, over).expires = 1.0
     for one in (done, live):
         served.ask("POST", "/api/attempt/beat", one.external, {"log": "x"})
         served.ask("PUT", "/api/attempt/studies/x", one.external, b"x")
@@ -573,6 +578,7 @@ def test_what_is_old_goes(served: Served) -> None:
     assert served.ask("GET", f"/api/jobs/{live.job}/log", "read").json["text"] == "x"
     with served.database.reading() as session:
         assert list(session.scalars(select(schema.Study.job))) == [live.job]
+        assert list(session.scalars(select(schema.Session.digest))) == [lasting]
 
 
 def test_lookups_are_counted(served: Served) -> None:

@@ -8,16 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from sqlalchemy import select, update
 
+from advisor.cache.reader import Reader
+from advisor.cache.seal import UNSEALED
 from advisor.jobs.asked import Asked
+from advisor.opening import refusal
 from advisor.service import attempts, jobs
+from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
 from advisor.service.database import Database
 from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.loop import PERIODS, Loop
 from advisor.service.reconcile import SILENT_S, Reconciler
+from advisor.service.routes.health import readyz
 from advisor.service.schema import Attempt, Job
 from advisor.service.tokens import Caller, make
+from tests.cache.servers import free_port
 
 HERE = "http://127.0.0.1:1"
 
@@ -306,6 +314,55 @@ def test_an_executor_that_does_not_answer_changes_nothing(team: Team) -> None:
     reconciler.turn()
     assert team.tries(number) == ["running"]
     assert named(*(start.external for start in other.started)) == [f"advisor-{later}-1"]
+
+
+def test_a_database_that_is_away_is_told_once_and_asked_again(
+    lite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = Database(f"postgresql+psycopg://me@127.0.0.1:{free_port()}/x")
+    made, clock = Made(), Clock()
+    reconciler = Reconciler(away, [made], HERE, now=clock)
+    for _ in range(2):
+        reconciler.loop.once()
+    assert [one.message.partition(":")[0] for one in caplog.records] == ["reconciler"]
+    team = Team(lite)
+    number = team.submit(gpus=0)
+    reconciler._database = team.database  # it is back
+    reconciler.loop.once()
+    assert team.job(number)[0] == "running"
+    for one in (away, team.database):
+        one.close()
+
+
+def test_a_loop_that_does_not_come_round_is_seen(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumbles() -> None:
+        raise LookupError("nobody foresaw it")
+
+    def stays() -> None:
+        hung.wait()
+
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    clock, hung = Clock(), threading.Event()
+    gone = Loop("upkeep", 0.01, stumbles)
+    slow = Loop("reconciler", 30.0, stays, now=clock)
+    for one in (gone, slow):
+        one.start()
+    gone._thread.join()
+    app = Service(team.database, Reader(UNSEALED, refusal), loops=[slow])
+    assert readyz(app) == {"status": "ok"}
+    clock.now += PERIODS * 30.0 + 1
+    app.loops.append(gone)
+    with pytest.raises(HTTPException) as caught:
+        readyz(app)
+    hung.set()
+    slow.close()
+    assert (caught.value.status_code, slow.trouble) == (503, "")
+    assert caught.value.detail == (
+        "the reconciler has not come round for 151 s; the upkeep has ended; "
+        "the server's log says why"
+    )
 
 
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:

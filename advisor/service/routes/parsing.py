@@ -30,7 +30,7 @@ _WHY = {
     413: "The body is too large.",
     422: "What was sent is not what is expected.",
     429: "Too often; wait.",
-    503: "The database does not answer, or there is too much at once.",
+    503: "The database or a thread does not answer, or there is too much at once.",
 }
 
 
