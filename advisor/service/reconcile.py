@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from advisor.errors import StoreError
 from advisor.jobs.asked import is_meant
@@ -152,23 +153,29 @@ class Reconciler:
             rooms = executor.room() if waits else []
             # Of each kind one room is left free for what needs much of it.
             kept = {room.gpu: room for room in sorted(rooms, key=lambda one: (one.total, one.gpus))}
-            if not any(self._started(executor, room, kept[room.gpu] is room) for room in rooms):
+            open_to = [one if kept[one.gpu] is one else replace(one, total=0) for one in rooms]
+            if not any(self._started(executor, room) for room in open_to):
                 return rooms
 
-    def _started(self, executor: Executor, room: Room, kept: bool) -> bool:
-        """Whether something was started in a room, which is `kept` for what has waited for long."""
+    def _started(self, executor: Executor, room: Room) -> bool:
+        """Whether something was started in a room.
+
+        Raises:
+            ExecutorAway: it does not answer; it is as if nothing had been claimed.
+        """
         if room.gpu and not room.gpus:
             return False
-        total = room.total if kept else 0
         with self._database.writing() as session:
-            claimed = attempts.claim(session, executor.name, room.gpu, room.gpus, total)
+            claimed = attempts.claim(session, executor.name, room)
         if claimed is None:
             return False
         try:
             device = executor.start(self._start_of(claimed))
-        except Unplaceable as exc:
+        except (Unplaceable, ExecutorAway) as exc:
             with self._database.writing() as session:
                 attempts.put_back(session, claimed.attempt, str(exc))
+            if isinstance(exc, ExecutorAway):
+                raise
             return False
         with self._database.writing() as session:
             attempts.placed(session, claimed.attempt, device)
@@ -198,7 +205,7 @@ def why_waits(job: Job, rooms: Sequence[Room]) -> tuple[str, bool]:
     for."""
     if not job.gpus:
         fit = any(not room.gpu for room in rooms)
-        return ("" if fit else "waits for a CPU that nothing is measured on"), True
+        return ("" if fit else "waits for a CPU that nothing is measured on"), bool(rooms)
     named = [room for room in rooms if room.gpu and is_meant(job.gpu, room.gpu)]
     if any(room.gpus >= job.gpus for room in named):
         return "", True

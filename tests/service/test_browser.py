@@ -20,6 +20,7 @@ from advisor.cache.name import Name
 from advisor.cache.record import Part
 from advisor.service import attempts, schema
 from advisor.service.database import Database
+from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, ask, begun
 from tests.service.test_serve import process
@@ -82,7 +83,7 @@ class Team:
 
     def claim(self) -> None:
         with self.database.writing() as session:
-            found = attempts.claim(session, "local:here", "NVIDIA Z9000", 1)
+            found = attempts.claim(session, "local:here", Room(gpu="NVIDIA Z9000", gpus=1))
         assert found is not None
         self.attempt = begun(self.database, found)
 

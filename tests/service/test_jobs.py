@@ -25,6 +25,7 @@ from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
 from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
+from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, ask, begun
 from tests.service.test_records import look, named, put
@@ -47,7 +48,7 @@ def told(served: Served, number: int) -> dict[str, Any]:
 def claimed(served: Served, gpu: str = "NVIDIA H100", gpus: int = 2) -> Claimed | None:
     """As a reconciler claims and a worker begins; its own token is then one of the served ones."""
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", gpu, gpus)
+        found = attempts.claim(session, "local:here", Room(gpu=gpu, gpus=gpus))
     if found is not None:
         served.tokens[found.external] = begun(served.database, found)
     return found
@@ -63,7 +64,7 @@ def waiting_to_begin(served: Served) -> Claimed:
     """An attempt that was started, and whose worker has not said anything yet."""
     assert submit(served).status < 300
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", "NVIDIA H100", 2)
+        found = attempts.claim(session, "local:here", Room(gpu="NVIDIA H100", gpus=2))
     assert found is not None
     return found
 

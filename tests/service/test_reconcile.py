@@ -40,7 +40,8 @@ class Made:
 
     Attributes:
         states: what is seen of an attempt that was started; `started` all of them, in order.
-        away, full: why it does not answer, or takes nothing.
+        away, full: why it does not answer, or takes nothing; `silent`: why it says nothing to what
+            it has started.
     """
 
     def __init__(self, name: str = "made", gpu: str = "NVIDIA H100", gpus: int = 0) -> None:
@@ -48,7 +49,7 @@ class Made:
         self.states: dict[str, Seen] = {}
         self.started: list[Start] = []
         self.stopped: list[str] = []
-        self.away = self.full = ""
+        self.away = self.full = self.silent = ""
         self._lock = threading.Lock()
 
     def room(self) -> Sequence[Room]:
@@ -68,6 +69,9 @@ class Made:
         with self._lock:
             self.started.append(start)
             self.states[start.external] = Seen(state="running")
+        if self.silent:
+            self.states[start.external] = Seen(state="ended", reason="refused")
+            raise ExecutorAway(self.silent)
         return f"{start.asked.gpus} of {self.name}"
 
     def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
@@ -293,7 +297,7 @@ def test_what_was_claimed_and_never_started(team: Team) -> None:
     """Its server was killed in between: the executor has never heard of it."""
     number = team.submit(gpus=0)
     with team.database.writing() as session:
-        attempts.claim(session, "made", "", 0)
+        attempts.claim(session, "made", Room(gpu="", gpus=0))
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
     reconciler.turn()
@@ -314,6 +318,23 @@ def test_an_executor_that_does_not_answer_changes_nothing(team: Team) -> None:
     reconciler.turn()
     assert team.tries(number) == ["running"]
     assert named(*(start.external for start in other.started)) == [f"advisor-{later}-1"]
+
+
+def test_what_an_executor_does_not_answer_to_was_never_begun(team: Team) -> None:
+    """Its head timed out: nobody knows whether it starts what it was sent."""
+    made = Made()
+    number = team.submit(gpus=0)
+    made.silent = "the head timed out"
+    for _ in range(MOST_LOST + 1):
+        Reconciler(team.database, [made], HERE).turn()
+        assert (team.job(number), team.tries(number)) == (("queued", made.silent), [])
+        with team.database.writing() as session:
+            assert attempts.of_start(session, made.started[-1].token) is None
+            session.execute(update(Job).values(due=0.0))
+    made.silent = ""
+    Reconciler(team.database, [made], HERE).turn()
+    assert team.job(number)[0] == "running" and team.tries(number) == ["running"]
+    assert len(made.started) == MOST_LOST + 2
 
 
 def test_a_database_that_is_away_is_told_once_and_asked_again(

@@ -24,6 +24,7 @@ from advisor.cache.stores.dir import DirStore
 from advisor.jobs import parcel, worker
 from advisor.report.text import spread
 from advisor.service import attempts
+from advisor.service.executors import Room
 from advisor.tuners import host
 from advisor.tuners.environment import Gpu
 from advisor.tuners.measure.run.guarded import Guarded
@@ -335,7 +336,7 @@ def attempt(served: Served, files: dict[str, str], folder: Path, **asked: Any) -
     )
     said = served.ask("POST", "/api/jobs", "submit", {**asked, "archive": packed.digest, "gpus": 0})
     with served.database.writing() as session:
-        found = attempts.claim(session, "here", "", 0)
+        found = attempts.claim(session, "here", Room(gpu="", gpus=0))
     assert found is not None and found.job == said.json["id"]
     served.tokens["start"] = found.token
     return found.job
