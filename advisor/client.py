@@ -14,15 +14,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from advisor.cache.stores.link import BYTES, JSON, Link
+from advisor.cache.stores.link import BYTES, JSON, Link, Unauthorized
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs.asked import Asked, where
+from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.wanted import Wanted
 
@@ -197,21 +198,15 @@ class Client:
         """As `submit`, of what was checked and packed before. Code that is there is not sent."""
         body = json.dumps(wanted.asked.plain).encode()
         try:
-            return self._posted(body)
-        except RecordDamaged as exc:
-            if wanted.parcel is None or wanted.parcel.digest[:12] not in str(exc):
-                raise UsageError(str(exc)) from exc
-        try:
-            self._link.ask(
-                "PUT",
-                f"/api/archives/{wanted.parcel.digest}",
-                body=wanted.parcel.archive,
-                kind=BYTES,
-                patience_s=SENDING_S,
-            )
-            return self._posted(body)
+            status, data = self._posted(body)
+            if status == NEEDS_CODE and wanted.parcel is not None:
+                self._send(wanted.parcel)
+                status, data = self._posted(body)
         except RecordDamaged as exc:
             raise UsageError(str(exc)) from exc
+        if status == NEEDS_CODE:
+            raise UsageError(f"server {self.url}: {self._link.detail(data)}")
+        return self._job(self._link.read_json(data))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest jobs, of these states alone where some are given."""
@@ -252,6 +247,8 @@ class Client:
         while not ended:
             try:
                 said = self._said("GET", f"/api/jobs/{id:d}/log?after={after}")
+            except Unauthorized:
+                raise
             except StoreError:
                 if not (follow and begun) or time.monotonic() - seen > AWAY_S:
                     raise
@@ -281,11 +278,26 @@ class Client:
             raise self._link.foreign("no state in its answer")
         return str(state)
 
-    def _posted(self, body: bytes) -> Job:
-        return self._job(self._said("POST", "/api/jobs", body=body, kind=JSON))
+    def _posted(self, body: bytes) -> tuple[int, bytes]:
+        accepts = (NEEDS_CODE,)
+        return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
 
-    def _said(self, method: str, path: str, **how: Any) -> dict[str, Any]:
-        status, _headers, data = self._link.ask(method, path, accepts=(404,), **how)
+    def _send(self, parcel: Parcel) -> None:
+        self._link.ask(
+            "PUT",
+            f"/api/archives/{parcel.digest}",
+            body=parcel.archive,
+            kind=BYTES,
+            patience_s=SENDING_S,
+        )
+
+    def _said(self, method: str, path: str) -> dict[str, Any]:
+        return self._link.read_json(self._asked(method, path)[1])
+
+    def _asked(
+        self, method: str, path: str, accepts: Collection[int] = (), **how: Any
+    ) -> tuple[int, bytes]:
+        status, _headers, data = self._link.ask(method, path, accepts=(404, *accepts), **how)
         if status == 404:
             why = self._link.detail(data)
             if why in ("", "Not Found"):
@@ -294,7 +306,7 @@ class Client:
                     "path; ask who runs it"
                 )
             raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
-        return self._link.read_json(data)
+        return status, data
 
     def _job(self, plain: object) -> Job:
         try:

@@ -17,6 +17,10 @@ KEPT_S = 7 * 86_400.0
 _GZIP = b"\x1f\x8b\x08"
 
 
+class NoCode(UsageError):
+    """An archive that is asked for is not here."""
+
+
 def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
     """Keep an archive; whether it is new.
 

@@ -58,13 +58,13 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
     done again.
 
     Raises:
-        UsageError: its archive is not there, or this token has too many jobs.
+        NoCode: its archive is not here. UsageError: this token has too many jobs.
     """
     if found := _same(session, asked):
         return Submitted(job=found, new=False)
     at = now(session)
     if asked.archive and not archives.use(session, asked.archive, at):
-        raise UsageError(f"archive {asked.archive[:12]}: is not here; send it first")
+        raise archives.NoCode(f"archive {asked.archive[:12]}: is not here; send it first")
     live = select(func.count()).where(Job.token == by.token, Job.state.in_(LIVE))
     if (session.scalar(live) or 0) >= MOST_LIVE:
         raise UsageError(f"{MOST_LIVE} jobs of this token are not done yet; wait, or cancel some")

@@ -104,6 +104,22 @@ def test_code_that_is_there_is_not_sent_again(
         sent.clear()
 
 
+def test_who_follows_a_log_is_told_that_the_token_holds_no_more(
+    team: Served, client: Client, project: Path
+) -> None:
+    job = client.submit(command=["python", "train.py"], gpus=2)
+    one = claimed(team)
+    assert one is not None and one.job == job.id
+    beat(team, one, "trial 1\n")
+    log = client.log(job.id, follow=True, poll_s=0.01)
+    assert next(log) == "trial 1\n"
+    every = team.ask("GET", "/api/tokens", "admin").json["tokens"]
+    (number,) = (token["id"] for token in every if token["name"] == "a submit")
+    assert team.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
+    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
+        next(log)
+
+
 def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> Asked:
     return Wanted.of(Asked(command=command, target=target, **more), folder).asked
 

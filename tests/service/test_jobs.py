@@ -185,7 +185,8 @@ def test_what_was_done_and_is_gone_is_done_again(served: Served) -> None:
 )
 def test_what_is_not_queued(served: Served, asked: dict[str, Any]) -> None:
     answer = submit(served, **asked)
-    assert answer.status == 422 and "\n" not in answer.json["detail"], answer.data
+    status = 428 if asked == {"archive": "ab" * 32} else 422
+    assert answer.status == status and "\n" not in answer.json["detail"], answer.data
     assert answer.json["detail"].isprintable()
     assert served.ask("GET", "/api/jobs", "read").json["jobs"] == []
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from advisor.cache.stores.link import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
+from advisor.jobs.parcel import NEEDS_CODE
 from advisor.jobs.states import State
 from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Submits, Works, forbidding
@@ -19,6 +20,7 @@ from advisor.service.routes.parsing import (
     SENDS_BYTES,
     Body,
     Number,
+    Responses,
     answers,
     refusals,
 )
@@ -33,6 +35,7 @@ ASKED: dict[str, Any] = {
         "content": {"application/json": {"schema": TypeAdapter(Asked).json_schema()}},
     }
 }
+BEFORE: Responses = {200: {"model": dict[str, Any], "description": "It was asked for before."}}
 
 api = APIRouter(tags=["jobs"])
 
@@ -81,15 +84,18 @@ async def _asked(request: Request) -> Asked:
     summary="Ask for a tuning",
     status_code=201,
     openapi_extra=ASKED,
-    responses={200: {"model": dict[str, Any], "description": "It was asked for before."}},
+    responses=BEFORE | refusals(NEEDS_CODE),
 )
 def submit(
     here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
-    with here.database.writing() as session:
-        found = jobs.submit(session, asked, caller)
-        job = found.job
-        said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+    try:
+        with here.database.writing() as session:
+            found = jobs.submit(session, asked, caller)
+            job = found.job
+            said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+    except archives.NoCode as exc:
+        raise HTTPException(NEEDS_CODE, str(exc)) from exc
     response.status_code = 201 if found.new else 200
     return said
 
