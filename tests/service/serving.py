@@ -88,12 +88,14 @@ def token(database: Database, role: str, expires: float | None = None) -> str:
 
 
 @contextlib.contextmanager
-def statements(database: Database) -> Iterator[list[str]]:
-    """What a database is asked while this goes on."""
-    asked: list[str] = []
+def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
+    """What a database is asked while this goes on: each statement with its values."""
+    asked: list[tuple[str, Any]] = []
 
-    def note(_connection: object, _cursor: object, statement: str, *_more: object) -> None:
-        asked.append(statement)
+    def note(
+        _connection: object, _cursor: object, statement: str, values: Any, *_more: object
+    ) -> None:
+        asked.append((statement, values))
 
     event.listen(database._engine, "before_cursor_execute", note)
     try:
