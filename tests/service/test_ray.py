@@ -271,6 +271,13 @@ def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     cluster.ask("POST", "/api/jobs/others/stop")
 
 
+def test_a_token_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
+        RayExecutor("ray-jobs:http://127.0.0.1:1").room()
+
+
 def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
     with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):

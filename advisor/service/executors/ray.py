@@ -291,13 +291,16 @@ def _last_line(text: str) -> str:
 
 
 def _headers() -> dict[str, str]:
-    """Raises OSError where the file that is named for the token cannot be read."""
+    """Raises ValueError where the file with the token cannot be read."""
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
         path = Path(named) if named else Path.home() / ".ray" / "auth_token"
         if named or path.is_file():
-            token = path.read_text().strip()
+            try:
+                token = path.read_text().strip()
+            except OSError as exc:
+                raise ValueError(f"token file {path}: {exc.strerror or exc}") from exc
     found = {"Content-Type": "application/json"}
     return found | ({"Authorization": f"Bearer {token}"} if token else {})
 
