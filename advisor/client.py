@@ -25,7 +25,7 @@ from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs.asked import Asked, where
 from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.states import LIVE, STATES
-from advisor.jobs.wanted import Wanted
+from advisor.jobs.submission import Submission
 
 PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
@@ -46,10 +46,10 @@ class Job:
         by: the name of the token that asked.
         created, changed: in Unix seconds of the server.
         record: the id of what it found, once it is done.
-        attempts: how often it was started.
+        attempt: the number of its last attempt, 0 before the first.
         new: that it was not asked for before; of `submit` alone.
-        tries, trials: of `Client.job` alone: each start, and each config that was measured, as the
-            server has them.
+        attempts, trials: of `Client.job` alone: each start, and each config that was measured, as
+            the server has them.
     """
 
     id: int
@@ -62,9 +62,9 @@ class Job:
     created: float = 0.0
     changed: float = 0.0
     record: str = ""
-    attempts: int = 0
+    attempt: int = 0
     new: bool = False
-    tries: tuple[Mapping[str, Any], ...] = ()
+    attempts: tuple[Mapping[str, Any], ...] = ()
     trials: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -192,15 +192,15 @@ class Client:
             env=env or {},
             force=force,
         )
-        return self.ask(Wanted.of(asked, Path(folder)))
+        return self.ask(Submission.of(asked, Path(folder)))
 
-    def ask(self, wanted: Wanted) -> Job:
+    def ask(self, submission: Submission) -> Job:
         """As `submit`, of what was checked and packed before. Code that is there is not sent."""
-        body = json.dumps(wanted.asked.plain).encode()
+        body = json.dumps(submission.asked.plain).encode()
         try:
             status, data = self._posted(body)
-            if status == NEEDS_CODE and wanted.parcel is not None:
-                self._send(wanted.parcel)
+            if status == NEEDS_CODE and submission.parcel is not None:
+                self._send(submission.parcel)
                 status, data = self._posted(body)
         except RecordDamaged as exc:
             raise UsageError(str(exc)) from exc

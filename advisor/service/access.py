@@ -15,6 +15,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
+from advisor.jobs.bounds import MOST_STUDY
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
@@ -105,7 +106,7 @@ class Service:
         """Bytes that the body of a request may have: many from nobody but who may send them."""
         role, most = ("submit", MOST_PACKED)
         if request.url.path.startswith("/api/attempt/"):
-            role, most = ("worker", attempts.MOST_STUDY)
+            role, most = ("worker", MOST_STUDY)
         if not (token := bearer(request)):
             return MAX_BYTES
         try:

@@ -20,7 +20,7 @@ from advisor.jobs.asked import Asked, is_meant
 from advisor.jobs.states import WAITING
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
 from advisor.service.executors import Room
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
@@ -35,9 +35,9 @@ REST_S, MOST_REST_S = 30.0, 600.0
 """Before a job whose worker could not begin is claimed again, doubled each time; and at most."""
 PATIENCE_S = 600.0
 """How long a job lets smaller ones pass that came later."""
-MOST_STUDY, MOST_STUDIES = 8 * 2**20, 16
-"""Bytes of one file of a search, and how many there may be."""
-_TOKEN_S = 86_400.0
+MOST_STUDIES = 16
+"""Files of one search."""
+_TOKEN_S = DAY_S
 """What an attempt's token holds beyond twice the time that it is to measure."""
 _CUT = "\n[advisor: the log ends here: it is too long]\n"
 

@@ -139,6 +139,9 @@ class Database:
             raise StoreError(f"database {self.url}: {reason}") from exc
 
 
+DAY_S = 86_400.0
+
+
 class _Now(FunctionElement[float]):
     """The database's clock: those of several servers differ."""
 

@@ -105,7 +105,7 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
         "ended": ended,
         "may_cancel": not ended and caller.may("submit") and (own or caller.may("admin")),
         "facts": list(_facts(told)),
-        "tries": told["tries"][::-1],
+        "attempts": told["attempts"][::-1],
         "chart": throughput(told),
         "table": _trials(told["trials"]),
     }
@@ -116,13 +116,13 @@ def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "asked for", f"{day(told['created'])} UTC"
     yield f"{told['state']} since", f"{day(told['changed'])} UTC"
     yield "where", where(told["gpu"], told["gpus"])
-    if told["tries"] and told["tries"][-1]["device"]:
-        yield "on", told["tries"][-1]["device"]
+    if told["attempts"] and told["attempts"][-1]["device"]:
+        yield "on", told["attempts"][-1]["device"]
 
 
 def throughput(told: Mapping[str, Any]) -> Timeline | None:
     """A job's trials since it was first started; None where there is none."""
-    began = min((one["started"] for one in told["tries"]), default=0.0)
+    began = min((one["started"] for one in told["attempts"]), default=0.0)
     trials = told["trials"]
     # The baseline, at the user's batch, is tried first.
     own = next((trial["batch"] for trial in trials if trial["batch"]), None)

@@ -24,7 +24,7 @@ from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
@@ -38,7 +38,7 @@ MOST_LOG = 4 * 2**20
 MOST_TEXT = 2**19
 """Characters of a log in one answer."""
 _MOST_PIECES = 2000
-LOG_KEPT_S, STUDIES_KEPT_S = 30 * 86_400.0, 86_400.0
+LOG_KEPT_S, STUDIES_KEPT_S = 30 * DAY_S, DAY_S
 """Since a job was over."""
 _REASON = 500
 _STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -150,7 +150,7 @@ _SHOWN = ("id", "state", "reason", "what", "gpu", "gpus", "created", "changed", 
 
 
 def _line(job: Job, by: str) -> dict[str, Any]:
-    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempts": job.attempts}
+    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempt": job.attempts}
 
 
 def listed(
@@ -166,7 +166,7 @@ def listed(
     return found[:most], len(found) > most
 
 
-_TRY = ("number", "executor", "device", "state", "reason", "started", "ended")
+_ATTEMPT = ("number", "executor", "device", "state", "reason", "started", "ended")
 _TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
 
 
@@ -176,10 +176,12 @@ def told(session: Session, number: int) -> dict[str, Any] | None:
     found = session.execute(query).first()
     if found is None:
         return None
-    tries = session.scalars(select(Attempt).where(Attempt.job == number).order_by(Attempt.number))
+    attempts = select(Attempt).where(Attempt.job == number).order_by(Attempt.number)
     return {
         **_line(*found),
-        "tries": [{name: getattr(one, name) for name in _TRY} for one in tries],
+        "attempts": [
+            {name: getattr(one, name) for name in _ATTEMPT} for one in session.scalars(attempts)
+        ],
         "trials": trials(session, number),
     }
 

@@ -27,6 +27,7 @@ from advisor.report.sections import report
 from advisor.service import coverage, jobs, records, retuning, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
+from advisor.service.database import DAY_S
 from advisor.service.records import Fleet, Kept, Question
 from advisor.service.roles import ROLES
 from advisor.service.routes.admin import EVENTS
@@ -42,7 +43,6 @@ _STATIC = {
     "htmx-4.0.1.min.js": "text/javascript",
     "hx-sse-4.0.1.min.js": "text/javascript",
 }
-_DAY_S = 86_400.0
 _MOST_STALE = 10
 _MOST_FIELDS = 20
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
@@ -371,7 +371,7 @@ def make(request: Request, here: Here, caller: Admin, form: OwnForm) -> HTMLResp
         days = form.get("days", "")
         if days and not (days.isdecimal() and days.isascii() and 0 < len(days) < 6):
             raise UsageError("days: expected a number, or nothing for ever")
-        expires = time.time() + int(days) * _DAY_S if days else None
+        expires = time.time() + int(days) * DAY_S if days else None
         with here.database.writing() as session:
             _token, made = tokens.make(
                 session, form.get("name", ""), form.get("role", ""), expires, caller

@@ -17,14 +17,14 @@ from advisor.jobs.asked import is_meant
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 from advisor.service.loop import Loop
 from advisor.service.schema import Job
 
 EVERY_S = 2.0
 SILENT_S = 5 * LEASE_S
 """After which an attempt whose executor sees it run, and which does not beat, is given up."""
-_UNKNOWN = Seen(state="unknown", reason="its executor knows nothing of it")
+_UNKNOWN = Status(state="unknown", reason="its executor knows nothing of it")
 _log = logging.getLogger("advisor")
 
 
@@ -103,13 +103,13 @@ class Reconciler:
             running = attempts.running(session, executor.name)
         if not running:
             return
-        seen = executor.seen([one.external for one in running])
+        found = executor.status([one.external for one in running])
         for one in running:
-            self._judge(executor, one, seen.get(one.external, _UNKNOWN))
+            self._judge(executor, one, found.get(one.external, _UNKNOWN))
 
-    def _judge(self, executor: Executor, one: Running, seen: Seen) -> None:
+    def _judge(self, executor: Executor, one: Running, status: Status) -> None:
         """Do what follows from what an executor sees of an attempt."""
-        if seen.state == "running":
+        if status.state == "running":
             late = self._hears and one.silent_s > SILENT_S
             if late:
                 with self._database.writing() as session:
@@ -117,15 +117,15 @@ class Reconciler:
             if late or one.unwanted:
                 executor.stop(one.external)
             return
-        if seen.state == "unknown" and one.silent_s <= LEASE_S:
+        if status.state == "unknown" and one.silent_s <= LEASE_S:
             return  # another server starts it now
         with self._database.writing() as session:
             if one.unwanted:
                 attempts.stopped(session, one.attempt)
-            elif seen.state == "preempted":
-                attempts.preempt(session, one.attempt, seen.reason)
+            elif status.state == "preempted":
+                attempts.preempt(session, one.attempt, status.reason)
             else:
-                attempts.lose(session, one.attempt, seen.reason or "it ended without a word")
+                attempts.lose(session, one.attempt, status.reason or "it ended without a word")
         executor.stop(one.external)
 
     def _lose_silent(self) -> None:

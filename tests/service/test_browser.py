@@ -248,9 +248,7 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
         person.shoot("5-record")
 
 
-def test_what_is_asked_for_is_tuned_on_this_machine(
-    team: Team, sits: Sits, tmp_path: Path
-) -> None:
+def test_what_is_asked_for_is_tuned_on_this_machine(team: Team, sits: Sits, tmp_path: Path) -> None:
     """By the server's own executor and a worker, and watched until it is done."""
     (tmp_path / "model.py").write_text(LAYERED)
     code = parcel.pack(tmp_path)

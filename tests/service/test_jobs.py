@@ -108,7 +108,7 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert put(served, *named(record()), one.external).status == 401
     done = told(served, number)
     assert (done["state"], done["record"], done["by"]) == ("done", RECORD, "a submit")
-    assert [(t["state"], t["device"]) for t in done["tries"]] == [("done", "GPU 1")]
+    assert [(t["state"], t["device"]) for t in done["attempts"]] == [("done", "GPU 1")]
     assert [(t["number"], t["what"], t["ratio"]) for t in done["trials"]] == [(3, "tf32", 1.5)]
     log = served.ask("GET", f"/api/jobs/{number}/log", "read").json
     assert (log["text"], log["ended"]) == ("one?\ntwo\n3", True)
@@ -209,7 +209,7 @@ def test_a_job_goes_where_it_asked_to(served: Served) -> None:
 def states(served: Served, number: int) -> tuple[str, list[str]]:
     """Of a job and of its attempts."""
     found = told(served, number)
-    return found["state"], [one["state"] for one in found["tries"]]
+    return found["state"], [one["state"] for one in found["attempts"]]
 
 
 def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
@@ -247,7 +247,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
         last, one = one, claimed(served)
     assert one is None
     found = told(served, last.job)
-    assert found["state"] == "failed" and len(found["tries"]) == attempts.MOST_LOST
+    assert found["state"] == "failed" and len(found["attempts"]) == attempts.MOST_LOST
     assert found["reason"] == "5 attempts were lost: node 1 is gone; node 0 is gone"
     assert submit(served).json["new"]
 
@@ -303,7 +303,7 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     assert exchanged(served, one, made()).status == 401
     found = told(served, number)
     assert (found["state"], found["reason"]) == ("queued", "no node has an H100")
-    assert found["tries"] == [] and found["attempts"] == 0
+    assert found["attempts"] == [] and found["attempt"] == 0
     other = claimed(served)
     assert other is not None and other.job != number  # others do not wait for it
     assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
@@ -441,7 +441,7 @@ def test_a_start_token_is_good_once(served: Served) -> None:
     assert served.ask("POST", "/api/attempt/end", "own", last).status == 200
     for mine in (own, other):
         assert exchanged(served, one, mine).json["detail"] == "this attempt is over"
-    (attempt,) = told(served, one.job)["tries"]
+    (attempt,) = told(served, one.job)["attempts"]
     assert attempt["reason"] == ("its start token was used a second time, from 127.0.0.1; exit 2")
     events = served.ask("GET", "/api/audit", "admin").json["events"]
     begins = [

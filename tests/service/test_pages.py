@@ -150,7 +150,12 @@ def test_forms_of_others_are_refused(served: Served) -> None:
     assert browser.post("/tokens", new, Sec_Fetch_Site="cross-site").status == 403
     assert post(served, "/login", {"token": "x"}, Sec_Fetch_Site="cross-site").status == 403
     here = f"http://127.0.0.1:{served.port}"
-    for origin, status in ((here, 401), ("http://evil.example", 403), ("null", 403), ("http://[", 403)):
+    for origin, status in (
+        (here, 401),
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://[", 403),
+    ):
         assert post(served, "/login", {"token": "x"}, Origin=origin).status == status, origin
     assert browser.post("/tokens", new, Sec_Fetch_Site="same-origin").status == 200
     many = {f"f{n}": "1" for n in range(50)}

@@ -19,7 +19,7 @@ from advisor.service import attempts, jobs
 from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
 from advisor.service.database import Database
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 from advisor.service.loop import PERIODS, Loop
 from advisor.service.reconcile import SILENT_S, Reconciler
 from advisor.service.routes.health import readyz
@@ -46,7 +46,7 @@ class Made:
 
     def __init__(self, name: str = "made", gpu: str = "NVIDIA H100", gpus: int = 0) -> None:
         self.name, self._gpu, self._gpus = name, gpu, gpus
-        self.states: dict[str, Seen] = {}
+        self.states: dict[str, Status] = {}
         self.started: list[Start] = []
         self.stopped: list[str] = []
         self.away = self.full = self.silent = ""
@@ -68,19 +68,19 @@ class Made:
             raise Unplaceable(self.full)
         with self._lock:
             self.started.append(start)
-            self.states[start.external] = Seen(state="running")
+            self.states[start.external] = Status(state="running")
         if self.silent:
-            self.states[start.external] = Seen(state="ended", reason="refused")
+            self.states[start.external] = Status(state="ended", reason="refused")
             raise ExecutorAway(self.silent)
         return f"{start.asked.gpus} of {self.name}"
 
-    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+    def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         self._answer()
-        return {one: self.states.get(one, Seen(state="unknown")) for one in external}
+        return {one: self.states.get(one, Status(state="unknown")) for one in external}
 
     def stop(self, external: str) -> None:
         self.stopped.append(external)
-        self.states[external] = Seen(state="ended", reason="stopped")
+        self.states[external] = Status(state="ended", reason="stopped")
 
     def close(self) -> None:
         pass
@@ -161,7 +161,7 @@ def test_what_waits_is_started_where_there_is_room(team: Team) -> None:
     assert named(first.external) == [f"advisor-{one}-1"]
     assert (first.server_url, first.token[:4]) == (HERE, "adv_")
     for start in made.started[:2]:
-        made.states[start.external] = Seen(state="preempted", reason="the node goes")
+        made.states[start.external] = Status(state="preempted", reason="the node goes")
     reconciler.turn()
     # The first that waits is the first that is started, and not what would fit beside it.
     assert named(*(start.external for start in made.started[3:])) == [
@@ -206,7 +206,7 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
     assert team.job(large) == ("queued", "waits for 4 GPUs of NVIDIA H100: 2 free")
     assert "no executor has" in team.job(later[1])[1] and team.job(cpu)[0] == "running"
     for start in made.started:
-        made.states[start.external] = Seen(state="preempted", reason="over")
+        made.states[start.external] = Status(state="preempted", reason="over")
     for number in (first, after):
         team.cancel(number)
     reconciler.turn()
@@ -238,7 +238,7 @@ def test_what_is_gone_is_started_again_a_few_times(team: Team) -> None:
     for turn in range(1, MOST_LOST + 1):
         reconciler.turn()
         assert team.job(number)[0] == "running" and len(made.started) == turn
-        made.states[made.started[-1].external] = Seen(state="ended", reason=f"node {turn} burnt")
+        made.states[made.started[-1].external] = Status(state="ended", reason=f"node {turn} burnt")
     reconciler.turn()
     state, reason = team.job(number)
     assert state == "failed" and reason.startswith(
