@@ -257,10 +257,9 @@ def test_what_is_asked_for_is_tuned_on_this_machine(team: Team, sits: Sits, tmp_
     person = sits(LARGE, "light")
     person.go(f"/jobs/{number}")
     person.page.evaluate("window.stayed = true")
-    person.sees("torch default")
     link = person.page.get_by_role("link", name="See the record")
     link.wait_for(timeout=10 * WAITS_MS)
-    assert person.text("#now .state") == "done"
+    assert person.text("#now .state") == "done" and "torch default" in person.text("#now")
     assert person.page.evaluate("window.stayed"), "it was loaded again"
     assert tempfile.gettempdir() not in person.text("main")  # what lay there is gone
     link.click()
