@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
 from tests.face.commands import LAYERED
 from tests.service.serving import Answer, ask, begun
-from tests.service.test_serve import process
+from tests.service.test_serve import Process
 from tests.service.test_worker import few_trials
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -121,9 +122,11 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     url = f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
     kept = os.environ.get("ADVISOR_ARTEFACTS")
     artefacts = Path(kept) if kept else tmp_path_factory.mktemp("screenshots")
-    with process("--database", url) as server:
-        database = Database(url)
+    server, database = Process("--database", url), Database(url)
+    try:
         yield Team(server.port, server.token, database, artefacts)
+    finally:
+        server.stop(signal.SIGTERM)  # and what it tunes
         database.close()
 
 
