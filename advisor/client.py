@@ -14,17 +14,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from advisor.cache.stores.link import BYTES, JSON, Link
+from advisor.cache.stores.link import BYTES, JSON, Link, Unauthorized
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs.asked import Asked, where
+from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.states import LIVE, STATES
-from advisor.jobs.wanted import Wanted
+from advisor.jobs.submission import Submission
 
 PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
@@ -45,10 +46,10 @@ class Job:
         by: the name of the token that asked.
         created, changed: in Unix seconds of the server.
         record: the id of what it found, once it is done.
-        attempts: how often it was started.
+        attempt: the number of its last attempt, 0 before the first.
         new: that it was not asked for before; of `submit` alone.
-        tries, trials: of `Client.job` alone: each start, and each config that was measured, as the
-            server has them.
+        attempts, trials: of `Client.job` alone: each start, and each config that was measured, as
+            the server has them.
     """
 
     id: int
@@ -61,9 +62,9 @@ class Job:
     created: float = 0.0
     changed: float = 0.0
     record: str = ""
-    attempts: int = 0
+    attempt: int = 0
     new: bool = False
-    tries: tuple[Mapping[str, Any], ...] = ()
+    attempts: tuple[Mapping[str, Any], ...] = ()
     trials: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -191,27 +192,21 @@ class Client:
             env=env or {},
             force=force,
         )
-        return self.ask(Wanted.of(asked, Path(folder)))
+        return self.ask(Submission.of(asked, Path(folder)))
 
-    def ask(self, wanted: Wanted) -> Job:
+    def ask(self, submission: Submission) -> Job:
         """As `submit`, of what was checked and packed before. Code that is there is not sent."""
-        body = json.dumps(wanted.asked.plain).encode()
+        body = json.dumps(submission.asked.plain).encode()
         try:
-            return self._posted(body)
-        except RecordDamaged as exc:
-            if wanted.parcel is None or wanted.parcel.digest[:12] not in str(exc):
-                raise UsageError(str(exc)) from exc
-        try:
-            self._link.ask(
-                "PUT",
-                f"/api/archives/{wanted.parcel.digest}",
-                body=wanted.parcel.archive,
-                kind=BYTES,
-                patience_s=SENDING_S,
-            )
-            return self._posted(body)
+            status, data = self._posted(body)
+            if status == NEEDS_CODE and submission.parcel is not None:
+                self._send(submission.parcel)
+                status, data = self._posted(body)
         except RecordDamaged as exc:
             raise UsageError(str(exc)) from exc
+        if status == NEEDS_CODE:
+            raise UsageError(f"server {self.url}: {self._link.detail(data)}")
+        return self._job(self._link.read_json(data))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest jobs, of these states alone where some are given."""
@@ -252,6 +247,8 @@ class Client:
         while not ended:
             try:
                 said = self._said("GET", f"/api/jobs/{id:d}/log?after={after}")
+            except Unauthorized:
+                raise
             except StoreError:
                 if not (follow and begun) or time.monotonic() - seen > AWAY_S:
                     raise
@@ -281,11 +278,26 @@ class Client:
             raise self._link.foreign("no state in its answer")
         return str(state)
 
-    def _posted(self, body: bytes) -> Job:
-        return self._job(self._said("POST", "/api/jobs", body=body, kind=JSON))
+    def _posted(self, body: bytes) -> tuple[int, bytes]:
+        accepts = (NEEDS_CODE,)
+        return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
 
-    def _said(self, method: str, path: str, **how: Any) -> dict[str, Any]:
-        status, _headers, data = self._link.ask(method, path, accepts=(404,), **how)
+    def _send(self, parcel: Parcel) -> None:
+        self._link.ask(
+            "PUT",
+            f"/api/archives/{parcel.digest}",
+            body=parcel.archive,
+            kind=BYTES,
+            patience_s=SENDING_S,
+        )
+
+    def _said(self, method: str, path: str) -> dict[str, Any]:
+        return self._link.read_json(self._asked(method, path)[1])
+
+    def _asked(
+        self, method: str, path: str, accepts: Collection[int] = (), **how: Any
+    ) -> tuple[int, bytes]:
+        status, _headers, data = self._link.ask(method, path, accepts=(404, *accepts), **how)
         if status == 404:
             why = self._link.detail(data)
             if why in ("", "Not Found"):
@@ -294,7 +306,7 @@ class Client:
                     "path; ask who runs it"
                 )
             raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
-        return self._link.read_json(data)
+        return status, data
 
     def _job(self, plain: object) -> Job:
         try:

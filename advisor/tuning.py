@@ -516,7 +516,8 @@ def begun(
         "starts the command several times and ends it; checkpoints and logs that it saves "
         "itself are saved, reports to wandb, comet, mlflow and their like are off"
     )
-    progress.notice(f"its output: {log}")
+    if show is None:
+        progress.notice(f"its output: {log}")
     return Run(
         command, injected=INJECTED, log=log, deadline_s=deadline_s, show=show, options=options
     )

@@ -46,6 +46,7 @@ from advisor.cache.name import Name
 from advisor.cache.reader import Sought
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
+from advisor.service.executors import Room
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.service.test_serve import Process
@@ -145,7 +146,7 @@ class Bench:
     def beats(self) -> Iterator[Asked]:
         """Of a hundred attempts, each with a trial and a line of its log."""
         with self.database.writing() as session:
-            claimed = [attempts.claim(session, "here", "", 1) for _ in range(100)]
+            claimed = [attempts.claim(session, "here", Room(gpu="", gpus=1)) for _ in range(100)]
         for number in itertools.count():
             for one in claimed:
                 assert one is not None, "submit first"

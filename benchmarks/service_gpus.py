@@ -98,7 +98,7 @@ def main() -> None:
                 "budget": args.budget,
                 "state": job.state,
                 "reason": job.reason,
-                "tries": list(job.tries),
+                "attempts": list(job.attempts),
                 "by the server": advice.record and found(advice.record),
                 "by hand": found(hands[number]) if number < len(hands) else None,
             }

@@ -30,7 +30,7 @@ from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.client import Client, Job
-    from advisor.jobs.wanted import Wanted
+    from advisor.jobs.submission import Submission
 
 _ID = click.IntRange(1, 2**31 - 1)
 
@@ -107,7 +107,7 @@ def submit(
     place = {name: options.pop(name) for name in ("gpu", "gpus", "pip", "container")}
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.asked import Asked
-    from advisor.jobs.wanted import Wanted
+    from advisor.jobs.submission import Submission
     from advisor.report import jobs as shown
 
     cpu = given.get("device") == "cpu"
@@ -125,18 +125,18 @@ def submit(
         env=_environment(place["pip"], place["container"]),
     )
     client = _client(server)
-    wanted = Wanted.of(asked, Path.cwd())
-    if wanted.parcel is not None and not as_json:
-        for line in shown.travels(wanted.parcel):
+    submission = Submission.of(asked, Path.cwd())
+    if submission.parcel is not None and not as_json:
+        for line in shown.travels(submission.parcel):
             click.echo(line)
-    job = client.ask(wanted)
+    job = client.ask(submission)
     if not as_json:
         click.echo(_greeting(job, server))
         click.echo(f"watch   {client.page(job.id)}")
     if follow:
         ctx.exit(_followed(client, job.id, as_json))
     if as_json:
-        told = {"code": _code(wanted), "page": client.page(job.id)}
+        told = {"code": _code(submission), "page": client.page(job.id)}
         click.echo(json.dumps(dataclasses.asdict(job) | told))
 
 
@@ -156,11 +156,11 @@ def _greeting(job: Job, server: str | None) -> str:
     return f"job {job.id}: asked for before, the same; {job.state}"
 
 
-def _code(wanted: Wanted) -> dict[str, Any] | None:
-    if wanted.parcel is None:
+def _code(submission: Submission) -> dict[str, Any] | None:
+    if submission.parcel is None:
         return None
-    told = dataclasses.asdict(wanted.parcel)
-    return told | {"archive": len(wanted.parcel.archive), "root": str(wanted.parcel.root)}
+    told = dataclasses.asdict(submission.parcel)
+    return told | {"archive": len(submission.parcel.archive), "root": str(submission.parcel.root)}
 
 
 def _followed(client: Client, id: int, as_json: bool) -> int:

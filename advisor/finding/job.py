@@ -119,12 +119,13 @@ class _Sending:
             return f"no tuning is asked for: {why}"
         # Not before: a script that finds its record never imports what packs and sends.
         from advisor.client import Client
-        from advisor.jobs.wanted import Wanted
+        from advisor.jobs.submission import Submission
 
-        wanted = Wanted.of(self._asked, self._folder)
-        if wanted.parcel is not None and not script().resolve().is_relative_to(wanted.parcel.root):
-            raise UsageError(f"{script()} lies outside {wanted.parcel.root}, which would be sent")
-        job = Client(self._url).ask(wanted)
+        submission = Submission.of(self._asked, self._folder)
+        parcel = submission.parcel
+        if parcel is not None and not script().resolve().is_relative_to(parcel.root):
+            raise UsageError(f"{script()} lies outside {parcel.root}, which would be sent")
+        job = Client(self._url).ask(submission)
         with suppress(OSError):
             make_folder(stamp.parent)
             stamp.touch()

@@ -31,6 +31,8 @@ from advisor.errors import StoreError, UsageError, printable
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
+NEEDS_CODE = 428
+"""HTTP's status for what is asked of a server that has not the code for it: it is sent first."""
 MOST_PACKED = 32 * 2**20
 MOST_UNPACKED = 256 * 2**20
 MOST_FILES = 20_000

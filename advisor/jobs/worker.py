@@ -40,6 +40,7 @@ from advisor.cache.stores.link import BYTES, JSON
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs import parcel, token
 from advisor.jobs.asked import Asked
+from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import Guarded, how
 
@@ -56,9 +57,8 @@ PATIENCE_S = 10.0
 SAVE_S = 10.0
 """Between two savings of a search that is larger than SMALL."""
 SMALL = 2**18
-MOST_STUDY = 8 * 2**20
-MOST_SENT, MOST_TRIALS = 2**16, 200
-"""Bytes of output and number of trials that go along with one beat."""
+MOST_SENT = 2**16
+"""Bytes of output that go along with one beat."""
 MOST_REASON = 500
 UNFINISHED = 3
 """The exit code of `advisor tune --for` where its budget ended before anything was raced."""
@@ -92,7 +92,7 @@ class Stuck(AdvisorError):
     """This machine cannot do what is asked for."""
 
 
-class Line:
+class AttemptClient:
     """What an attempt says to its server, `begin` first.
 
     Raises, with every word:
@@ -265,9 +265,14 @@ class Working:
     """
 
     def __init__(
-        self, line: Line, folder: Path, *, away_s: float = AWAY_S, starts_s: float = STARTS_S
+        self,
+        server: AttemptClient,
+        folder: Path,
+        *,
+        away_s: float = AWAY_S,
+        starts_s: float = STARTS_S,
     ) -> None:
-        self._line, self._scratch = line, Scratch(folder)
+        self._server, self._scratch = server, Scratch(folder)
         self._away_s, self._starts_s = away_s, starts_s
         self._output, self._events = Tail(self._scratch.output), Tail(self._scratch.events)
         self._gpus: Callable[[], Sequence[Gpu]] = list
@@ -283,14 +288,14 @@ class Working:
         Raises:
             Dismissed: nothing more is wanted of it. StoreError: the server is away.
         """
-        self._patiently(self._line.begin)
+        self._patiently(self._server.begin)
         try:
             with _here(self._scratch.path):
                 self._scratch.make()
             outcome = self._outcome()
         except (Stuck, Refused, UsageError, RecordDamaged) as exc:
             outcome = Outcome(state="failed", reason=printable(" ".join(str(exc).split())))
-        self._patiently(lambda: self._line.end(outcome))
+        self._patiently(lambda: self._server.end(outcome))
 
     def _outcome(self) -> Outcome:
         asked = self._prepared()
@@ -306,11 +311,13 @@ class Working:
 
     def _prepared(self) -> Asked:
         """What is asked for, with its code and what was searched before in the folder."""
-        told = self._patiently(self._line.attempt)
+        told = self._patiently(self._server.attempt)
         asked = Asked.of(told["asked"])
-        code = self._patiently(lambda: self._line.archive(asked.archive)) if asked.archive else b""
+        code = b""
+        if asked.archive:
+            code = self._patiently(lambda: self._server.archive(asked.archive))
         studies = {
-            name: self._patiently(functools.partial(self._line.study, name))
+            name: self._patiently(functools.partial(self._server.study, name))
             for name in told["studies"]
         }
         with _here(self._scratch.path):
@@ -353,8 +360,8 @@ class Working:
             record = self._scratch.record()
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
-        server = Records(self._line.store, seal=Seal.from_environment())
-        self._patiently(lambda: server.put(record))
+        records = Records(self._server.store, seal=Seal.from_environment())
+        self._patiently(lambda: records.put(record))
         if not finished:
             raced = "its budget left no time to race anything; give a larger --budget"
             return Outcome(state="failed", reason=f"record {record.id}: {raced}")
@@ -365,7 +372,7 @@ class Working:
     def _words(self, asked: Asked) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
         tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
-        tune += ["--for", self._line.store.url]
+        tune += ["--for", self._server.store.url]
         return [
             *tune,
             *(["--show-output", "--", *asked.command] if asked.command else [asked.target]),
@@ -420,7 +427,7 @@ class Working:
                 "log": self._output.text(MOST_SENT),
                 "device": self._device,
             }
-        if not self._line.beat(self._unsent):
+        if not self._server.beat(self._unsent):
             raise Dismissed("nothing more is wanted of this attempt")
         new = bool(self._unsent["trials"] or self._unsent["log"])
         self._unsent = {}
@@ -430,7 +437,7 @@ class Working:
         for name, data in self._scratch.grown(last):
             # One that is too large is not resumed.
             with contextlib.suppress(Refused):
-                self._line.save(name, data)
+                self._server.save(name, data)
 
     def _tell_all(self) -> None:
         self._patiently(lambda: self._save(last=True))
@@ -500,8 +507,8 @@ def main(place: str = "") -> None:
     host.keep_private()
     scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
-        line = Line(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
-        working = Working(line, scratch)
+        server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
+        working = Working(server, scratch)
         signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
         if place:
             Path(place, "work").symlink_to(scratch)

@@ -43,7 +43,7 @@ def lines(job: Job) -> Iterator[str]:
     if job.reason:
         yield f"  {job.reason}"
     yield f"  on {job.where}, asked for by {job.by} {_ago(job.created)}"
-    for one in job.tries:
+    for one in job.attempts:
         why = f": {one['reason']}" if one.get("reason") else ""
         yield (
             f"  attempt {one.get('number')} {one.get('state')} on {one.get('executor')} "

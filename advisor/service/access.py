@@ -15,11 +15,13 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.errors import StoreError
+from advisor.jobs.bounds import MOST_STUDY
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
-from advisor.service.limits import Rate, Rates, bearer
+from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
+from advisor.service.loop import Loop
 from advisor.service.metrics import Metrics
 from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
@@ -31,6 +33,7 @@ WRITES = Rate(a_second=100, at_once=1000)
 GUESSES = Rate(a_second=1, at_once=30)
 """Tokens that are none, from one address."""
 COOKIE = "advisor_session"
+_GUESSED = "too many tokens that are none"
 _log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
@@ -48,6 +51,7 @@ class Service:
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
         retuning: what has stale records measured again.
+        loops: what else the server does, in threads of their own.
     """
 
     database: Database
@@ -57,11 +61,12 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     reads: Rates = field(default_factory=lambda: Rates(READS))
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
-    guesses: Rates = field(default_factory=lambda: Rates(GUESSES))
+    guesses: Guesses = field(default_factory=lambda: Guesses(GUESSES))
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
     retuning: Retuning = field(default_factory=Retuning)
+    loops: list[Loop] = field(default_factory=list)
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -80,29 +85,35 @@ class Service:
         Raises:
             HTTPException: it is none, or holds no more; or there were too many that were none.
         """
+        self.hear(token, address)
         with self.database.reading() as session:
             caller = tokens.find(session, token, address)
         if caller is None:
-            raise self.refused(address)
+            raise self.refused(token, address)
+        self.guesses.good(token)
         return caller
 
-    def refused(self, address: str) -> HTTPException:
+    def hear(self, token: str, address: str) -> None:
+        """Raise HTTPException where no more tokens are looked up."""
+        if not self.guesses.heard(token, address):
+            raise _busy(_GUESSED)
+
+    def refused(self, token: str, address: str) -> HTTPException:
         """What is said to who has a token that is none; after too many of them, to wait."""
-        if not self.guesses.take(address):
-            return _busy("too many tokens that are none")
-        return unknown()
+        return unknown() if self.guesses.wrong(token, address) else _busy(_GUESSED)
 
     def most(self, request: Request) -> int:
         """Bytes that the body of a request may have: many from nobody but who may send them."""
         role, most = ("submit", MOST_PACKED)
         if request.url.path.startswith("/api/attempt/"):
-            role, most = ("worker", attempts.MOST_STUDY)
+            role, most = ("worker", MOST_STUDY)
+        if not (token := bearer(request)):
+            return MAX_BYTES
         try:
-            with self.database.reading() as session:
-                caller = tokens.find(session, bearer(request), "")
-        except StoreError:  # the route says so
-            caller = None
-        return most if caller is not None and caller.may(role) else MAX_BYTES
+            caller = self.admit(token, self.address(request))
+        except (StoreError, HTTPException):  # the route says so
+            return MAX_BYTES
+        return most if caller.may(role) else MAX_BYTES
 
     def note(self, caller: Caller) -> None:
         """Note that a token is in use, where the database takes it: no answer waits for that."""
@@ -162,10 +173,13 @@ class Attempting:
     attempt: Attempt
 
 
-def _not_over(here: Here, bearer: _Bearer) -> None:
+def _not_over(request: Request, here: Here, bearer: _Bearer) -> None:
     """Tell a worker whose attempt was ended that it was, and not that it has no token."""
+    if bearer is None:
+        return
+    here.hear(bearer.credentials, here.address(request))
     with here.database.reading() as session:
-        if bearer is not None and attempts.over(session, bearer.credentials):
+        if attempts.over(session, bearer.credentials):
             raise HTTPException(409, "this attempt is over")
 
 
@@ -191,10 +205,11 @@ def starts(request: Request, here: Here, bearer: _Bearer) -> Starting:
     if bearer is None:
         raise unknown("a start token is asked for, as Authorization: Bearer TOKEN")
     address = here.address(request)
+    here.hear(bearer.credentials, address)
     with here.database.reading() as session:
         attempt = attempts.of_start(session, bearer.credentials)
     if attempt is None:
-        raise here.refused(address)
+        raise here.refused(bearer.credentials, address)
     here.limit(attempt.token, writes=True)
     return Starting(attempt, address)
 

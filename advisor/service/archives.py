@@ -8,13 +8,17 @@ from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
 from advisor.service.schema import Archive, Attempt, Item, Job
 from advisor.service.tokens import Caller, note
 
-KEPT_S = 7 * 86_400.0
+KEPT_S = 7 * DAY_S
 """Since a job last asked for it."""
 _GZIP = b"\x1f\x8b\x08"
+
+
+class NoCode(UsageError):
+    """An archive that is asked for is not here."""
 
 
 def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:

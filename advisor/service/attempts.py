@@ -20,7 +20,8 @@ from advisor.jobs.asked import Asked, is_meant
 from advisor.jobs.states import WAITING
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
+from advisor.service.executors import Room
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
@@ -34,9 +35,9 @@ REST_S, MOST_REST_S = 30.0, 600.0
 """Before a job whose worker could not begin is claimed again, doubled each time; and at most."""
 PATIENCE_S = 600.0
 """How long a job lets smaller ones pass that came later."""
-MOST_STUDY, MOST_STUDIES = 8 * 2**20, 16
-"""Bytes of one file of a search, and how many there may be."""
-_TOKEN_S = 86_400.0
+MOST_STUDIES = 16
+"""Files of one search."""
+_TOKEN_S = DAY_S
 """What an attempt's token holds beyond twice the time that it is to measure."""
 _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
@@ -59,39 +60,47 @@ class Claimed:
     token: str
 
 
-def claim(session: Session, executor: str, gpu: str, gpus: int, total: int = 0) -> Claimed | None:
-    """Take the first job that goes where so many GPUs of this name are free; None for none.
+def claim(session: Session, executor: str, room: Room) -> Claimed | None:
+    """Take the first job that fits a room; None for none.
 
     Args:
-        gpus: 0 for the CPU alone, where only jobs go that ask for it.
-        total: of these GPUs, where they are left free for a job that has waited for so many for
-            long; 0: they are not.
+        room: one with a `total` is left free for a job that has waited for more of it for long.
     """
     at = now(session)
+    while (job := _first(session, room, at)) is not None:
+        try:
+            asked = Asked.of(json.loads(job.asked))
+        except UsageError as exc:  # another version of advisor took it
+            jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
+        else:
+            return _claimed(session, job, asked, executor)
+    return None
+
+
+def _first(session: Session, room: Room, at: float) -> Job | None:
+    """The first job that fits a room, locked, unless one that waits for more of it goes first."""
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(WAITING)).distinct())
-    fitting = [kind for kind in kinds if is_meant(kind, gpu)]
+    fitting = [kind for kind in kinds if is_meant(kind, room.gpu)]
     due = (Job.state.in_(WAITING), Job.due <= at, Job.gpu.in_(fitting))
-    fits = Job.gpus.between(1, gpus) if gpus else Job.gpus == 0
+    fits = Job.gpus.between(1, room.gpus) if room.gpus else Job.gpus == 0
     query = select(Job).where(*due, fits).order_by(Job.id).limit(1)
-    large = (Job.gpus > gpus, Job.gpus <= total, Job.changed <= at - PATIENCE_S)
+    large = (Job.gpus > room.gpus, Job.gpus <= room.total, Job.changed <= at - PATIENCE_S)
     first = session.scalar(select(func.min(Job.id)).where(*due, *large))
     if first is not None:
         query = query.where(Job.id < first)
     job = session.scalar(query.with_for_update(skip_locked=True))
-    if job is None:
-        if first is not None:
-            jobs.because(session, [*due, fits, Job.id > first], f"lets job {first} go first")
-        return None
-    try:
-        asked = Asked.of(json.loads(job.asked))
-    except UsageError as exc:  # another version of advisor took it
-        jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
-        return claim(session, executor, gpu, gpus, total)
+    if job is None and first is not None:
+        jobs.because(session, [*due, fits, Job.id > first], f"lets job {first} go first")
+    return job
+
+
+def _claimed(session: Session, job: Job, asked: Asked, executor: str) -> Claimed:
+    """Another attempt at a job that is locked."""
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
     expires = time.time() + 2 * asked.plan.seconds + _TOKEN_S
-    token, start = tokens.lend(session, external, expires), made()
+    token, start, at = tokens.lend(session, external, expires), made(), now(session)
     attempt = Attempt(
         job=job.id,
         number=job.attempts,
@@ -117,7 +126,8 @@ def claim(session: Session, executor: str, gpu: str, gpus: int, total: int = 0) 
 
 
 def put_back(session: Session, attempt: int, reason: str) -> bool:
-    """Undo a claim that could not be placed, of which nothing was started; whether it was so."""
+    """Undo a claim that could not be placed, of which nothing has begun; whether it was so. What
+    was started all the same, as where no answer came, is refused when it begins."""
     found = _locked(session, attempt)
     if found is None or found[1].begun is not None:
         return False

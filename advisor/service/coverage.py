@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Subquery, and_, func, select
 from sqlalchemy.orm import Session
 
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
 from advisor.service.schema import Attempt, Item, Job, Lookup
 
 DAYS = 30
-_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ class Saved:
 
 def spent(session: Session) -> float:
     """GPU hours that attempts took."""
-    since = now(session) - DAYS * _DAY_S
+    since = now(session) - DAYS * DAY_S
     until = func.coalesce(Attempt.ended, Attempt.beat)
     seconds = select(func.sum((until - Attempt.started) * Job.gpus)).select_from(Attempt)
     query = seconds.join(Job, Attempt.job == Job.id).where(Attempt.started > since)
@@ -144,7 +143,7 @@ def outdated(session: Session, most: int = 10) -> list[Wanted]:
         select(Lookup.device, func.max(Lookup.model), *of_record, number)
         .join(last, Lookup.place == last.c.place)
         .join(came, and_(*same))
-        .where(_lately(), Lookup.outcome == "stale", Lookup.day * _DAY_S > came.c.stored)
+        .where(_lately(), Lookup.outcome == "stale", Lookup.day * DAY_S > came.c.stored)
         .group_by(Lookup.device, *of_record)
         .order_by(number.desc(), last.c.id)
         .limit(most)
@@ -158,7 +157,7 @@ def outdated(session: Session, most: int = 10) -> list[Wanted]:
 
 
 def _lately() -> ColumnElement[bool]:
-    return Lookup.day > int(time.time() // _DAY_S) - DAYS
+    return Lookup.day > int(time.time() // DAY_S) - DAYS
 
 
 def _newest() -> Subquery:

@@ -61,7 +61,8 @@ class Database:
         if self._lite:
             event.listen(self._engine, "connect", _on_connect)
             event.listen(self._engine, "begin", _on_begin)
-        self._writer = self._engine.execution_options(writes=True)
+        writes: dict[str, Any] = {} if self._lite else {"isolation_level": "READ COMMITTED"}
+        self._writer = self._engine.execution_options(writes=True, **writes)
 
     @property
     def there(self) -> bool:
@@ -102,7 +103,7 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that sees one state and keeps nothing.
+        """A session that sees one state, that of its first query, and keeps nothing.
 
         Raises:
             StoreError: the database does not answer.
@@ -138,6 +139,9 @@ class Database:
             raise StoreError(f"database {self.url}: {reason}") from exc
 
 
+DAY_S = 86_400.0
+
+
 class _Now(FunctionElement[float]):
     """The database's clock: those of several servers differ."""
 
@@ -164,7 +168,10 @@ _POSTGRESQL: dict[str, Any] = {
     "connect_timeout": WAITS_S // 2,
     "application_name": "advisor serve",
     "options": f"-c statement_timeout={WAITS_S}s -c lock_timeout={WAITS_S}s "
-    f"-c idle_in_transaction_session_timeout={WAITS_S}s",
+    f"-c idle_in_transaction_session_timeout={WAITS_S}s "
+    # For readers, as SQLite's have it: what several queries find goes together. A writer, which
+    # waits for others' locks, has to see what they did.
+    r"-c default_transaction_isolation=repeatable\ read",
 }
 
 

@@ -105,7 +105,7 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
         "ended": ended,
         "may_cancel": not ended and caller.may("submit") and (own or caller.may("admin")),
         "facts": list(_facts(told)),
-        "tries": told["tries"][::-1],
+        "attempts": told["attempts"][::-1],
         "chart": throughput(told),
         "table": _trials(told["trials"]),
     }
@@ -116,13 +116,13 @@ def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "asked for", f"{day(told['created'])} UTC"
     yield f"{told['state']} since", f"{day(told['changed'])} UTC"
     yield "where", where(told["gpu"], told["gpus"])
-    if told["tries"] and told["tries"][-1]["device"]:
-        yield "on", told["tries"][-1]["device"]
+    if told["attempts"] and told["attempts"][-1]["device"]:
+        yield "on", told["attempts"][-1]["device"]
 
 
 def throughput(told: Mapping[str, Any]) -> Timeline | None:
     """A job's trials since it was first started; None where there is none."""
-    began = min((one["started"] for one in told["tries"]), default=0.0)
+    began = min((one["started"] for one in told["attempts"]), default=0.0)
     trials = told["trials"]
     # The baseline, at the user's batch, is tried first.
     own = next((trial["batch"] for trial in trials if trial["batch"]), None)
@@ -226,16 +226,15 @@ def over(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How far a page has come: the job without its trials, how many they are, the log's place."""
+    """How far a page has come: the job's mark, the log's place."""
 
-    job: object
-    trials: int
+    mark: object
     after: int
 
 
 async def _parts(request: Request, here: Service, number: int, after: int) -> AsyncIterator[str]:
     """Until the job is over, the server stops or it lasted long enough."""
-    seen, goes_on, until = _Seen(None, 0, after), True, time.monotonic() + LASTS_S
+    seen, goes_on, until = _Seen(None, after), True, time.monotonic() + LASTS_S
     while goes_on and not here.stopping.is_set() and time.monotonic() < until:
         text, seen, goes_on = await run_in_threadpool(_news, request, here, number, seen)
         yield _event(text, seen.after) if text else ": \n\n"  # whoever hung up is noticed
@@ -251,15 +250,14 @@ def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[st
         caller = tokens.logged_in(session, cookie, here.address(request))
         if caller is None:
             return rendered(request, "session_over.html"), seen, False
-        what = _now(session, _job(session, number), caller)
-        log = jobs.log(session, number, seen.after)
+        mark, log = jobs.mark(session, number), jobs.log(session, number, seen.after)
+        changed = mark != seen.mark
+        what = _now(session, _job(session, number), caller) if changed else {}
     assert log is not None
-    job, trials = {**what["job"], "trials": None}, len(what["job"]["trials"])
-    changed = (job, trials) != (seen.job, seen.trials)
     if not changed and not log.text:
         return "", seen, not log.ended
     text = rendered(request, "job_news.html", caller, **what, changed=changed, log=log.text)
-    return text, _Seen(job, trials, log.next), not log.ended
+    return text, _Seen(mark, log.next), not log.ended
 
 
 def _event(text: str, id: int) -> str:

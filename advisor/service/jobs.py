@@ -24,7 +24,7 @@ from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
-from advisor.service.database import now
+from advisor.service.database import DAY_S, now
 from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
@@ -38,7 +38,7 @@ MOST_LOG = 4 * 2**20
 MOST_TEXT = 2**19
 """Characters of a log in one answer."""
 _MOST_PIECES = 2000
-LOG_KEPT_S, STUDIES_KEPT_S = 30 * 86_400.0, 86_400.0
+LOG_KEPT_S, STUDIES_KEPT_S = 30 * DAY_S, DAY_S
 """Since a job was over."""
 _REASON = 500
 _STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -58,13 +58,13 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
     done again.
 
     Raises:
-        UsageError: its archive is not there, or this token has too many jobs.
+        NoCode: its archive is not here. UsageError: this token has too many jobs.
     """
     if found := _same(session, asked):
         return Submitted(job=found, new=False)
     at = now(session)
     if asked.archive and not archives.use(session, asked.archive, at):
-        raise UsageError(f"archive {asked.archive[:12]}: is not here; send it first")
+        raise archives.NoCode(f"archive {asked.archive[:12]}: is not here; send it first")
     live = select(func.count()).where(Job.token == by.token, Job.state.in_(LIVE))
     if (session.scalar(live) or 0) >= MOST_LIVE:
         raise UsageError(f"{MOST_LIVE} jobs of this token are not done yet; wait, or cancel some")
@@ -150,7 +150,7 @@ _SHOWN = ("id", "state", "reason", "what", "gpu", "gpus", "created", "changed", 
 
 
 def _line(job: Job, by: str) -> dict[str, Any]:
-    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempts": job.attempts}
+    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempt": job.attempts}
 
 
 def listed(
@@ -166,7 +166,7 @@ def listed(
     return found[:most], len(found) > most
 
 
-_TRY = ("number", "executor", "device", "state", "reason", "started", "ended")
+_ATTEMPT = ("number", "executor", "device", "state", "reason", "started", "ended")
 _TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
 
 
@@ -176,22 +176,23 @@ def told(session: Session, number: int) -> dict[str, Any] | None:
     found = session.execute(query).first()
     if found is None:
         return None
-    tries = session.scalars(select(Attempt).where(Attempt.job == number).order_by(Attempt.number))
+    attempts = select(Attempt).where(Attempt.job == number).order_by(Attempt.number)
     return {
         **_line(*found),
-        "tries": [{name: getattr(one, name) for name in _TRY} for one in tries],
+        "attempts": [
+            {name: getattr(one, name) for name in _ATTEMPT} for one in session.scalars(attempts)
+        ],
         "trials": trials(session, number),
     }
 
 
-def trials(session: Session, number: int, skip: int = 0) -> list[dict[str, Any]]:
-    """A job's trials in the order in which they came, without the first ones."""
+def trials(session: Session, number: int) -> list[dict[str, Any]]:
+    """A job's trials in the order in which they came."""
     query = (
         select(Trial, Attempt.number)
         .join(Attempt, Trial.attempt == Attempt.id)
         .where(Trial.job == number)
         .order_by(Trial.at, Attempt.number, Trial.number)
-        .offset(skip)
         .limit(MOST_TRIALS)
     )
     return [
@@ -200,11 +201,15 @@ def trials(session: Session, number: int, skip: int = 0) -> list[dict[str, Any]]
     ]
 
 
-def state(session: Session, number: int) -> dict[str, Any] | None:
-    """How a job is; None where there is none."""
-    columns = (Job.state, Job.reason, Job.record, Job.changed, Job.attempts)
-    found = session.execute(select(*columns).where(Job.id == number)).first()
-    return None if found is None else dict(found._mapping)
+def mark(session: Session, number: int) -> Sequence[object]:
+    """What is another whenever `told` tells something new of a job, at the cost of one small query:
+    only its last attempt changes, and its trials only become more."""
+    count = select(func.count()).where(Trial.job == number).scalar_subquery()
+    last = (Attempt.job == Job.id) & (Attempt.number == Job.attempts)
+    of_last = (Attempt.state, Attempt.reason, Attempt.device)
+    query = select(Job.state, Job.reason, Job.changed, Job.attempts, *of_last, count)
+    found = session.execute(query.join(Attempt, last, isouter=True).where(Job.id == number))
+    return tuple(found.one())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

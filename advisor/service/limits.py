@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from advisor.cache.codec import MAX_BYTES
+from advisor.jobs.token import digest
 
 BODY_S, LARGE_S = 10.0, 60.0
 """For a whole body to come; for one of LARGE."""
@@ -29,7 +31,7 @@ HEADERS = {
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -154,12 +156,54 @@ class Rates:
 
     def take(self, who: Hashable) -> bool:
         """Whether they may once more, now."""
-        now = time.monotonic()
         with self._lock:
-            left, at = self._left.pop(who, (self._rate.at_once, now))
-            left = min(self._rate.at_once, left + (now - at) * self._rate.a_second)
+            left = self._now(who)
             may = left >= 1
-            self._left[who] = left - may, now
-            if len(self._left) > _MOST_KNOWN:
-                self._left.popitem(last=False)
+            self._left[who] = left - may, time.monotonic()
+            _note(self._left, who)
             return may
+
+    def spent(self, who: Hashable) -> bool:
+        """Whether they may not, now."""
+        with self._lock:
+            return self._now(who) < 1
+
+    def _now(self, who: Hashable) -> float:
+        now = time.monotonic()
+        left, at = self._left.get(who, (self._rate.at_once, now))
+        return min(self._rate.at_once, left + (now - at) * self._rate.a_second)
+
+
+class Guesses:
+    """Tokens that are none, by the addresses that they come from. Where there were too many, none
+    is looked up any more but those that were good before: a flood costs the database nothing, and
+    who works at the same address nothing either."""
+
+    def __init__(self, rate: Rate) -> None:
+        self._wrong = Rates(rate)
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def heard(self, token: str, address: str) -> bool:
+        """Whether this token may be looked up."""
+        with self._lock:
+            good = digest(token) in self._good
+        return good or not self._wrong.spent(address)
+
+    def good(self, token: str) -> None:
+        with self._lock:
+            self._good[digest(token)] = None
+            _note(self._good, digest(token))
+
+    def wrong(self, token: str, address: str) -> bool:
+        """Whether that may be said, as there were not too many."""
+        with self._lock:
+            self._good.pop(digest(token), None)
+        return self._wrong.take(address)
+
+
+def _note(known: OrderedDict[Any, Any], last: Hashable) -> None:
+    """Forget the one that was not met for longest, where there are too many."""
+    known.move_to_end(last)
+    if len(known) > _MOST_KNOWN:
+        known.popitem(last=False)

@@ -27,6 +27,7 @@ from advisor.report.sections import report
 from advisor.service import coverage, jobs, records, retuning, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
+from advisor.service.database import DAY_S
 from advisor.service.records import Fleet, Kept, Question
 from advisor.service.roles import ROLES
 from advisor.service.routes.admin import EVENTS
@@ -42,7 +43,6 @@ _STATIC = {
     "htmx-4.0.1.min.js": "text/javascript",
     "hx-sse-4.0.1.min.js": "text/javascript",
 }
-_DAY_S = 86_400.0
 _MOST_STALE = 10
 _MOST_FIELDS = 20
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
@@ -80,13 +80,22 @@ async def sent(request: Request) -> dict[str, str]:
     Raises:
         HTTPException: another site sent it, or it is no form.
     """
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+    if not _is_own(request):
         raise HTTPException(403, "another site sent this form")
     try:
         text = (await request.body()).decode("ascii")
         return dict(parse_qsl(text, strict_parsing=bool(text), max_num_fields=_MOST_FIELDS))
     except ValueError as exc:
         raise HTTPException(422, "no form") from exc
+
+
+def _is_own(request: Request) -> bool:
+    """Whether a page of this server sent a form. Over plain HTTP to another host browsers say no
+    more than its origin, which `Referrer-Policy` lets them; what is no browser says nothing."""
+    site = request.headers.get("sec-fetch-site", "")
+    if not site and (origin := request.headers.get("origin", "")):
+        return origin.partition("://")[2] == request.headers.get("host", "")
+    return site in ("same-origin", "none", "")
 
 
 Sent = Annotated[dict[str, str], Depends(sent)]
@@ -362,7 +371,7 @@ def make(request: Request, here: Here, caller: Admin, form: OwnForm) -> HTMLResp
         days = form.get("days", "")
         if days and not (days.isdecimal() and days.isascii() and 0 < len(days) < 6):
             raise UsageError("days: expected a number, or nothing for ever")
-        expires = time.time() + int(days) * _DAY_S if days else None
+        expires = time.time() + int(days) * DAY_S if days else None
         with here.database.writing() as session:
             _token, made = tokens.make(
                 session, form.get("name", ""), form.get("role", ""), expires, caller

@@ -8,27 +8,31 @@ the state that it leaves.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from advisor.errors import StoreError
 from advisor.jobs.asked import is_meant
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
+from advisor.service.loop import Loop
 from advisor.service.schema import Job
 
 EVERY_S = 2.0
 SILENT_S = 5 * LEASE_S
 """After which an attempt whose executor sees it run, and which does not beat, is given up."""
-_UNKNOWN = Seen(state="unknown", reason="its executor knows nothing of it")
+_UNKNOWN = Status(state="unknown", reason="its executor knows nothing of it")
 _log = logging.getLogger("advisor")
 
 
 class Reconciler:
-    """A thread of a server.
+    """Of one server.
+
+    Attributes:
+        loop: its turns.
 
     Args:
         server_url: where workers find a server of this database.
@@ -45,30 +49,23 @@ class Reconciler:
     ) -> None:
         self._database, self._executors, self._server_url = database, executors, server_url
         self._now = now
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+        self.loop = Loop("reconciler", EVERY_S, self.turn)
         self._last = self._since = now()
         self._away: dict[str, str] = {}
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         """Look at nothing any more, and end what runs on this machine: its workers save what they
         have, and say that they were preempted, to this server."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self.loop.close()
         for executor in self._executors:
             executor.close()
 
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self.turn()
-            self._closing.wait(EVERY_S)
-
     def turn(self) -> None:
-        """Look at everything once. A database that does not answer is asked again the next time."""
+        """Look at everything once.
+
+        Raises:
+            StoreError: the database does not answer.
+        """
         if self._now() - self._last > LEASE_S / 2:
             self._since = self._now()  # this machine slept, and so did its workers
         try:
@@ -76,10 +73,11 @@ class Reconciler:
             self._lose_silent()
             if self._executors:
                 self._tell(rooms)
-        except StoreError as exc:
+        except StoreError:
             self._since = self._now()
-            _log.warning("jobs are not looked at: %s", exc)
-        self._last = self._now()
+            raise
+        finally:
+            self._last = self._now()
 
     @property
     def _hears(self) -> bool:
@@ -105,13 +103,13 @@ class Reconciler:
             running = attempts.running(session, executor.name)
         if not running:
             return
-        seen = executor.seen([one.external for one in running])
+        found = executor.status([one.external for one in running])
         for one in running:
-            self._judge(executor, one, seen.get(one.external, _UNKNOWN))
+            self._judge(executor, one, found.get(one.external, _UNKNOWN))
 
-    def _judge(self, executor: Executor, one: Running, seen: Seen) -> None:
+    def _judge(self, executor: Executor, one: Running, status: Status) -> None:
         """Do what follows from what an executor sees of an attempt."""
-        if seen.state == "running":
+        if status.state == "running":
             late = self._hears and one.silent_s > SILENT_S
             if late:
                 with self._database.writing() as session:
@@ -119,15 +117,15 @@ class Reconciler:
             if late or one.unwanted:
                 executor.stop(one.external)
             return
-        if seen.state == "unknown" and one.silent_s <= LEASE_S:
+        if status.state == "unknown" and one.silent_s <= LEASE_S:
             return  # another server starts it now
         with self._database.writing() as session:
             if one.unwanted:
                 attempts.stopped(session, one.attempt)
-            elif seen.state == "preempted":
-                attempts.preempt(session, one.attempt, seen.reason)
+            elif status.state == "preempted":
+                attempts.preempt(session, one.attempt, status.reason)
             else:
-                attempts.lose(session, one.attempt, seen.reason or "it ended without a word")
+                attempts.lose(session, one.attempt, status.reason or "it ended without a word")
         executor.stop(one.external)
 
     def _lose_silent(self) -> None:
@@ -155,23 +153,29 @@ class Reconciler:
             rooms = executor.room() if waits else []
             # Of each kind one room is left free for what needs much of it.
             kept = {room.gpu: room for room in sorted(rooms, key=lambda one: (one.total, one.gpus))}
-            if not any(self._started(executor, room, kept[room.gpu] is room) for room in rooms):
+            open_to = [one if kept[one.gpu] is one else replace(one, total=0) for one in rooms]
+            if not any(self._started(executor, room) for room in open_to):
                 return rooms
 
-    def _started(self, executor: Executor, room: Room, kept: bool) -> bool:
-        """Whether something was started in a room, which is `kept` for what has waited for long."""
+    def _started(self, executor: Executor, room: Room) -> bool:
+        """Whether something was started in a room.
+
+        Raises:
+            ExecutorAway: it does not answer; it is as if nothing had been claimed.
+        """
         if room.gpu and not room.gpus:
             return False
-        total = room.total if kept else 0
         with self._database.writing() as session:
-            claimed = attempts.claim(session, executor.name, room.gpu, room.gpus, total)
+            claimed = attempts.claim(session, executor.name, room)
         if claimed is None:
             return False
         try:
             device = executor.start(self._start_of(claimed))
-        except Unplaceable as exc:
+        except (Unplaceable, ExecutorAway) as exc:
             with self._database.writing() as session:
                 attempts.put_back(session, claimed.attempt, str(exc))
+            if isinstance(exc, ExecutorAway):
+                raise
             return False
         with self._database.writing() as session:
             attempts.placed(session, claimed.attempt, device)
@@ -201,7 +205,7 @@ def why_waits(job: Job, rooms: Sequence[Room]) -> tuple[str, bool]:
     for."""
     if not job.gpus:
         fit = any(not room.gpu for room in rooms)
-        return ("" if fit else "waits for a CPU that nothing is measured on"), True
+        return ("" if fit else "waits for a CPU that nothing is measured on"), bool(rooms)
     named = [room for room in rooms if room.gpu and is_meant(job.gpu, room.gpu)]
     if any(room.gpus >= job.gpus for room in named):
         return "", True

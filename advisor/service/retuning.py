@@ -18,12 +18,11 @@ from advisor.jobs.asked import Asked
 from advisor.jobs.states import LIVE
 from advisor.service import archives, coverage, jobs, tokens
 from advisor.service.coverage import Wanted
-from advisor.service.database import Database, now
+from advisor.service.database import DAY_S, Database, now
 from advisor.service.executors import Executor, ExecutorAway, Room
 from advisor.service.schema import Attempt, Job, Token
 from advisor.service.tokens import Caller
 
-DAY_S = 86_400.0
 RESTS_S: Mapping[str, float] = {"failed": DAY_S, "done": 7 * DAY_S, "cancelled": 7 * DAY_S}
 """How long a job for a record was over, before there is another for the same."""
 _NEXT = "is next, as far as the budget goes"

@@ -26,7 +26,7 @@ from advisor.opening import refusal
 from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
-from advisor.service.database import Database
+from advisor.service.database import DAY_S, Database
 from advisor.service.executors.schemes import open_executors
 from advisor.service.reconcile import Reconciler
 from advisor.service.retuning import Retuning
@@ -41,7 +41,6 @@ _FILES = 500
 _IDLE_S = 75
 _STUCK_S = 10.0
 """For the head of a request to come, and for any of an answer to be read."""
-_DAY_S = 86_400.0
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
 _LEAVES_S = 0.05
@@ -194,7 +193,8 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        reconciler.start()
+        reconciler.loop.start()
+        service.loops.append(reconciler.loop)
         with upkeep(service):
             Server(config, service.stopping, reconciler.close).run(sockets=[listening])
     finally:
@@ -218,7 +218,7 @@ def new_token(database: Database, name: str, role: str, days: int | None) -> str
     database.start(refuse)
     try:
         with database.writing() as session:
-            expires = None if days is None else time.time() + days * _DAY_S
+            expires = None if days is None else time.time() + days * DAY_S
             return tokens.make(session, name, role, expires, None)[1]
     finally:
         database.close()

@@ -92,7 +92,7 @@ class Event(Base):
     __tablename__ = "events"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    at: Mapped[float] = mapped_column(index=True)
+    at: Mapped[float]
     token: Mapped[int | None] = mapped_column(ForeignKey("tokens.id"))
     action: Mapped[str]
     subject: Mapped[str]
@@ -123,6 +123,8 @@ class Job(Base):
         Index("jobs_of_key", "key"),
         Index("jobs_of_state", "state", "id"),
         Index("jobs_of_archive", "archive"),
+        Index("jobs_of_record", "record"),
+        Index("jobs_of_token", "token"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -160,6 +162,7 @@ class Attempt(Base):
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
+        Index("attempts_of_started", "started"),
         Index("attempts_of_start", "start", unique=True),
     )
 

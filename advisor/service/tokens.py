@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import exists, select
+from sqlalchemy import delete, exists, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -156,6 +156,11 @@ def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
 def log_out(session: Session, cookie: str) -> None:
     if there := session.get(schema.Session, digest(cookie)):
         session.delete(there)
+
+
+def tidy(session: Session) -> None:
+    """Forget sessions that are over."""
+    session.execute(delete(schema.Session).where(schema.Session.expires < time.time()))
 
 
 def form_key(cookie: str) -> str:

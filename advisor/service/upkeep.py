@@ -4,52 +4,50 @@ measured again what is stale."""
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import math
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from advisor.errors import StoreError
 from advisor.jobs.states import LIVE
-from advisor.service import archives, jobs, lookups
+from advisor.service import archives, jobs, lookups, tokens
 from advisor.service.access import Service
+from advisor.service.loop import Loop
 
 EVERY_S = 30.0
 TIDIES_S, RETUNES_S = 3600.0, 600.0
-_log = logging.getLogger("advisor")
+
+Chore = Callable[[Service], None]
 
 
 @contextlib.contextmanager
 def upkeep(service: Service) -> Iterator[None]:
     """From now on until it is left, and a last time then."""
-    thread = threading.Thread(target=_keep_up, args=(service,), name="upkeep", daemon=True)
-    thread.start()
+    loop = Loop("upkeep", EVERY_S, functools.partial(_turn, service, {}))
+    loop.start()
+    service.loops.append(loop)
     try:
         yield
     finally:
         service.stopping.set()
-        thread.join()
+        loop.close()
+        loop.once()
 
 
-def _keep_up(service: Service) -> None:
-    chores = {tidy: TIDIES_S, retune: RETUNES_S}
-    done, stopping = dict.fromkeys(chores, -math.inf), False
-    while not stopping:
-        stopping = service.stopping.wait(EVERY_S)
-        try:
-            service.lookups.flush(service.database)
-            for chore, every_s in chores.items():
-                if not stopping and time.monotonic() - done[chore] > every_s:
-                    chore(service)
-                    done[chore] = time.monotonic()
-        except StoreError as exc:
-            _log.warning("upkeep: %s", exc)
+def _turn(service: Service, done: dict[Chore, float]) -> None:
+    """Do what is due; `done`: each chore's last time."""
+    service.lookups.flush(service.database)
+    for chore, every_s in ((tidy, TIDIES_S), (retune, RETUNES_S)):
+        due = time.monotonic() - done.get(chore, -math.inf) > every_s
+        if due and not service.stopping.is_set():
+            chore(service)
+            done[chore] = time.monotonic()
 
 
 def tidy(service: Service) -> None:
     """Remove what is old and nobody needs."""
     with service.database.writing() as session:
+        tokens.tidy(session)
         jobs.tidy(session)
         archives.tidy(session, LIVE)
         lookups.tidy(session)

@@ -38,6 +38,10 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{8,512}")
 _LISTED = re.compile(r"(https?://\S+)\s+(\S+)")
 
 
+class Unauthorized(StoreError):
+    """The token holds no more, or may not do that: no waiting helps."""
+
+
 class Link:
     """http[s]://HOST[:PORT][/PATH][?timeout=250ms&insecure=1].
 
@@ -107,7 +111,8 @@ class Link:
             patience_s: 0 for the link's own.
 
         Raises:
-            StoreError: nobody answers, or with a refusal. RecordDamaged: of what was sent.
+            StoreError: nobody answers, or with a refusal. Unauthorized: of the token.
+            RecordDamaged: of what was sent.
             UsageError: the token is none, or others can read its file.
         """
         patience_s = patience_s or self.patience_s
@@ -214,7 +219,9 @@ class Link:
     def _refused(self, status: int, headers: Mapping[str, str], data: bytes) -> StoreError:
         what = f"{self._shown}: {self.detail(data) or f'HTTP {status}'}"
         if status == 401:
-            return StoreError(f"{what}; set ADVISOR_TOKEN to one of this server's")
+            return Unauthorized(f"{what}; set ADVISOR_TOKEN to one of this server's")
+        if status == 403:
+            return Unauthorized(what)
         if status in (301, 302, 303, 307, 308):
             where = headers.get("location", "elsewhere").partition("?")[0][:200]
             return StoreError(f"{self._shown}: sends on to {where}; name that server itself")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from sqlalchemy import event
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED, Seal
@@ -86,6 +87,23 @@ def token(database: Database, role: str, expires: float | None = None) -> str:
         return tokens.make(session, f"a {role}", role, expires, None)[1]
 
 
+@contextlib.contextmanager
+def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
+    """What a database is asked while this goes on: each statement with its values."""
+    asked: list[tuple[str, Any]] = []
+
+    def note(
+        _connection: object, _cursor: object, statement: str, values: Any, *_more: object
+    ) -> None:
+        asked.append((statement, values))
+
+    event.listen(database._engine, "before_cursor_execute", note)
+    try:
+        yield asked
+    finally:
+        event.remove(database._engine, "before_cursor_execute", note)
+
+
 def begun(database: Database, one: Claimed) -> str:
     """The token for which a worker exchanges what it was started with."""
     own = made()
@@ -103,7 +121,7 @@ def fresh(served: Served) -> None:
                 session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "retuning"):
+    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "retuning", "loops"):
         setattr(service, name, getattr(began, name))
 
 

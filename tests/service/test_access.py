@@ -13,15 +13,15 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from sqlalchemy import select
 
 from advisor.errors import UsageError
-from advisor.jobs.token import PREFIX, digest
+from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
 from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.job_pages import job_pages
-from advisor.service.limits import Rate, Rates
+from advisor.service.limits import Guesses, Rate, Rates
 from advisor.service.pages import site
 from advisor.service.routes import admin, attempts, health, jobs, records
-from tests.service.serving import Served, serving, token
+from tests.service.serving import Served, serving, statements, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
@@ -82,7 +82,7 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
         assert caller is not None and tokens.revoke(session, caller.token, caller)
     late = token(served.database, "admin", expires=time.time() + 0.2)
     time.sleep(0.3)
-    served.service.guesses = Rates(Rate(a_second=1e6, at_once=1e6))
+    served.service.guesses = Guesses(Rate(a_second=1e6, at_once=1e6))
     wrong = {
         "none": "",
         "wrong": PREFIX + "x" * 43,
@@ -228,11 +228,23 @@ def test_tokens_that_are_not_made(served: Served) -> None:
 
 
 def test_guesses_are_few_and_cost_others_nothing(served: Served) -> None:
-    served.service.guesses = Rates(Rate(a_second=1e-6, at_once=3))
-    said = [served.ask("GET", "/api/self", headers={"Authorization": "Bearer x"}) for _ in range(5)]
-    assert [one.status for one in said] == [401, 401, 401, 429, 429]
-    assert said[-1].headers["retry-after"] == "1"
+    served.service.guesses = Guesses(Rate(a_second=1e-6, at_once=3))
     assert served.ask("GET", "/api/self", "read").status == 200
+    guess = f"Bearer {made()}"
+    said = [
+        served.ask("GET", "/api/self", headers={"Authorization": guess}).status for _ in range(3)
+    ]
+    assert said == [401, 401, 401]
+    with statements(served.database) as asked:
+        for method, path in (
+            *(("GET", "/api/self"), ("GET", "/api/attempt"), ("POST", "/api/attempt/begin")),
+            ("PUT", f"/api/archives/{'ab' * 32}"),
+        ):
+            refused = served.ask(method, path, "", {"digest": "x"}, {"Authorization": guess})
+            assert (refused.status, refused.headers["retry-after"]) == (429, "1"), path
+    assert asked == []
+    assert served.ask("GET", "/api/self", "read").status == 200  # it was good before
+    assert served.ask("GET", "/api/self", "admin").status == 429
 
 
 def test_a_token_is_used_so_often(served: Served) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,11 +20,15 @@ from advisor.cache.codec import encode
 from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.record import Part
+from advisor.jobs import parcel
 from advisor.service import attempts, schema
 from advisor.service.database import Database
+from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
+from tests.face.commands import LAYERED
 from tests.service.serving import Answer, ask, begun
-from tests.service.test_serve import process
+from tests.service.test_serve import Process
+from tests.service.test_worker import few_trials
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -82,7 +88,7 @@ class Team:
 
     def claim(self) -> None:
         with self.database.writing() as session:
-            found = attempts.claim(session, "local:here", "NVIDIA Z9000", 1)
+            found = attempts.claim(session, "local:here", Room(gpu="NVIDIA Z9000", gpus=1))
         assert found is not None
         self.attempt = begun(self.database, found)
 
@@ -116,9 +122,11 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     url = f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
     kept = os.environ.get("ADVISOR_ARTEFACTS")
     artefacts = Path(kept) if kept else tmp_path_factory.mktemp("screenshots")
-    with process("--database", url) as server:
-        database = Database(url)
+    server, database = Process("--database", url), Database(url)
+    try:
         yield Team(server.port, server.token, database, artefacts)
+    finally:
+        server.stop(signal.SIGTERM)  # and what it tunes
         database.close()
 
 
@@ -241,6 +249,24 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
         link.click()
         assert "1.50x" in person.text(".headline")
         person.shoot("5-record")
+
+
+def test_what_is_asked_for_is_tuned_on_this_machine(team: Team, sits: Sits, tmp_path: Path) -> None:
+    """By the server's own executor and a worker, and watched until it is done."""
+    (tmp_path / "model.py").write_text(LAYERED)
+    code = parcel.pack(tmp_path)
+    team.ask("PUT", f"/api/archives/{code.digest}", code.archive)
+    number = team.ask("POST", "/api/jobs", few_trials() | {"archive": code.digest}).json["id"]
+    person = sits(LARGE, "light")
+    person.go(f"/jobs/{number}")
+    person.page.evaluate("window.stayed = true")
+    link = person.page.get_by_role("link", name="See the record")
+    link.wait_for(timeout=10 * WAITS_MS)
+    assert person.text("#now .state") == "done" and "torch default" in person.text("#now")
+    assert person.page.evaluate("window.stayed"), "it was loaded again"
+    assert tempfile.gettempdir() not in person.text("main")  # what lay there is gone
+    link.click()
+    assert "torch default" in person.text("main")
 
 
 def test_every_page_on_every_screen(team: Team, sits: Sits) -> None:

@@ -16,7 +16,7 @@ import pytest
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.asked import Asked
-from advisor.jobs.wanted import Wanted
+from advisor.jobs.submission import Submission
 from advisor.service.attempts import Claimed
 from tests.cache import servers
 from tests.cache.examples import record
@@ -73,8 +73,8 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     assert "".join(seen) == "trial 1\ntrial 2\n"
     told = client.job(job.id)
     assert (told.state, told.reason, told.over) == ("failed", "out of memory", True)
-    assert (told.where, told.by, told.attempts) == ("H100", "a submit", 1)
-    assert told.tries[0]["device"] == "GPU 0"
+    assert (told.where, told.by, told.attempt) == ("H100", "a submit", 1)
+    assert told.attempts[0]["device"] == "GPU 0"
     assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
 
 
@@ -104,8 +104,24 @@ def test_code_that_is_there_is_not_sent_again(
         sent.clear()
 
 
+def test_who_follows_a_log_is_told_that_the_token_holds_no_more(
+    team: Served, client: Client, project: Path
+) -> None:
+    job = client.submit(command=["python", "train.py"], gpus=2)
+    one = claimed(team)
+    assert one is not None and one.job == job.id
+    beat(team, one, "trial 1\n")
+    log = client.log(job.id, follow=True, poll_s=0.01)
+    assert next(log) == "trial 1\n"
+    every = team.ask("GET", "/api/tokens", "admin").json["tokens"]
+    (number,) = (token["id"] for token in every if token["name"] == "a submit")
+    assert team.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
+    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
+        next(log)
+
+
 def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> Asked:
-    return Wanted.of(Asked(command=command, target=target, **more), folder).asked
+    return Submission.of(Asked(command=command, target=target, **more), folder).asked
 
 
 def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:
@@ -189,11 +205,11 @@ def test_whatever_a_server_says(said: bytes) -> None:
 
 
 def test_nothing_that_a_server_says_steers_a_terminal() -> None:
-    line = b'{"id": 7, "state": "done", "what": "\\u001b[2J", "tries": [{"device": "\\u001b"}]}'
+    line = b'{"id": 7, "state": "done", "what": "\\u001b[2J", "attempts": [{"device": "\\u001b"}]}'
     log = b'{"text": "a\\u001b[2J\\n", "next": 1, "ended": true}'
     with answering(lambda path: (200, {}, log if "/log" in path else line)) as store:
         job = Client(store.url).job(7)
-        assert (job.what, job.tries[0]["device"]) == ("?[2J", "?")
+        assert (job.what, job.attempts[0]["device"]) == ("?[2J", "?")
         assert [*Client(store.url).log(7)] == ["a?[2J\n"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import hashlib
 import itertools
@@ -13,7 +12,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable
-from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -25,10 +23,11 @@ from advisor.cache.key import fields
 from advisor.jobs.asked import is_meant
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, live, schema, upkeep
+from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
+from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served, ask, begun, serving
+from tests.service.serving import Answer, Served, ask, begun
 from tests.service.test_records import look, named, put
 
 CODE = gzip.compress(b"the code")
@@ -49,7 +48,7 @@ def told(served: Served, number: int) -> dict[str, Any]:
 def claimed(served: Served, gpu: str = "NVIDIA H100", gpus: int = 2) -> Claimed | None:
     """As a reconciler claims and a worker begins; its own token is then one of the served ones."""
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", gpu, gpus)
+        found = attempts.claim(session, "local:here", Room(gpu=gpu, gpus=gpus))
     if found is not None:
         served.tokens[found.external] = begun(served.database, found)
     return found
@@ -65,7 +64,7 @@ def waiting_to_begin(served: Served) -> Claimed:
     """An attempt that was started, and whose worker has not said anything yet."""
     assert submit(served).status < 300
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", "NVIDIA H100", 2)
+        found = attempts.claim(session, "local:here", Room(gpu="NVIDIA H100", gpus=2))
     assert found is not None
     return found
 
@@ -109,7 +108,7 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert put(served, *named(record()), one.external).status == 401
     done = told(served, number)
     assert (done["state"], done["record"], done["by"]) == ("done", RECORD, "a submit")
-    assert [(t["state"], t["device"]) for t in done["tries"]] == [("done", "GPU 1")]
+    assert [(t["state"], t["device"]) for t in done["attempts"]] == [("done", "GPU 1")]
     assert [(t["number"], t["what"], t["ratio"]) for t in done["trials"]] == [(3, "tf32", 1.5)]
     log = served.ask("GET", f"/api/jobs/{number}/log", "read").json
     assert (log["text"], log["ended"]) == ("one?\ntwo\n3", True)
@@ -121,51 +120,6 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
         *("job submitted", "archive kept"),
         *["token made"] * 4,
     ]
-
-
-def test_a_stream_tells_all_of_it(served: Served) -> None:
-    one = started(served)
-    beat = {"trials": [{"number": 0, "what": "tf32"}], "log": "a\nb"}
-    served.ask("POST", "/api/attempt/beat", one.external, beat)
-    ended(served, one, state="failed", reason="no such file")
-    said = served.ask("GET", f"/api/jobs/{one.job}/events", "read")
-    assert said.headers["content-type"].startswith("text/event-stream")
-    parts = [part.splitlines() for part in said.data.decode().split("\n\n") if part]
-    names = [part[0] for part in parts]
-    assert names[:3] == ["event: trial", "event: log", "event: state"]
-    assert names[4:] == ["event: end"]
-    assert json.loads(parts[1][1].removeprefix("data: "))["text"] == "a\nb"
-    assert json.loads(parts[2][1].removeprefix("data: "))["reason"] == "no such file"
-    last = names[3].removeprefix("id: ")
-    how = {"Last-Event-ID": last}
-    again = served.ask("GET", f"/api/jobs/{one.job}/events", "read", headers=how).data.decode()
-    assert "event: trial" not in again and "event: log" not in again and "event: state" in again
-
-
-def test_a_stream_goes_on_until_the_job_is_over_or_the_server_stops(
-    lite: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "EVERY_S", 0.02)
-    with contextlib.ExitStack() as closing, serving(lite) as served:
-        over, other = started(served), started(served, gpus=2)
-        streams = []
-        for one in (over, other):
-            connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
-            closing.callback(connection.close)
-            headers = {"Authorization": f"Bearer {served.tokens['read']}"}
-            connection.request("GET", f"/api/jobs/{one.job}/events", headers=headers)
-            streams.append(closing.enter_context(connection.getresponse()))
-            assert b'"running"' in streams[-1].readline() + streams[-1].readline()
-        served.ask("POST", "/api/attempt/beat", over.external, {"log": "now"})
-        while b'"now"' not in streams[0].readline():
-            pass
-        ended(served, over, state="failed")
-        assert b'"failed"' in streams[0].read()
-        assert served.service.streams == 1
-        monkeypatch.setattr(live, "MOST_STREAMS", 1)
-        assert served.ask("GET", f"/api/jobs/{over.job}/events", "read").status == 429
-        served.server.should_exit = True
-        assert b"failed" not in streams[1].read()
 
 
 def test_the_same_twice_is_one_job(served: Served) -> None:
@@ -231,7 +185,8 @@ def test_what_was_done_and_is_gone_is_done_again(served: Served) -> None:
 )
 def test_what_is_not_queued(served: Served, asked: dict[str, Any]) -> None:
     answer = submit(served, **asked)
-    assert answer.status == 422 and "\n" not in answer.json["detail"], answer.data
+    status = 428 if asked == {"archive": "ab" * 32} else 422
+    assert answer.status == status and "\n" not in answer.json["detail"], answer.data
     assert answer.json["detail"].isprintable()
     assert served.ask("GET", "/api/jobs", "read").json["jobs"] == []
 
@@ -254,7 +209,7 @@ def test_a_job_goes_where_it_asked_to(served: Served) -> None:
 def states(served: Served, number: int) -> tuple[str, list[str]]:
     """Of a job and of its attempts."""
     found = told(served, number)
-    return found["state"], [one["state"] for one in found["tries"]]
+    return found["state"], [one["state"] for one in found["attempts"]]
 
 
 def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
@@ -292,7 +247,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
         last, one = one, claimed(served)
     assert one is None
     found = told(served, last.job)
-    assert found["state"] == "failed" and len(found["tries"]) == attempts.MOST_LOST
+    assert found["state"] == "failed" and len(found["attempts"]) == attempts.MOST_LOST
     assert found["reason"] == "5 attempts were lost: node 1 is gone; node 0 is gone"
     assert submit(served).json["new"]
 
@@ -348,7 +303,7 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     assert exchanged(served, one, made()).status == 401
     found = told(served, number)
     assert (found["state"], found["reason"]) == ("queued", "no node has an H100")
-    assert found["tries"] == [] and found["attempts"] == 0
+    assert found["attempts"] == [] and found["attempt"] == 0
     other = claimed(served)
     assert other is not None and other.job != number  # others do not wait for it
     assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
@@ -486,7 +441,7 @@ def test_a_start_token_is_good_once(served: Served) -> None:
     assert served.ask("POST", "/api/attempt/end", "own", last).status == 200
     for mine in (own, other):
         assert exchanged(served, one, mine).json["detail"] == "this attempt is over"
-    (attempt,) = told(served, one.job)["tries"]
+    (attempt,) = told(served, one.job)["attempts"]
     assert attempt["reason"] == ("its start token was used a second time, from 127.0.0.1; exit 2")
     events = served.ask("GET", "/api/audit", "admin").json["events"]
     begins = [
@@ -603,6 +558,11 @@ def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
 def test_what_is_old_goes(served: Served) -> None:
     served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
     done, live = started(served, archive=DIGEST), started(served, gpus=2)
+    with served.database.writing() as session:
+        caller = tokens.find(session, served.tokens["read"], "")
+        assert caller is not None
+        over, lasting = (digest(tokens.log_in(session, caller)) for _ in range(2))
+        session.get_one(schema.Session, over).expires = 1.0
     for one in (done, live):
         served.ask("POST", "/api/attempt/beat", one.external, {"log": "x"})
         served.ask("PUT", "/api/attempt/studies/x", one.external, b"x")
@@ -620,6 +580,7 @@ def test_what_is_old_goes(served: Served) -> None:
     assert served.ask("GET", f"/api/jobs/{live.job}/log", "read").json["text"] == "x"
     with served.database.reading() as session:
         assert list(session.scalars(select(schema.Study.job))) == [live.job]
+        assert list(session.scalars(select(schema.Session.digest))) == [lasting]
 
 
 def test_lookups_are_counted(served: Served) -> None:

@@ -44,7 +44,7 @@ def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def states(local: Local, *external: str) -> list[str]:
-    return [seen.state for seen in local.seen(external).values()]
+    return [one.state for one in local.status(external).values()]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
     os.kill(pid, signal.SIGKILL)
     until(lambda: states(again, "advisor-1-1") == ["ended"])
-    assert again.seen(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
+    assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
     again.close()
 
 
@@ -153,7 +153,7 @@ def test_one_that_does_not_end_is_killed(
     os.kill(pid, signal.SIGSTOP)
     local.stop("advisor-1-1")
     until(lambda: states(local, "advisor-1-1") == ["ended"])
-    assert "SIGKILL" in local.seen(["advisor-1-1"])["advisor-1-1"].reason
+    assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 
 
 def test_what_an_executor_may_be_called() -> None:

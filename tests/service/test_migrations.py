@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,17 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
+from sqlalchemy.orm import Session
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED
 from advisor.errors import StoreError
 from advisor.opening import refusal
-from advisor.service import migrations, records, tokens
+from advisor.service import attempts, coverage, jobs, migrations, records, retuning, tokens
 from advisor.service.database import Database
 from advisor.service.schema import Base
 from tests.cache.examples import record
-from tests.service.serving import serving
+from tests.service.serving import serving, statements
 from tests.service.test_records import named
 
 HERE = Path(__file__).parent
@@ -64,6 +65,37 @@ def test_the_steps_make_what_the_models_say(database_url: str) -> None:
         session.execute(text("DROP INDEX jobs_live"))
         session.execute(text("ALTER TABLE jobs DROP COLUMN due"))
     assert len(differences(database)) == 2  # such as there are would be seen
+    database.close()
+
+
+INDEXES: list[tuple[str, Callable[[Session], object]]] = [
+    ("jobs_of_state", lambda session: jobs.waiting(session, 1)),
+    ("attempts_of_state", attempts.running),
+    ("attempts_of_started", coverage.spent),
+    ("jobs_of_record", lambda session: jobs.finder(session, "ab" * 6 + "@64")),
+    ("jobs_of_record", lambda session: retuning._makers(session, ["ab" * 6 + "@64"])),
+    ("jobs_of_token", retuning.lately),
+    ("jobs_of_token", retuning.used),
+]
+
+
+def test_what_is_asked_often_has_an_index(lite: str) -> None:
+    """By SQLite's own account: PostgreSQL's depends on how much is in its tables."""
+    database = Database(lite)
+    database.start(lambda _session: None)
+    for index, query in INDEXES:
+        with database.reading() as session:
+            with statements(database) as asked:
+                query(session)
+            explained = [
+                str(line)
+                for statement, values in asked
+                if statement.startswith("SELECT")
+                for line in session.connection().exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {statement}", values
+                )
+            ]
+        assert any(f"INDEX {index} " in line for line in explained), explained
     database.close()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import html.parser
 import json
 import re
 import time
 from dataclasses import replace
+from http.client import HTTPConnection
 from urllib.parse import quote, urlencode
 
 import pytest
@@ -25,11 +27,11 @@ from advisor.jobs.token import digest
 from advisor.report.jobs import listing
 from advisor.report.sections import report
 from advisor.report.text import LISTED
-from advisor.service import coverage, job_pages, jobs, records, schema, tokens
+from advisor.service import coverage, job_pages, jobs, live, records, schema, tokens
 from advisor.service import pages as site
 from advisor.service.access import COOKIE
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served, token
+from tests.service.serving import Answer, Served, serving, statements, token
 from tests.service.test_jobs import ended, started, submit
 
 FORM = "application/x-www-form-urlencoded"
@@ -147,6 +149,14 @@ def test_forms_of_others_are_refused(served: Served) -> None:
         assert browser.post("/tokens", new, key).status == 403
     assert browser.post("/tokens", new, Sec_Fetch_Site="cross-site").status == 403
     assert post(served, "/login", {"token": "x"}, Sec_Fetch_Site="cross-site").status == 403
+    here = f"http://127.0.0.1:{served.port}"
+    for origin, status in (
+        (here, 401),
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://[", 403),
+    ):
+        assert post(served, "/login", {"token": "x"}, Origin=origin).status == status, origin
     assert browser.post("/tokens", new, Sec_Fetch_Site="same-origin").status == 200
     many = {f"f{n}": "1" for n in range(50)}
     assert browser.post("/tokens", many).status == 422
@@ -405,6 +415,40 @@ def test_a_page_that_follows_a_job_goes_on_where_it_was(served: Served) -> None:
     away = served.ask("GET", path, headers={"Accept": "text/html, text/event-stream"})
     assert (away.status, away.headers["location"]) == (303, "/session-over")
     assert "Your session is over" in served.ask("GET", "/session-over").data.decode()
+
+
+def test_a_page_is_told_what_is_new_until_the_job_is_over_or_the_server_stops(
+    lite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_pages, "EVERY_S", 0.02)
+    with contextlib.ExitStack() as closing, serving(lite) as served:
+        over, other = started(served), started(served, gpus=2)
+        browser, streams = Browser(served, "read"), []
+        for one in (over, other):
+            connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
+            closing.callback(connection.close)
+            headers = {"Cookie": browser.cookie}
+            connection.request("GET", f"/jobs/{one.job}/live", headers=headers)
+            streams.append(closing.enter_context(connection.getresponse()))
+            while b"running" not in streams[-1].readline():
+                pass
+        trial = {"number": 0, "what": "bf16", "samples_per_s": 9.0}
+        served.ask("POST", "/api/attempt/beat", over.external, {"trials": [trial], "log": "now"})
+        while b">now<" not in streams[0].readline():
+            pass
+        with statements(served.database) as asked:
+            for _ in range(4):  # nothing is new
+                while streams[0].readline() != b": \n":
+                    pass
+        assert any("logs" in one for one, _values in asked)
+        assert not any("trials.what" in one or "jobs.asked" in one for one, _values in asked)
+        ended(served, over, state="failed")
+        assert b"failed" in streams[0].read()
+        assert served.service.streams == 1
+        monkeypatch.setattr(live, "MOST_STREAMS", 1)
+        assert browser.get(f"/jobs/{over.job}/live").status == 429
+        served.server.should_exit = True
+        assert b"failed" not in streams[1].read()
 
 
 def test_why(served: Served) -> None:

@@ -118,7 +118,7 @@ class Team:
         lines.append("|---|---|---|---|---|---|---|")
         for number, what in self.told:
             job = self.client.job(number)
-            for one in job.tries or [{"number": "", "state": job.state, "reason": job.reason}]:
+            for one in job.attempts or [{"number": "", "state": job.state, "reason": job.reason}]:
                 record = job.record if one["state"] == "done" else ""
                 told = (one["number"], one["state"], one["reason"], record)
                 lines.append(f"| {' | '.join(map(str, (number, what, job.where, *told)))} |")
@@ -161,7 +161,7 @@ class Asked:
 
 
 def states(job: Job) -> list[str]:
-    return [one["state"] for one in job.tries]
+    return [one["state"] for one in job.attempts]
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     for asked in (one, two):
         job = asked.finish()
         assert (job.state, states(job)) == ("done", ["done"]) and job.record
-        reason = job.tries[0]["reason"]
+        reason = job.attempts[0]["reason"]
         assert ("used a second time" in reason) == (asked is one) and job.record in reason
     job = until(lambda: (found := none.now).reason and found)
     assert job.state == "queued" and "named 'H200'" in job.reason
@@ -271,6 +271,13 @@ def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     cluster.ask("POST", "/api/jobs/others/stop")
 
 
+def test_a_token_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
+        RayExecutor("ray-jobs:http://127.0.0.1:1").room()
+
+
 def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
     with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
@@ -285,13 +292,13 @@ def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
     node.kill_raylet()
     until(lambda: not node.attempts())
     job = until(lambda: (found := asked.now).state == "preempted" and found)
-    assert "is gone" in job.tries[0]["reason"]
+    assert "is gone" in job.attempts[0]["reason"]
     node.kill()
     node = team.cluster.add("A100")
     assert asked.begun() == node.folder
     team.client.cancel(asked.id)
     until(lambda: not node.attempts())
-    job = until(lambda: (found := asked.now).tries[-1]["state"] != "running" and found)
+    job = until(lambda: (found := asked.now).attempts[-1]["state"] != "running" and found)
     assert (job.state, states(job)) == ("cancelled", ["preempted", "cancelled"])
 
 
@@ -299,12 +306,12 @@ def test_the_head_is_gone_and_remembers_nothing(team: Team) -> None:
     asked = team.ask("H100", "the head was killed")
     asked.begun()
     executor, external = RayExecutor(team.cluster.address), asked.external
-    assert executor.seen([external])[external].state == "running"
+    assert executor.status([external])[external].state == "running"
     team.cluster.kill()
     with pytest.raises(ExecutorAway):
-        executor.seen([external])
+        executor.status([external])
     team.cluster.start("H100")
-    assert executor.seen([external])[external].state == "unknown"
+    assert executor.status([external])[external].state == "unknown"
     asked.begun()
     job = asked.finish()
     assert (job.state, states(job)) == ("done", ["lost", "done"])

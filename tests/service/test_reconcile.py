@@ -8,16 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from sqlalchemy import select, update
 
+from advisor.cache.reader import Reader
+from advisor.cache.seal import UNSEALED
 from advisor.jobs.asked import Asked
+from advisor.opening import refusal
 from advisor.service import attempts, jobs
+from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
 from advisor.service.database import Database
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
+from advisor.service.loop import PERIODS, Loop
 from advisor.service.reconcile import SILENT_S, Reconciler
+from advisor.service.routes.health import readyz
 from advisor.service.schema import Attempt, Job
 from advisor.service.tokens import Caller, make
+from tests.cache.servers import free_port
 
 HERE = "http://127.0.0.1:1"
 
@@ -32,15 +40,16 @@ class Made:
 
     Attributes:
         states: what is seen of an attempt that was started; `started` all of them, in order.
-        away, full: why it does not answer, or takes nothing.
+        away, full: why it does not answer, or takes nothing; `silent`: why it says nothing to what
+            it has started.
     """
 
     def __init__(self, name: str = "made", gpu: str = "NVIDIA H100", gpus: int = 0) -> None:
         self.name, self._gpu, self._gpus = name, gpu, gpus
-        self.states: dict[str, Seen] = {}
+        self.states: dict[str, Status] = {}
         self.started: list[Start] = []
         self.stopped: list[str] = []
-        self.away = self.full = ""
+        self.away = self.full = self.silent = ""
         self._lock = threading.Lock()
 
     def room(self) -> Sequence[Room]:
@@ -59,16 +68,19 @@ class Made:
             raise Unplaceable(self.full)
         with self._lock:
             self.started.append(start)
-            self.states[start.external] = Seen(state="running")
+            self.states[start.external] = Status(state="running")
+        if self.silent:
+            self.states[start.external] = Status(state="ended", reason="refused")
+            raise ExecutorAway(self.silent)
         return f"{start.asked.gpus} of {self.name}"
 
-    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+    def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         self._answer()
-        return {one: self.states.get(one, Seen(state="unknown")) for one in external}
+        return {one: self.states.get(one, Status(state="unknown")) for one in external}
 
     def stop(self, external: str) -> None:
         self.stopped.append(external)
-        self.states[external] = Seen(state="ended", reason="stopped")
+        self.states[external] = Status(state="ended", reason="stopped")
 
     def close(self) -> None:
         pass
@@ -149,7 +161,7 @@ def test_what_waits_is_started_where_there_is_room(team: Team) -> None:
     assert named(first.external) == [f"advisor-{one}-1"]
     assert (first.server_url, first.token[:4]) == (HERE, "adv_")
     for start in made.started[:2]:
-        made.states[start.external] = Seen(state="preempted", reason="the node goes")
+        made.states[start.external] = Status(state="preempted", reason="the node goes")
     reconciler.turn()
     # The first that waits is the first that is started, and not what would fit beside it.
     assert named(*(start.external for start in made.started[3:])) == [
@@ -194,7 +206,7 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
     assert team.job(large) == ("queued", "waits for 4 GPUs of NVIDIA H100: 2 free")
     assert "no executor has" in team.job(later[1])[1] and team.job(cpu)[0] == "running"
     for start in made.started:
-        made.states[start.external] = Seen(state="preempted", reason="over")
+        made.states[start.external] = Status(state="preempted", reason="over")
     for number in (first, after):
         team.cancel(number)
     reconciler.turn()
@@ -226,7 +238,7 @@ def test_what_is_gone_is_started_again_a_few_times(team: Team) -> None:
     for turn in range(1, MOST_LOST + 1):
         reconciler.turn()
         assert team.job(number)[0] == "running" and len(made.started) == turn
-        made.states[made.started[-1].external] = Seen(state="ended", reason=f"node {turn} burnt")
+        made.states[made.started[-1].external] = Status(state="ended", reason=f"node {turn} burnt")
     reconciler.turn()
     state, reason = team.job(number)
     assert state == "failed" and reason.startswith(
@@ -285,7 +297,7 @@ def test_what_was_claimed_and_never_started(team: Team) -> None:
     """Its server was killed in between: the executor has never heard of it."""
     number = team.submit(gpus=0)
     with team.database.writing() as session:
-        attempts.claim(session, "made", "", 0)
+        attempts.claim(session, "made", Room(gpu="", gpus=0))
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
     reconciler.turn()
@@ -306,6 +318,72 @@ def test_an_executor_that_does_not_answer_changes_nothing(team: Team) -> None:
     reconciler.turn()
     assert team.tries(number) == ["running"]
     assert named(*(start.external for start in other.started)) == [f"advisor-{later}-1"]
+
+
+def test_what_an_executor_does_not_answer_to_was_never_begun(team: Team) -> None:
+    """Its head timed out: nobody knows whether it starts what it was sent."""
+    made = Made()
+    number = team.submit(gpus=0)
+    made.silent = "the head timed out"
+    for _ in range(MOST_LOST + 1):
+        Reconciler(team.database, [made], HERE).turn()
+        assert (team.job(number), team.tries(number)) == (("queued", made.silent), [])
+        with team.database.writing() as session:
+            assert attempts.of_start(session, made.started[-1].token) is None
+            session.execute(update(Job).values(due=0.0))
+    made.silent = ""
+    Reconciler(team.database, [made], HERE).turn()
+    assert team.job(number)[0] == "running" and team.tries(number) == ["running"]
+    assert len(made.started) == MOST_LOST + 2
+
+
+def test_a_database_that_is_away_is_told_once_and_asked_again(
+    lite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = Database(f"postgresql+psycopg://me@127.0.0.1:{free_port()}/x")
+    made, clock = Made(), Clock()
+    reconciler = Reconciler(away, [made], HERE, now=clock)
+    for _ in range(2):
+        reconciler.loop.once()
+    assert [one.message.partition(":")[0] for one in caplog.records] == ["reconciler"]
+    team = Team(lite)
+    number = team.submit(gpus=0)
+    reconciler._database = team.database  # it is back
+    reconciler.loop.once()
+    assert team.job(number)[0] == "running"
+    for one in (away, team.database):
+        one.close()
+
+
+def test_a_loop_that_does_not_come_round_is_seen(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumbles() -> None:
+        raise LookupError("nobody foresaw it")
+
+    def stays() -> None:
+        hung.wait()
+
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    clock, hung = Clock(), threading.Event()
+    gone = Loop("upkeep", 0.01, stumbles)
+    slow = Loop("reconciler", 30.0, stays, now=clock)
+    for one in (gone, slow):
+        one.start()
+    gone._thread.join()
+    app = Service(team.database, Reader(UNSEALED, refusal), loops=[slow])
+    assert readyz(app) == {"status": "ok"}
+    clock.now += PERIODS * 30.0 + 1
+    app.loops.append(gone)
+    with pytest.raises(HTTPException) as caught:
+        readyz(app)
+    hung.set()
+    slow.close()
+    assert (caught.value.status_code, slow.trouble) == (503, "")
+    assert caught.value.detail == (
+        "the reconciler has not come round for 151 s; the upkeep has ended; "
+        "the server's log says why"
+    )
 
 
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:

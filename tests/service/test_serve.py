@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import func, select, text
 
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
@@ -30,7 +30,9 @@ from advisor.errors import StoreError, UsageError
 from advisor.service import attempts, run, tokens
 from advisor.service import records as records_of
 from advisor.service.database import Database
+from advisor.service.executors import Room
 from advisor.service.run import Where, _listening, new_token
+from advisor.service.schema import Token
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import ask, begun, serving
@@ -129,7 +131,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
                 asked = {"command": ["train"], "options": {"seed": seed}}
                 assert ask(port, "POST", "/api/jobs", token, asked).status == 201
                 with other.writing() as session:
-                    one = attempts.claim(session, "here", "", 1)
+                    one = attempts.claim(session, "here", Room(gpu="", gpus=1))
                 assert one is not None
                 own = begun(other, one)
                 said = ask(port, "POST", "/api/attempt/end", own, {"state": "failed"})
@@ -272,6 +274,29 @@ def test_postgresql_comes_back() -> None:
             while served.ask("GET", "/readyz").status != 200 and time.monotonic() < limit:
                 time.sleep(0.05)
             assert served.ask("GET", "/api/records", "read").json["keys"] == [key]
+
+
+def test_who_reads_sees_one_state_and_who_writes_what_others_did(database_url: str) -> None:
+    database = Database(database_url)
+    database.start(lambda _session: None)
+    names = select(func.count()).select_from(Token)
+
+    def write() -> None:
+        with database.writing() as session:
+            tokens.make(session, "x", "read", None, None)
+
+    with database.reading() as session:
+        assert session.scalar(names) == 0
+        write()
+        assert session.scalar(names) == 0
+    with database.reading() as session:
+        assert session.scalar(names) == 1
+    if database_url.startswith("postgresql"):  # SQLite has one writer at a time
+        with database.writing() as session:
+            assert session.scalar(names) == 1
+            write()
+            assert session.scalar(names) == 2
+    database.close()
 
 
 def test_a_newer_schema_is_refused(database_url: str) -> None:

@@ -24,6 +24,7 @@ from advisor.cache.stores.dir import DirStore
 from advisor.jobs import parcel, worker
 from advisor.report.text import spread
 from advisor.service import attempts
+from advisor.service.executors import Room
 from advisor.tuners import host
 from advisor.tuners.environment import Gpu
 from advisor.tuners.measure.run.guarded import Guarded
@@ -202,11 +203,11 @@ def test_a_model_is_tuned_and_found_by_others(
 ) -> None:
     number = team.submit({"model.py": LAYERED}, **few_trials())
     job = team.ended(number)
-    assert (job["state"], len(job["tries"])) == ("done", 1), (job, team.log(number))
+    assert (job["state"], len(job["attempts"])) == ("done", 1), (job, team.log(number))
     assert job["trials"][0]["what"] == "torch default" and job["trials"][0]["ratio"] == 1
-    assert job["tries"][0]["device"].endswith(": CPU")
+    assert job["attempts"][0]["device"].endswith(": CPU")
     assert {one["batch"] for one in job["trials"]} == {4}
-    (found,) = job["tries"]
+    (found,) = job["attempts"]
     assert found["reason"] == job["reason"] and re.fullmatch(
         rf"record {job['record']}: (\d\.\d\dx \(.*\) over|nothing is clearly faster than) "
         "torch's default",
@@ -259,20 +260,22 @@ def test_a_script_as_it_is_comes_through_bad_luck(tmp_path: Path) -> None:
                 os.kill(process, signal.SIGKILL)
         assert gone(*killed)
 
-        team.until(number, lambda job: len(job["tries"]) == 2 and job["tries"][1]["device"] != "")
-        team.until(number, lambda job: job["tries"][1]["device"].endswith(": CPU"))
+        team.until(
+            number, lambda job: len(job["attempts"]) == 2 and job["attempts"][1]["device"] != ""
+        )
+        team.until(number, lambda job: job["attempts"][1]["device"].endswith(": CPU"))
         second = team.workers
         assert team.stop(signal.SIGKILL) == -signal.SIGKILL and alive(second[0])
         team.start()
         gate.touch()
         team.until(number, lambda _job: team.log(number).count(EARLIER) == 1)
-        assert second[0] in team.workers and len(team.job(number)["tries"]) == 2
+        assert second[0] in team.workers and len(team.job(number)["attempts"]) == 2
 
         assert team.stop(signal.SIGTERM) == 0 and gone(*second)
         team.start()
         job = team.ended(number)
         assert job["state"] == "done" and job["record"], (job, team.log(number))
-        assert [one["state"] for one in job["tries"]] == ["lost", "preempted", "done"]
+        assert [one["state"] for one in job["attempts"]] == ["lost", "preempted", "done"]
         log = team.log(number)
         assert log.count(EARLIER) == 2 and "an epoch is over" in log
         events = ask(team.port, "GET", "/api/audit", team.token).json["events"]
@@ -297,10 +300,10 @@ def test_what_is_cancelled_leaves_nothing(team: Team, tmp_path: Path) -> None:
     assert said.json == {"state": "cancelled"}
     assert gone(*family)
     limit = time.monotonic() + 60
-    while (job := team.job(number))["tries"][0]["state"] == "running":
+    while (job := team.job(number))["attempts"][0]["state"] == "running":
         assert time.monotonic() < limit
         time.sleep(0.1)
-    assert (job["state"], job["tries"][0]["state"]) == ("cancelled", "cancelled")
+    assert (job["state"], job["attempts"][0]["state"]) == ("cancelled", "cancelled")
     log = team.log(number)
     assert "token None" in log and len(log) < 2**23
     links = (team.folder / "cache").glob("advisor/jobs/*/*/work")
@@ -311,7 +314,7 @@ def test_a_command_that_fails(team: Team) -> None:
     files = {"train.py": "raise SystemExit('no data here')"}
     number = team.submit(files, command=["python", "train.py"], gpus=0)
     job = team.ended(number)
-    assert (job["state"], len(job["tries"])) == ("failed", 1)
+    assert (job["state"], len(job["attempts"])) == ("failed", 1)
     assert "no data here" in job["reason"], job
     assert "no data here" in team.log(number)
 
@@ -335,7 +338,7 @@ def attempt(served: Served, files: dict[str, str], folder: Path, **asked: Any) -
     )
     said = served.ask("POST", "/api/jobs", "submit", {**asked, "archive": packed.digest, "gpus": 0})
     with served.database.writing() as session:
-        found = attempts.claim(session, "here", "", 0)
+        found = attempts.claim(session, "here", Room(gpu="", gpus=0))
     assert found is not None and found.job == said.json["id"]
     served.tokens["start"] = found.token
     return found.job
@@ -350,8 +353,8 @@ def claimed(served: Served) -> Callable[..., int]:
     return claim
 
 
-def line(served: Served) -> worker.Line:
-    return worker.Line(served.url, served.tokens["start"])
+def client(served: Served) -> worker.AttemptClient:
+    return worker.AttemptClient(served.url, served.tokens["start"])
 
 
 def state(served: Served, number: int) -> tuple[str, str]:
@@ -372,7 +375,7 @@ def test_a_full_disk_is_one_clear_reason(
     try:
         files = {f"{n}.txt": str(n) * 2**16 for n in range(8)}
         number = claimed(files, tmp_path, command=["python", "train.py"])
-        worker.Working(line(served), small / "work").run()
+        worker.Working(client(served), small / "work").run()
         told, reason = state(served, number)
         assert told == "failed" and "No space left on device" in reason and str(small) in reason
     finally:
@@ -384,11 +387,13 @@ def test_a_server_that_does_not_come_back(
 ) -> None:
     claimed({}, tmp_path, command=["python", "train.py"])
     away = f"http://127.0.0.1:{servers.free_port()}"
-    one = worker.Working(worker.Line(away, served.tokens["start"]), tmp_path / "work", away_s=0.1)
+    one = worker.Working(
+        worker.AttemptClient(away, served.tokens["start"]), tmp_path / "work", away_s=0.1
+    )
     with pytest.raises(worker.StoreError, match="refused"):
         one.run()
     # One that is told to end does not wait for it.
-    two = worker.Working(worker.Line(away, served.tokens["start"]), tmp_path / "work2")
+    two = worker.Working(worker.AttemptClient(away, served.tokens["start"]), tmp_path / "work2")
     two.preempted.set()
     with pytest.raises(worker.StoreError, match="refused"):
         two.run()
@@ -402,7 +407,7 @@ def test_one_that_is_over_is_told_so(
         (running,) = attempts.running(session)
         attempts.lose(session, running.attempt, "not heard of")
     with pytest.raises(worker.Dismissed, match="over"):
-        worker.Working(line(served), tmp_path / "work").run()
+        worker.Working(client(served), tmp_path / "work").run()
     assert state(served, number) == ("queued", "attempt 1 was lost: not heard of")
 
 
@@ -410,11 +415,11 @@ def test_one_whose_attempt_another_has_does_nothing(
     served: Served, claimed: Callable[..., int], tmp_path: Path
 ) -> None:
     number = claimed({}, tmp_path, command=["python", "train.py"])
-    line(served).begin()
+    client(served).begin()
     with pytest.raises(worker.Dismissed, match="another has this attempt"):
-        worker.Working(line(served), tmp_path / "work").run()
+        worker.Working(client(served), tmp_path / "work").run()
     assert not (tmp_path / "work").exists()
-    (attempt,) = served.ask("GET", f"/api/jobs/{number}", "read").json["tries"]
+    (attempt,) = served.ask("GET", f"/api/jobs/{number}", "read").json["attempts"]
     assert (attempt["state"], "used a second time" in attempt["reason"]) == ("running", True)
 
 
@@ -424,7 +429,7 @@ def test_what_takes_too_long_is_ended(
     script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)"
     command = ["python", "train.py"]
     number = claimed({"train.py": script}, tmp_path, command=command, options={"budget": "3s"})
-    one = worker.Working(line(served), tmp_path / "work", starts_s=0.1)
+    one = worker.Working(client(served), tmp_path / "work", starts_s=0.1)
     one.run()
     told, reason = state(served, number)
     assert told == "failed" and reason.startswith("ended after 6 s: twice its budget")
@@ -435,7 +440,7 @@ def test_what_takes_too_long_is_ended(
 def test_others_on_the_gpu_are_noted(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = worker.Working(worker.Line(served.url, "adv_never-used"), tmp_path / "work")
+    one = worker.Working(worker.AttemptClient(served.url, "adv_never-used"), tmp_path / "work")
     other, gone_by_now = os.getppid(), 2**22 + 1
     users = (os.getpid(), gone_by_now)
     monkeypatch.setattr(one, "_gpus", lambda: [Gpu(uuid="GPU-0", name="H100", users=users)])
@@ -465,14 +470,14 @@ def test_a_tuning_that_raced_nothing_is_not_done(
     """Its record is kept all the same, and the same request is a new job."""
     claimed({"model.py": LAYERED}, tmp_path, **TARGET)
     (tmp_path / "work").mkdir()
-    one = worker.Working(line(served), tmp_path / "work")
-    one._line.begin()
+    one = worker.Working(client(served), tmp_path / "work")
+    one._server.begin()
     one._scratch.make()
     found = replace(record(), raced=(), trials=())
     Records(DirStore(one._scratch.cache)).put(found)
     ended = one._found(finished=False)
     assert (ended.state, ended.record) == ("failed", "") and "larger --budget" in ended.reason
-    (held,) = Records(one._line.store).held(EVERYTHING)
+    (held,) = Records(one._server.store).held(EVERYTHING)
     assert held.record.id == found.id
     assert one._found(finished=True).state == "done"
 

@@ -70,7 +70,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Status:
     """What became of an attempt; `unknown`: the executor has never heard of it, or forgot.
 
     `reason` is for people, '' where there is nothing to say.
@@ -101,7 +101,7 @@ class Executor(Protocol):
             Unplaceable: it has nothing that fits. ExecutorAway: it does not answer.
         """
 
-    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+    def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         """What became of each of some attempts.
 
         Raises:

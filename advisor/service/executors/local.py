@@ -28,7 +28,7 @@ import platformdirs
 from advisor.cache.stores.filesystem import make_folder, remove_folder
 from advisor.errors import printable
 from advisor.jobs.asked import Asked
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 from advisor.tuners.environment import Gpu, gpus, host_cpu
 from advisor.tuners.measure.run.guarded import how
 
@@ -123,10 +123,10 @@ class Local:
                     raise Unplaceable(f"{self._folder}: {exc.strerror or exc}") from exc
             return device
 
-    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+    def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         with self._owning():
             self._sweep()
-            return {one: self._seen(_Place(self._folder / one)) for one in external}
+            return {one: self._status(_Place(self._folder / one)) for one in external}
 
     def stop(self, external: str) -> None:
         with self._owning():
@@ -224,14 +224,14 @@ class Local:
                 return chosen, [free[gpu] for gpu in chosen]
         raise Unplaceable("; ".join(one for all in why.values() for one in all) or "no such GPU")
 
-    def _seen(self, place: _Place) -> Seen:
+    def _status(self, place: _Place) -> Status:
         if place.alive:
-            return Seen(state="running")
+            return Status(state="running")
         if not place.path.is_dir():
-            return Seen(state="unknown")
+            return Status(state="unknown")
         process = self._processes.get(place.path.name)
         code = None if process is None else process.poll()
-        return Seen(state="ended", reason=place.last_words or _ended(code))
+        return Status(state="ended", reason=place.last_words or _ended(code))
 
     def _sweep(self) -> None:
         """Kill what does not end when it is told to; remove what is over, after a while."""

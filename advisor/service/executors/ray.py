@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from advisor.errors import UsageError, printable
 from advisor.jobs.asked import Asked, is_meant
-from advisor.service.executors import Executor, ExecutorAway, Room, Seen, Start, Unplaceable
+from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 
 LABEL = "ray.io/accelerator-type"
 """Ray sets it itself where it finds a GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
@@ -145,10 +145,10 @@ class RayExecutor:
             self._decoded(said, lambda said: said["submission_id"])
         return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
 
-    def seen(self, external: Sequence[str]) -> Mapping[str, Seen]:
+    def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         jobs = {one: self._job(one) for one in external}
         nodes = {node.id: node for node in self._nodes()}
-        return {one: _seen(job, nodes) for one, job in jobs.items()}
+        return {one: _status(job, nodes) for one, job in jobs.items()}
 
     def stop(self, external: str) -> None:
         self._ask("POST", f"/api/jobs/{quote(external, '')}/stop")
@@ -265,17 +265,17 @@ def _take(used: dict[tuple[str, str], float], nodes: Iterable[_Node], job: _Job)
             return
 
 
-def _seen(job: _Job | None, nodes: Mapping[str, _Node]) -> Seen:
+def _status(job: _Job | None, nodes: Mapping[str, _Node]) -> Status:
     if job is None:
-        return Seen(state="unknown", reason="Ray does not know it; was its head restarted?")
+        return Status(state="unknown", reason="Ray does not know it; was its head restarted?")
     node = nodes.get(job.node)
     if node is not None and node.gone and not job.ended and (job.live or job.status == "FAILED"):
-        return Seen(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
+        return Status(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
     if job.live:
-        return Seen(state="running", reason=job.why if job.status == "PENDING" else "")
+        return Status(state="running", reason=job.why if job.status == "PENDING" else "")
     if job.error in _NEVER_BEGAN:
-        return Seen(state="preempted", reason=f"Ray found no node for it: {job.why}")
-    return Seen(state="ended", reason=job.why if job.status == "FAILED" else job.status.lower())
+        return Status(state="preempted", reason=f"Ray found no node for it: {job.why}")
+    return Status(state="ended", reason=job.why if job.status == "FAILED" else job.status.lower())
 
 
 def _there(nodes: Iterable[_Node]) -> str:
@@ -291,13 +291,16 @@ def _last_line(text: str) -> str:
 
 
 def _headers() -> dict[str, str]:
-    """Raises OSError where the file that is named for the token cannot be read."""
+    """Raises ValueError where the file with the token cannot be read."""
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
         path = Path(named) if named else Path.home() / ".ray" / "auth_token"
         if named or path.is_file():
-            token = path.read_text().strip()
+            try:
+                token = path.read_text().strip()
+            except OSError as exc:
+                raise ValueError(f"token file {path}: {exc.strerror or exc}") from exc
     found = {"Content-Type": "application/json"}
     return found | ({"Authorization": f"Bearer {token}"} if token else {})
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
 from advisor.cache.stores.link import BYTES
+from advisor.jobs.bounds import MOST_TRIALS
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts
 from advisor.service.attempts import Beat, End
@@ -23,7 +24,7 @@ from advisor.service.routes.parsing import (
 OVER = "this attempt is over"
 TAKEN = "this start token was exchanged before; another has this attempt"
 
-Line = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
+OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 
@@ -41,25 +42,25 @@ class Tried(Strict):
     baseline, 0 where it is not known; `outcome`: '' where it ran, else why it failed."""
 
     number: int = Field(ge=0, lt=2**31)
-    what: Line = ""
+    what: OneLine = ""
     batch: int | None = Field(default=None, ge=1, lt=2**63)
     samples_per_s: Speed = 0.0
     ratio: Speed = 0.0
-    outcome: Line = ""
-    origin: Line = ""
+    outcome: OneLine = ""
+    origin: OneLine = ""
 
 
 class Said(Strict):
-    trials: list[Tried] = Field(default=[], max_length=1000)
+    trials: list[Tried] = Field(default=[], max_length=MOST_TRIALS)
     log: str = ""
-    device: Line = ""
+    device: OneLine = ""
 
 
 class Last(Strict):
     """`record`: the id of what was found, as ae1bff61eea5@64; '' for none."""
 
     state: End
-    reason: Line = ""
+    reason: OneLine = ""
     record: str = Field(default="", pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$|^$")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
 
 from advisor.service import jobs, records
 from advisor.service.access import Here, Reads
@@ -16,9 +16,11 @@ def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@api.get("/readyz", summary="Whether its database answers too")
+@api.get("/readyz", summary="Whether its database answers too, and its threads come round")
 def readyz(here: Here) -> dict[str, str]:
     here.database.check()
+    if trouble := "; ".join(filter(None, (loop.trouble for loop in here.loops))):
+        raise HTTPException(503, trouble)
     return {"status": "ok"}
 
 

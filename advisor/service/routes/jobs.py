@@ -6,20 +6,21 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 
 from advisor.cache.stores.link import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
+from advisor.jobs.parcel import NEEDS_CODE
 from advisor.jobs.states import State
-from advisor.service import archives, jobs, live
+from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Submits, Works, forbidding
 from advisor.service.routes.parsing import (
     KEPT,
     SENDS_BYTES,
     Body,
     Number,
+    Responses,
     answers,
     refusals,
 )
@@ -34,6 +35,7 @@ ASKED: dict[str, Any] = {
         "content": {"application/json": {"schema": TypeAdapter(Asked).json_schema()}},
     }
 }
+BEFORE: Responses = {200: {"model": dict[str, Any], "description": "It was asked for before."}}
 
 api = APIRouter(tags=["jobs"])
 
@@ -82,15 +84,18 @@ async def _asked(request: Request) -> Asked:
     summary="Ask for a tuning",
     status_code=201,
     openapi_extra=ASKED,
-    responses={200: {"model": dict[str, Any], "description": "It was asked for before."}},
+    responses=BEFORE | refusals(NEEDS_CODE),
 )
 def submit(
     here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
-    with here.database.writing() as session:
-        found = jobs.submit(session, asked, caller)
-        job = found.job
-        said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+    try:
+        with here.database.writing() as session:
+            found = jobs.submit(session, asked, caller)
+            job = found.job
+            said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+    except archives.NoCode as exc:
+        raise HTTPException(NEEDS_CODE, str(exc)) from exc
     response.status_code = 201 if found.new else 200
     return said
 
@@ -144,13 +149,3 @@ def cancel(here: Here, caller: Submits, number: Number) -> dict[str, str]:
     if state is None:
         raise HTTPException(404, NO_JOB)
     return {"state": state}
-
-
-@api.get(
-    "/api/jobs/{number}/events",
-    summary="A job as it goes on, as server-sent events: state, trial, log",
-    response_class=StreamingResponse,
-    responses=answers("text/event-stream", 404),
-)
-def events(here: Here, _caller: Reads, number: Number, request: Request) -> Response:
-    return live.answer(here, number, request.headers.get("last-event-id", ""))

@@ -29,8 +29,9 @@ _WHY = {
     409: "The attempt is over.",
     413: "The body is too large.",
     422: "What was sent is not what is expected.",
+    428: "Its code is not here; send it first.",
     429: "Too often; wait.",
-    503: "The database does not answer, or there is too much at once.",
+    503: "The database or a thread does not answer, or there is too much at once.",
 }
 
 

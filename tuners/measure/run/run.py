@@ -87,6 +87,7 @@ class Run:
         """Seconds of a step of what these sessions have measured."""
         self._peak_bytes = 0
         """Of a step at the script's own batch."""
+        self._shown = show is not None
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
@@ -273,7 +274,13 @@ class Run:
             session = None
         if session is None:
             self._make_room(config)
-            session = Session(words, injected=self._injected, log=self._log, start_s=self.start_s)
+            session = Session(
+                words,
+                injected=self._injected,
+                log=self._log,
+                shown=self._shown,
+                start_s=self.start_s,
+            )
         self._sessions[words] = session
         for name in self._command.changed(config, self.own):
             _check_shown(session.seen, name, config[name])
@@ -301,6 +308,7 @@ class Run:
                 self._words(config),
                 injected=self._injected,
                 log=self._log,
+                shown=self._shown,
                 more=more,
                 start_s=left,
             )

@@ -127,7 +127,7 @@ class Flight:
     """The pilots in what runs: its processes wait for orders between two laps.
 
     Args:
-        log: what it prints goes to that.
+        log: what it prints goes to that; None where it was shown as it came.
         careful: of every order; see `Order`.
 
     Raises:
@@ -138,7 +138,7 @@ class Flight:
         self,
         command: Running,
         *,
-        log: Path,
+        log: Path | None,
         start_s: float = START_S,
         careful: bool = False,
     ) -> None:
@@ -285,14 +285,15 @@ class Flight:
         else:
             seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
             mend = "give a command that trains for longer"
-        return f"{seen}; {so_far}. What it printed is in {self._log}; {mend}"
+        where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
+        return f"{seen}; {so_far}. {where}; {mend}"
 
 
 class Session(Flight):
     """A command that is started here, and runs until `end`.
 
     Args:
-        words: of the command; `log` for what it prints.
+        words: of the command; `log` for what it prints, which is `shown` as it comes or not.
         injected: the folder with the sitecustomize that brings the pilot.
         more: environment variables.
 
@@ -307,8 +308,9 @@ class Session(Flight):
         *,
         injected: Path,
         log: Path,
+        shown: bool = False,
         more: Mapping[str, str] | None = None,
         start_s: float = START_S,
     ) -> None:
         command = Command(words, injected=injected, log=log, more=more)
-        super().__init__(command, log=log, start_s=start_s)
+        super().__init__(command, log=None if shown else log, start_s=start_s)

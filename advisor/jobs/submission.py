@@ -17,14 +17,14 @@ _PYTHONS = ("python", "python3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Submission:
     """`parcel`: None where nothing of this machine's is needed."""
 
     asked: Asked
     parcel: Parcel | None = None
 
     @classmethod
-    def of(cls, asked: Asked, folder: Path) -> Wanted:
+    def of(cls, asked: Asked, folder: Path) -> Submission:
         """What is asked for, of a command or a target as one would type it in this folder.
 
         Raises:
