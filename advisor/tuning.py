@@ -303,6 +303,7 @@ class _Tuning(ABC):
                 self._progress.notice(damage)
             scope = Scope(
                 clock=Clock(plan.seconds),
+                baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
                 first=near,

@@ -12,7 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, note
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
 from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
 
@@ -57,10 +57,8 @@ class Command(Guarded):
         path = measurable(words)
         self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
         self.secret = secrets.token_bytes(32)
-        self.listener = Listener(
-            str(Path(self._folder.name) / "pilot"), "AF_UNIX", backlog=64, authkey=self.secret
-        )
-        self._note = note(str(self.listener.address))
+        self._address = str(Path(self._folder.name) / "pilot")
+        self.listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=self.secret)
         scratch = Path(self._folder.name) / "tmp"
         scratch.mkdir()
         environment = {
@@ -70,7 +68,7 @@ class Command(Guarded):
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
             "TMPDIR": str(scratch),
             **bringing(injected),
-            ADDRESS: str(self.listener.address),
+            ADDRESS: self._address,
             SECRET: self.secret.hex(),
             **(more or {}),
         }
@@ -80,7 +78,7 @@ class Command(Guarded):
     def note(self) -> str | None:
         """What one of its processes failed with before its first steps, '' for nothing; None where
         none has loaded torch."""
-        return self._note.read_text() if self._note.exists() else None
+        return noted(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
         """The line to a pilot, if one comes within so long."""
