@@ -56,9 +56,9 @@ class Command(Guarded):
     ) -> None:
         path = measurable(words)
         self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
-        self.secret = secrets.token_bytes(32)
+        secret = secrets.token_bytes(32)
         self._address = str(Path(self._folder.name) / "pilot")
-        self.listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=self.secret)
+        self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
         scratch = Path(self._folder.name) / "tmp"
         scratch.mkdir()
         environment = {
@@ -69,7 +69,7 @@ class Command(Guarded):
             "TMPDIR": str(scratch),
             **bringing(injected),
             ADDRESS: self._address,
-            SECRET: self.secret.hex(),
+            SECRET: secret.hex(),
             **(more or {}),
         }
         super().__init__([path, *words[1:]], log=log, environment=environment)
@@ -82,21 +82,21 @@ class Command(Guarded):
 
     def accepted(self, seconds: float) -> Connection | None:
         """The line to a pilot, if one comes within so long."""
-        socket = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        socket = self._listener._listener._socket  # type: ignore[attr-defined] # to wait for one
         if wait([socket], seconds):
             # One that was gone before it had said anything is none.
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                return self.listener.accept()
+                return self._listener.accept()
         return None
 
     def whole(self) -> None:
         """All processes of the job are there: another one that trains is refused, and goes on."""
-        self.listener.close()
+        self._listener.close()
 
     def end(self) -> None:
         super().end()
         with contextlib.suppress(OSError):
-            self.listener.close()
+            self._listener.close()
         self._folder.cleanup()
 
 
