@@ -8,7 +8,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,15 @@ DEEPEST = 3
 MOST_FOLDERS = 500
 
 
-def script_line(record: Record, cache: Cache = None, *, free: bool = False) -> str:
+def script_line(
+    record: Record, cache: Cache = None, *, free: bool = False, command: Sequence[str] = ()
+) -> str:
     """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
-    takes it; `free`: of a run, with the batch free."""
-    return _applies(record, here(record), cache, free=free)
+    takes it; `free`: of a run, with the batch free; `command`: another one that it is for."""
+    task = here(record)
+    if command:
+        task = dataclasses.replace(task, command=tuple(command))
+    return _applies(record, task, cache, free=free)
 
 
 def line_anywhere(record: Record) -> str:

@@ -18,10 +18,11 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, kin
+from advisor.cache.name import Name, called
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
-from advisor.cache.stores import Remote
+from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
 from advisor.errors import Busy, StoreDamaged, StoreError, UsageError
@@ -190,6 +191,14 @@ class _Subject:
     def task(self) -> Task:
         return self.key.task
 
+    @property
+    def study(self) -> str:
+        """The name of its study: what made-up data gave is no trial of a run."""
+        digest = self.space.digest
+        if self.task.command:
+            digest = fingerprint([self.task.baseline, digest])[:12]
+        return f"{self.key.id}@{self.task.batch}-{digest}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Before:
@@ -220,14 +229,15 @@ class _Tuning(ABC):
     def run(self) -> Tuned:
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
-            akin = self._records.all()  # of other models too: what is near is worth trying first
+            # Of other models too: what is near is worth trying first.
+            there = [one.record for one in self._records.held()]
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
-            before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)
+            before = _Before(fresh=True) if self._plan.force else self._before(subject, there)
             if before.known is not None:
-                named = self._under_this_name(before.known, subject)
-                return Tuned(record=named, known=True, finished=True)
-            near = _first_guesses(subject, akin, self._progress)
+                known = self._known(before.known, subject)
+                return Tuned(record=known, known=True, finished=True)
+            near = _first_guesses(subject, there, self._progress)
             record = self._tune(subject, near, before)
             finished = record.compares or not subject.space.is_choice
             return Tuned(record=record, known=False, finished=finished)
@@ -236,13 +246,30 @@ class _Tuning(ABC):
     def _deadline_s(self) -> float:
         return max(30.0, self._plan.seconds / 3)
 
-    def _before(self, subject: _Subject, akin: Sequence[Record]) -> _Before:
+    @abstractmethod
+    def _answers(self, record: Record, subject: _Subject) -> bool:
+        """Whether a record of the same key and batch was measured as this call would measure it."""
+
+    @abstractmethod
+    def _known(self, record: Record, subject: _Subject) -> Record:
+        """What is given of a record that answers and may have been tuned under another name."""
+
+    def _before(self, subject: _Subject, there: Sequence[Record]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
-        found = [r for r in akin if r.key.id == key.id and r.batch == key.task.batch]
+        found = [
+            one
+            for one in there
+            if (one.key.id, one.batch) == (key.id, key.task.batch) and self._answers(one, subject)
+        ]
         if not found:
             return _Before()
-        known = found[0]
+
+        def standing(one: Record) -> tuple[bool, ...]:
+            enough = suffices(one.provenance.effort, plan.effort)
+            return not one.stale, one.compares, enough, one.target == subject.target
+
+        known = max(found, key=standing)
         if known.stale:
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
@@ -260,30 +287,6 @@ class _Tuning(ABC):
             self._progress.notice("tuned for a job of another length; the choice is made again")
         return _Before()
 
-    def _under_this_name(self, known: Record, subject: _Subject) -> Record:
-        """A record with the name that it was asked for by, so that apply() finds it by that."""
-        target, asked = subject.target, subject.task
-        sought = Sought(target=target.name, id=known.key.id, batch=known.batch)
-        for one in [known, *(held.record for held in self._records.held(sought))]:
-            if (one.target, one.key.task.model_args) == (target, asked.model_args):
-                return one
-        task = dataclasses.replace(
-            known.key.task,
-            target=asked.target,
-            model_args=asked.model_args,
-            command=asked.command,
-            map=asked.map or known.key.task.map,
-        )
-        key = dataclasses.replace(known.key, task=task)
-        # Of several versions under one name the one that was revised last counts.
-        named = dataclasses.replace(known, key=key, target=target, revised=time.time())
-        self._records.put(named, revises=known)
-        if (known.target.name, known.target.origin) == (target.name, target.origin):
-            self._progress.notice(f"what was edited in {target.name} computes the same")
-        else:
-            self._progress.notice(f"tuned as {known.target.name}; now known as {target.name} too")
-        return named
-
     def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.search.journal import open_study
@@ -293,13 +296,14 @@ class _Tuning(ABC):
         facts, plan, studies = subject.facts, self._plan, self._records.studies
         space = subject.space
         self._refuse_too_small(facts)
-        name = f"{subject.key.id}@{subject.task.batch}-{space.digest}"
+        name = subject.study
         with locked(studies, name):
             study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
                 clock=Clock(plan.seconds),
+                baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
                 first=near,
@@ -402,6 +406,28 @@ class _OfTarget(_Tuning):
                 process_s=process_s,
             )
 
+    def _answers(self, record: Record, subject: _Subject) -> bool:
+        return not record.key.task.command
+
+    def _known(self, record: Record, subject: _Subject) -> Record:
+        """The record under the name that it was asked for by, as apply() finds it by that: another
+        name, or other code, of what is the same model and the same task."""
+        target, asked = subject.target, subject.task
+        if (record.target, record.key.task.model_args) == (target, asked.model_args):
+            return record
+        task = dataclasses.replace(
+            record.key.task, target=asked.target, model_args=asked.model_args
+        )
+        key = dataclasses.replace(record.key, task=task)
+        # Of several versions under one name the one that was revised last counts.
+        named = dataclasses.replace(record, key=key, target=target, revised=time.time())
+        self._records.put(named, revises=record)
+        if (record.target.name, record.target.origin) == (target.name, target.origin):
+            self._progress.notice(f"what was edited in {target.name} computes the same")
+        else:
+            self._progress.notice(f"tuned as {record.target.name}; now known as {target.name} too")
+        return named
+
 
 class OfRun(_Tuning):
     """A command as it is, with a pilot inside."""
@@ -459,6 +485,20 @@ class OfRun(_Tuning):
                 compare_steps=COMPARE_STEPS,
                 draws=seen.draws,
             )
+
+    def _answers(self, record: Record, subject: _Subject) -> bool:
+        """What is put into the words of a command is known of that command alone."""
+        from advisor.tuners.measure.run.mapped import Mapped
+
+        command, options = record.key.task.command, subject.task.map
+        return bool(command) and (not options or Mapped(self._command, options).alike(command))
+
+    def _known(self, record: Record, subject: _Subject) -> Record:
+        """The record as it is: what another command gave is told as that one's. Whoever runs this
+        one finds it by the model."""
+        if record.target != subject.target:
+            self._progress.notice(f"tuned as {record.target.name}, which trains the same")
+        return record
 
     def _try_options(self, run: Run, space: Space) -> None:
         """See that options set what they are to, before anything is measured for it.
@@ -623,7 +663,7 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
     What is measured anew on purpose, or finished, counts there, also where there was a record of
     more effort.
     """
-    before = records.versions(record) if anew else []
+    before = _versions(records, record) if anew else []
     kept = records.put(record)
     faults = list(records.unreachable)
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))
@@ -634,6 +674,18 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
                 f"{fault}; the record is kept in {kept.url}. To push it later: "
                 f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
             )
+
+
+def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
+    """Every version of a record; what runs and targets measured under one key are two."""
+    key = record.key
+    versions = records.versions(record)
+    held = records.held(Sought(model=key.model, id=key.id, batch=record.batch)) if versions else []
+    records_of_others = [
+        one.record for one in held if one.record.key.task.baseline != key.task.baseline
+    ]
+    others = {called(one.target) for one in records_of_others}
+    return [(store, name) for store, name in versions if name.called not in others]
 
 
 def _first_guesses(

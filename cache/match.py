@@ -141,8 +141,9 @@ def place_of(key: Key) -> str:
 def best(query: Key | Query, records: Iterable[Record]) -> Match:
     """An exact record, else a compatible one, else a miss.
 
-    Of several the one whose task is nearest to the defaults in what the query leaves open, then the
-    one of the batch that is asked for, else one that measured it, else the newest. A miss carries
+    Of several the one whose task is nearest to the defaults in what the query leaves open, then
+    what a run measured for a run and a target for a target, then the one of the batch that is asked
+    for, else one that measured it, else the newest. A miss carries
     the differences of the nearest record: none where there are no records.
     """
     matches = [
@@ -160,11 +161,11 @@ def best(query: Key | Query, records: Iterable[Record]) -> Match:
     return Match(kind="miss", record=None, differs=nearest.differs, nearest=nearest.record)
 
 
-def _preferred(query: Key | Query, match: Match) -> tuple[int, bool, bool, float]:
+def _preferred(query: Key | Query, match: Match) -> tuple[int, bool, bool, bool, float]:
     record = match.record
     assert record is not None
     if isinstance(query, Key):
-        return 0, True, True, _created(match)
+        return 0, True, True, True, _created(match)
     odd = sum(
         getattr(record.key.task, name) != row.default
         for name, row in rows(Task).items()
@@ -172,7 +173,8 @@ def _preferred(query: Key | Query, match: Match) -> tuple[int, bool, bool, float
     )
     batch = query.batch
     measured = any(trial.config.batch == batch for trial in record.trials)
-    return -odd, record.batch == batch, measured, _created(match)
+    alike = bool(query.given.get("command")) == bool(record.key.task.command)
+    return -odd, alike, record.batch == batch, measured, _created(match)
 
 
 def _created(match: Match) -> float:

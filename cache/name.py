@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from advisor.cache.domain import is_moment
 from advisor.cache.key import fingerprint
-from advisor.cache.record import EFFORTS, Record
+from advisor.cache.record import EFFORTS, Record, Target
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.errors import RecordDamaged
 
@@ -127,8 +127,7 @@ class Name:
         bare = cls(
             "",
             record.key.model[:12],
-            target_part(record.target.name),
-            target_part(record.target.origin),
+            *called(record.target),
             record.key.id,
             record.batch,
             version,
@@ -185,6 +184,11 @@ def _tagged(text: str, seal: Seal) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
+
+
+def called(target: Target) -> tuple[str, str]:
+    """As `Name.called`, of what was tuned."""
+    return target_part(target.name), target_part(target.origin)
 
 
 def target_part(name: str) -> str:

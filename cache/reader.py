@@ -14,7 +14,17 @@ from typing import Any
 
 from advisor.cache.codec import opened, reason_in, to_plain
 from advisor.cache.match import Query
-from advisor.cache.name import MARKS, ORIGIN, PREFIX, TARGET, Mark, Name, ranked, target_part
+from advisor.cache.name import (
+    MARKS,
+    ORIGIN,
+    PREFIX,
+    TARGET,
+    Mark,
+    Name,
+    called,
+    ranked,
+    target_part,
+)
 from advisor.cache.record import Record, Target
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.stores import Narrowing, Store
@@ -53,8 +63,7 @@ class Held:
     @property
     def under_own_name(self) -> bool:
         """Whether the version that counts was written under this target's name itself."""
-        target = self.record.target
-        return (target_part(target.name), target_part(target.origin)) == self.name.called
+        return called(self.record.target) == self.name.called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,11 +306,12 @@ class _Look:
             return None
 
     def _keep(self, name: Name, names: Sequence[Name], record: Record, trusted: bool) -> None:
-        """The version that counts, under each of the record's names that is looked for. What a run
-        and a target measured is never told in the other's words: each has its own version."""
+        """The version that counts, under each of the record's names that is looked for. What a
+        target measured, a run, or two runs, is never told in another's words: each has its own
+        version."""
         record, texts = self._marked(name, record)
-        called = {one.called for one in names if self._wants(one)} | {name.called}
-        for other in sorted(called):
+        wanted = {one.called for one in names if self._wants(one)} | {name.called}
+        for other in sorted(wanted):
             if other == name.called:
                 self._add(record, name, texts, trusted)
                 continue
@@ -312,7 +322,7 @@ class _Look:
                 known = self._sound(alias)
                 if not known or known[0].key.digest != record.key.digest:
                     continue
-                if known[0].key.task.baseline != record.key.task.baseline:
+                if known[0].key.task.command != record.key.task.command:
                     own, own_texts = self._marked(alias, known[0])
                     self._add(own, alias, own_texts, known[1])
                 else:

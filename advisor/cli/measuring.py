@@ -113,8 +113,8 @@ def tune(
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if found.finished:
         record = found.record
-        starts = tables.start_anywhere(record, reader) if reader else tables.start(record, cache)
-        for line in starts:
+        here = tables.start(record, cache, command)
+        for line in tables.start_anywhere(record, reader) if reader else here:
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     then = "The same command goes on with what it has; a larger --budget gets further."

@@ -57,4 +57,8 @@ def run(
     if cache is not None:
         told["ADVISOR_CACHE"] = cache
     sys.stdout.flush()
-    os.execve(path, list(words), {**os.environ, **told})
+    try:
+        os.execve(path, list(words), {**os.environ, **told})
+    except OSError as exc:  # as of a script that does not say what runs it
+        why = f"{exc.strerror}; put the program that runs it, as bash, before it"
+        raise UsageError(f"command {command[0]!r}: {why}") from exc

@@ -47,9 +47,10 @@ def with_advice(
     """
     mapped = Mapped(command, options)
     here = {detect(default_device()).device, detect("cpu").device}
+    # Under every name: of a key each command has its own record.
     known = [
         record
-        for record in open_records(cache).all()
+        for record in (one.record for one in open_records(cache).held())
         if mapped.alike(record.key.task.command)
         and record.key.environment.device in here
         and set(options) <= set(record.key.task.map)

@@ -60,9 +60,10 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
     yield f"record {record.id}: {cost(record)}"
 
 
-def start(record: Record, cache: str | None) -> Iterator[str]:
-    """What to write for a record to be followed, and where."""
-    yield from _started(where(record), script_line(record, cache), other_uses(record, cache))
+def start(record: Record, cache: str | None, command: Sequence[str] = ()) -> Iterator[str]:
+    """What to write for a record to be followed, and where; `command`: as typed, of a run."""
+    line = script_line(record, cache, command=command)
+    yield from _started(where(record), line, other_uses(record, cache))
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:

@@ -8,6 +8,12 @@ while the others wait, so that what the machine does to one it does to all; a ra
 blocks of one turn, and that of the two as they are is the noise. On a CPU the seconds are the
 process's own.
 
+Instructions, where valgrind is there and they are asked for: those of the process's own code in a
+block of steps, as callgrind counts them. They are the same whatever else the machine does, so that
+far less than 1% shows where seconds cannot tell it; what an instruction waits for is not in them.
+
+    python benchmarks/runs/overhead.py --nets tiny --turns 0 --starts 0 --counted 200
+
 Starts: the CPU seconds of a process before its script's first line, those of `advisor run` itself
 included; for `import torch`; and for steps 2 to 8, within which all is looked up. The least of some
 turns.
@@ -25,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,7 @@ STARTED = 8
 """Steps after which the advice is in force, or is not."""
 STEPS = {"tiny": 400, "layers": 100, "convolutions": 4}
 """Of a block: some 50 ms."""
+COUNTING = ("valgrind", "-q", "--tool=callgrind", "--instr-atstart=no")
 
 
 def net(name: str, device: str) -> tuple[Any, Any]:
@@ -83,10 +90,10 @@ def train(name: str, asked: Iterator[int]) -> None:
 
 
 class Script:
-    """The script in a process, which makes steps when it is told to."""
+    """The script in a process, which makes steps when it is told to; `under`: what runs it."""
 
-    def __init__(self, name: str, store: str | None) -> None:
-        command = [sys.executable, __file__, "--train", name]
+    def __init__(self, name: str, store: str | None, under: Sequence[str] = ()) -> None:
+        command = [*under, sys.executable, __file__, "--train", name]
         by = [] if store is None else [sys.executable, "-m", "advisor", "run", "--cache", store]
         words = command if store is None else [*by, "--", *command]
         pipe = subprocess.PIPE
@@ -99,6 +106,11 @@ class Script:
         self._process.stdin.flush()
         said: dict[str, float] = json.loads(self._process.stdout.readline())
         return said
+
+    def count(self, on: str) -> None:
+        """Have callgrind, under which it runs, count instructions from here on, or no more."""
+        words = ["callgrind_control", "-i", on, str(self._process.pid)]
+        subprocess.run(words, capture_output=True, check=True)
 
     def end(self) -> str:
         """What it said on stderr."""
@@ -146,6 +158,27 @@ def in_turn(name: str, turns: int, stores: Mapping[str, str | None]) -> dict[str
     return {"net": name, "turns": turns, "least_us_a_step": us, "time_over_as_it_is": ratios}
 
 
+def counted(name: str, steps: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
+    """What a step takes in instructions in each way, against the script as it is."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way, store in stores.items():
+            file = Path(folder) / "counts"
+            script = Script(name, store, [*COUNTING, f"--callgrind-out-file={file}"])
+            script.steps(STARTED + STEPS[name])
+            script.count("on")
+            script.steps(steps)
+            script.count("off")
+            errors = script.end()
+            assert ("was not tuned" in errors) == (way == UNKNOWN), errors
+            lines = file.read_text().splitlines()
+            (total,) = (int(one.split()[1]) for one in lines if one.startswith("totals: "))
+            found[way] = total / steps
+    ratios = {way: round(one / found[PLAIN], 5) for way, one in found.items() if way != PLAIN}
+    whole = {way: round(one) for way, one in found.items()}
+    return {"net": name, "counted": steps, "instructions_a_step": whole, "over_as_it_is": ratios}
+
+
 def summary(ratios: list[float]) -> dict[str, Any]:
     from advisor.tuners.measure.timing import median_interval
 
@@ -181,6 +214,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--starts", type=int, default=8)
+    parser.add_argument("--counted", type=int, default=0, help="steps whose instructions are")
     parser.add_argument("--train", choices=STEPS, help="only be the script")
     parser.add_argument("--forever", action="store_true")
     args = parser.parse_args()
@@ -192,7 +226,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             stores = {PLAIN: None, AGAIN: None, UNKNOWN: f"{folder}/none", KNOWN: f"{folder}/one"}
             tuned(name, f"{folder}/one")
-            report(in_turn(name, args.turns, stores), args.results)
+            if args.turns:
+                report(in_turn(name, args.turns, stores), args.results)
+            if args.counted:
+                report(counted(name, args.counted, stores), args.results)
             if name == "tiny" and args.starts:
                 report({"starts": starts(args.starts, stores)}, args.results)
 
@@ -203,7 +240,9 @@ def report(row: dict[str, Any], results: Path | None) -> None:
     print(json.dumps(row, indent=1), flush=True)
     if results:
         with results.open("a") as file:
-            file.write(json.dumps({"command": "python benchmarks/runs/overhead.py", **row}) + "\n")
+            given = " ".join(sys.argv[1:]).partition("--results")[0].strip()
+            command = f"python benchmarks/runs/overhead.py {given}".strip()
+            file.write(json.dumps({"command": command, **row}) + "\n")
 
 
 if __name__ == "__main__":

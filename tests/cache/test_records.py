@@ -247,6 +247,28 @@ def test_batches_are_records_of_their_own(tmp_path: Path) -> None:
         assert best(query, records.all()).record == wanted
 
 
+def test_what_commands_measured_under_one_key_is_told_as_theirs(tmp_path: Path) -> None:
+    """Of a target's names each is given the version that counts; what a target measured is never
+    told as a run's, nor what one command gave as another's."""
+    records = Records(open_store(f"dir:{tmp_path}"))
+    long = made(1.72e9, effort="exhaustive")
+    alias = replace(long, target=replace(long.target, name="other.py:Net"), revised=1.74e9)
+    runs = []
+    for number, words in enumerate((("python", "a.py"), ("python", "b.py"))):
+        key = replace(KEY, task=replace(KEY.task, target=" ".join(words), command=words))
+        one = record(key, name=" ".join(words), created=1.65e9 + number, trials=1 + number)
+        runs.append(one)
+    for one in (made(1.6e9), long, alias, *runs):
+        records.put(one)
+    held = {one.record.target.name: one.record for one in records.held()}
+    assert [held[one.target.name] for one in runs] == runs
+    assert held["model.py:Net"].provenance == held["other.py:Net"].provenance == long.provenance
+    query = Query(environment=ENVIRONMENT, given={"command": ("python", "c.py")})
+    assert best(query, held.values()).record == runs[1]
+    of_target = best(Query(environment=ENVIRONMENT), held.values()).record
+    assert of_target is not None and not of_target.key.task.command
+
+
 def test_what_is_damaged_is_repaired_by_a_good_copy(tmp_path: Path) -> None:
     good, bad = (open_store(f"dir:{tmp_path}/{n}") for n in "gb")
     for store in (good, bad):

@@ -6,7 +6,9 @@ Nothing is measured here; what would have been is counted.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,3 +273,42 @@ class TestNames:
             with pytest.warns(package.AdvisorWarning, match="advisor tune model.py:Net"):
                 advice = package.lookup("model.py:Net", shape=SHAPE, device="cpu")
         assert advice.status == "miss"
+
+
+TRAINING = """
+import torch
+from model import Net
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    net(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_what_made_up_data_gave_is_never_told_as_a_run(
+    here: Path, unmeasured: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what one command gave as another's: they have one key, and records of their own."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for name in ("a.py", "b.py"):
+        (here / name).write_text(TRAINING)
+
+    def told(*words: str) -> tuple[str, dict[str, Any], str]:
+        done = advisor(here, "tune", "--json", *words)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["status"], found["record"], done.stderr
+
+    target = ("model.py", "--shape", SHAPE, "--device", "cpu")
+    status, made_up, _ = told(*target)
+    assert status == "tuned"
+    status, first, _ = told("--force", "--", "python", "a.py")
+    assert (status, first["id"]) == ("tuned", made_up["id"]), "they share a key"
+    assert first["provenance"]["study"] != made_up["provenance"]["study"]
+    status, second, said = told("--", "python", "b.py")
+    assert (status, second) == ("known", first)
+    assert "tuned as python a.py, which trains the same" in said
+    assert told(*target)[:2] == ("known", made_up), "--force has left it"
+    assert len(unmeasured) == 2

@@ -72,6 +72,7 @@ def unmeasured() -> Iterator[list[Task]]:
         plan = self._plan
         provenance = dataclasses.replace(
             made.provenance,
+            study=subject.study,
             effort=plan.effort,
             steps=plan.steps or 0,
             duration_s=plan.duration_s or 0.0,

@@ -24,6 +24,7 @@ from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import strict
 from advisor.tuners.measure.run import run as running
+from advisor.tuners.measure.run import session as sessions
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Session
@@ -231,10 +232,15 @@ REFUSED = {
         "code 0: 5. What it printed is in",
     ),
     "reads": ("input()", "it ended with exit code 1: EOFError"),
+    "no code": (
+        "def train(:",
+        "no process of the command has imported torch; it ended with exit code 1: SyntaxError: "
+        "invalid syntax. What it printed is in log; mend that first",
+    ),
     "too few steps": (
         "import sys; from training import train; train(2); sys.exit(3)",
         "torch was imported, but no 4 steps of a torch.optim optimizer came; "
-        "it ended with exit code 3. What it printed is in",
+        "it ended with exit code 3. What it printed is in log; mend that first",
     ),
     "fails": (
         "from training import train; train(2); raise ValueError('bad data')",
@@ -247,7 +253,19 @@ optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
 while True:
     optimizer.step()
 """,
-        "no module whose parameters the optimizer holds ran",
+        "no module whose parameters the optimizer holds ran with gradients; what can be tuned",
+    ),
+    "no order": (
+        """
+import itertools, torch
+from training import nn
+net = nn.Linear(8, 4)
+all = [torch.optim.SGD(net.parameters()) for _ in range(3)]
+for step in itertools.count():
+    net(torch.ones(2, 8)).sum().backward()
+    all[int(step**0.5) % 3].step()
+""",
+        "in 256 steps of the optimizers no order repeats",
     ),
 }
 
@@ -286,6 +304,9 @@ def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPat
         (("python", "-uI", "x.py"), "python -uI keeps advisor out of the command"),
         (("python3", "-W", "error", "-E", "x.py"), "python -E keeps advisor out of the command"),
         (("no-such-program",), "command 'no-such-program': no such program"),
+        (("training.py",), "command 'training.py': this file is no program; put python before it"),
+        (("./package",), "command './package': a folder is no program"),
+        (("A=1", "python", "x.py"), "command 'A=1': a variable is set by a shell; put env before"),
         (("python", "-c", "5\n6"), "command: '5\\n6' is no text on one line"),
     ],
 )
@@ -302,11 +323,44 @@ def test_output_is_shown_of_a_command_alone(folder: Path) -> None:
     assert done.stderr.startswith("advisor: --show-output is for a command after --")
 
 
+def test_of_several_processes_that_fail_the_first_says_why(folder: Path) -> None:
+    """What torchrun says of it is a table, whose first and last lines tell nothing."""
+    command = ("torchrun", "--nproc-per-node", "1", *script("import torch; assert 0, 'for 2'")[1:])
+    with pytest.raises(TargetFailed, match="first steps: AssertionError: for 2; it ended with"):
+        Run(command, injected=INJECTED, log=Path("log"), deadline_s=20).describe()
+
+
+def test_what_no_program_can_be_started_from_is_told(folder: Path) -> None:
+    """A file that may be executed, and does not say by what."""
+    (folder / "train").write_text("python -m package.train")
+    (folder / "train").chmod(0o700)
+    with pytest.raises(TargetFailed, match=r"exit code 127: .*train: Exec format error"):
+        Run(("./train",), injected=INJECTED, log=Path("log"), deadline_s=20).describe()
+    done = advisor(folder, "run", "--", "./train")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("advisor: command './train': Exec format error; put the program")
+
+
+def test_of_programs_in_turn_the_first_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "END_S", 0.5)
+    (folder / "both.sh").write_text("python -c 'from training import *; train(9)'; sleep 987")
+    session = Session(("bash", "both.sh"), injected=INJECTED, log=Path("log"))
+    try:
+        own = space_of(session.seen).default
+        with pytest.raises(Ended, match="give the one that trains"):
+            session.lap(own, own, 10**6, time.monotonic() + 60)
+    finally:
+        session.end()
+    assert processes("987") == []
+
+
 def test_one_that_ends_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "RESTARTS", 1)
     with (
         started(script("from training import train\ntrain(20)")) as (run, _seen, own),
-        pytest.raises(WorkerError, match="more epochs"),
+        pytest.raises(WorkerError, match=r"the command ended with exit code 0\); .* more epochs"),
     ):
         measured(run, own)
 

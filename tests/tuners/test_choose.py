@@ -94,6 +94,13 @@ def test_turns_that_go_together_are_worth_less() -> None:
     assert wide.high - wide.low > 1.5 * (narrow.high - narrow.low)
 
 
+def test_turns_that_are_apart_beyond_what_a_record_keeps_tell_nothing() -> None:
+    """As of two threads for two busy cores: the whole record would be refused for it."""
+    ratio = paired_ratio([1e3, 1.0], [1.0, 1.0])
+    assert (ratio.low, ratio.high) == (0.0, math.inf)
+    assert math.isfinite(paired_ratio([2.0, 1.0], [1.0, 1.0]).high)
+
+
 def test_race_goes_there_and_back() -> None:
     runner = Steady({DEFAULT: 100.0, FAST: 200.0})
     run(runner, [DEFAULT, FAST])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,20 +35,48 @@ def train(how: str, env: Mapping[str, str], folder: Path) -> None:
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     elif how != "before":
         dist.init_process_group("gloo")
+    if how == "late":
+        ranks.GATHER_S = 0.1
+    if how == "differ, and rank 0 ends" and rank > 0:
+        slow_to_read()
     try:
         if how == "strict":
             advisor.apply("nothing.py:Net", shape=(4, 8), device="cpu", strict=True)
         advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu")
         if how == "before":
             dist.init_process_group("gloo")
-        if how == "differ":
+        if how == "late" and rank > 0:
+            wait_for_end(env)
+        if how.startswith("differ"):
             advice = advisor.Advice(Config(channels_last=rank == 1), device="cpu")
         advice.prepare(nn.Linear(8, 3))
         print("said", advice.status, advice.batch_size, advice.reason)
     except advisor.AdvisorError as exc:
         print("error", type(exc).__name__, exc)
     sys.stdout.close()
+    if how in ("late", "differ, and rank 0 ends"):
+        os._exit(0)
     dist.barrier()  # the store is in a process of theirs, and goes with it
+
+
+def slow_to_read() -> None:
+    """What the others have put comes to this rank later than it may."""
+    get = ranks.Group.get
+
+    def slow(self: ranks.Group, key: str, seconds: float) -> bytes | None:
+        found = get(self, key, seconds)
+        time.sleep(0.5)
+        return found
+
+    ranks.Group.get = slow  # type: ignore[method-assign]
+
+
+def wait_for_end(env: Mapping[str, str]) -> None:
+    """Of rank 0, which has the store."""
+    address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    with contextlib.suppress(ConnectionRefusedError):
+        while True:
+            socket.create_connection(address).close()
 
 
 def job(folder: Path, how: str, size: int = 3) -> list[str]:
@@ -84,6 +115,18 @@ def test_an_error_of_rank_0_is_every_rank_s(tmp_path: Path) -> None:
 def test_ranks_that_differ_are_named(tmp_path: Path) -> None:
     for said in job(tmp_path, "differ"):
         assert said.startswith("error RanksDiffer rank 1 of 3 would train with other advice"), said
+
+
+def test_ranks_that_differ_are_named_where_rank_0_ends_of_it(tmp_path: Path) -> None:
+    for said in job(tmp_path, "differ, and rank 0 ends"):
+        assert said.startswith("error RanksDiffer rank 1 of 3 would train with other advice"), said
+
+
+def test_a_rank_that_comes_once_rank_0_is_gone_says_so(tmp_path: Path) -> None:
+    first, second = job(tmp_path, "late", size=2)
+    assert first.startswith("said miss 4 ")
+    assert second.startswith("error RanksDiffer rank 1 of 2 cannot tell whether it has the others'")
+    assert "\n" not in second
 
 
 def test_ranks_that_looked_up_before_there_was_a_group_are_compared(tmp_path: Path) -> None:

@@ -47,27 +47,34 @@ class Group:
             return None
         return found
 
+    def meet(self, key: str, *, waits: bool = True) -> bool:
+        """Whether all ranks have come to this point; `waits`: within GATHER_S."""
+        if self.store.add(f"{key}/count", 1) == self.size:
+            self.store.set(key, b"1")
+            return True
+        return waits and self.get(key, GATHER_S) is not None
+
 
 def compare(digest: str) -> bool:
     """Hold this rank's advice against that of the others; whether there is a process group.
 
     Each rank adds its digest to one list and reads it: of two that differ, at least the later one
-    sees both. A rank that never calls this is waited for once, for GATHER_S.
+    sees both. A rank that never calls this is waited for once, for GATHER_S. Rank 0, with which the
+    store may go, goes on once all that came have read the list.
 
     Raises:
-        RanksDiffer: which ranks differ from the most common advice.
+        RanksDiffer: which ranks differ from the most common advice, or rank 0 is gone.
     """
     group = Group.current()
     if group is None:
         return False
-    key = f"advisor/digests/{next(_comparisons)}"
-    group.store.append(f"{key}/all", f"{group.rank}={digest} ")
-    if group.store.add(f"{key}/count", 1) == group.size:
-        group.store.set(f"{key}/done", b"1")
-    else:
-        group.get(f"{key}/done", GATHER_S)
-    told = group.store.get(f"{key}/all").decode().split()
-    by_rank = dict(sorted((int(r), d) for r, _, d in (one.partition("=") for one in told)))
+    try:
+        by_rank = _digests(group, digest)
+    except RuntimeError as exc:  # DistNetworkError
+        raise RanksDiffer(
+            f"rank {group.rank} of {group.size} cannot tell whether it has the others' advice: the "
+            "process group's store is gone, most likely with rank 0, whose own message says why"
+        ) from exc
     counts: dict[str, int] = {}
     for each in by_rank.values():
         counts[each] = counts.get(each, 0) + 1
@@ -82,3 +89,14 @@ def compare(digest: str) -> bool:
             "or give all ranks the same cache"
         )
     return True
+
+
+def _digests(group: Group, digest: str) -> dict[int, str]:
+    """Of each rank that came, this one's among them."""
+    key = f"advisor/digests/{next(_comparisons)}"
+    group.store.append(f"{key}/all", f"{group.rank}={digest} ")
+    whole = group.meet(f"{key}/there")
+    told = group.store.get(f"{key}/all").decode().split()
+    if whole:
+        group.meet(f"{key}/read", waits=group.rank == 0)
+    return dict(sorted((int(r), d) for r, _, d in (one.partition("=") for one in told)))

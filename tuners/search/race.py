@@ -34,6 +34,8 @@ BUILD, BUILD_LEAST_S = 3.0, 15.0
 MARGIN = 2.0
 """A turn is begun where there is time for one that takes so many times as long as its last: what is
 cut off costs its config the race, and a command its start."""
+WIDEST = 1e12
+"""The end of an interval beyond which a race has told nothing, and no record keeps it."""
 
 # Student's t, two-sided 95%, by degrees of freedom (any statistics table).
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -58,16 +60,20 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     A busy host stays slow for several turns, so that turns are worth less than independent ones:
     they count as n (1 - r) / (1 + r), r being the correlation of neighbours (effective sample
     size of an AR(1) series, e.g. Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
-    Fewer than two turns have no interval: it is then from zero to infinity.
+    Fewer than two turns have no interval, nor have some that are apart beyond all reason: it is
+    then from zero to infinity.
     """
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(logs)
+    untold = Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     if len(logs) < 2:
-        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
+        return untold
     correlation = _neighbours(logs, mean)
     worth = max(2.0, len(logs) * (1 - correlation) / (1 + correlation))
     t = _T95[min(int(worth) - 1, len(_T95)) - 1]
     half = t * statistics.stdev(logs) / math.sqrt(worth)
+    if mean + half > math.log(WIDEST):
+        return untold
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
 

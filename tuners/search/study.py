@@ -65,6 +65,7 @@ class Scope:
 
     Attributes:
         clock: of the whole tuning.
+        baseline: what is measured first, for people.
         trials: at most, or None.
         memory: bytes that a config may take; 0 where that is not known.
         first: configs to try before the guesses, from records that nearly fit.
@@ -75,6 +76,7 @@ class Scope:
     """
 
     clock: Clock
+    baseline: str = "torch's default"
     trials: int | None = None
     memory: int = 0
     first: Sequence[Config] = ()
@@ -152,12 +154,12 @@ class Search:
         """All trials, those of earlier runs first.
 
         Raises:
-            WorkerError: torch's default cannot be measured, so that nothing could be compared.
+            WorkerError: the baseline cannot be measured, so that nothing could be compared.
         """
         default = self._try(self._space.default, "default", always=True)
         if default is None or not default.measurement.ok:
             reason = default.measurement.reason if default else "it was not tried"
-            raise WorkerError(f"torch's default could not be measured: {reason}")
+            raise WorkerError(f"{self._scope.baseline} could not be measured: {reason}")
         kept_s = (1 - EAGER) * self._part.left_s
         most = self._reach_s(kept_s)
         if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from advisor.tuners.act.pilot.drawn import Drawn
 
@@ -202,11 +202,15 @@ def _name(path: Any) -> str:
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Samples of a call: the first dimension of its first tensor."""
-    for value in (*args, *kwargs.values()):
+    # At each call: what is taken apart only if need be.
+    first = _first((*args, *kwargs.values()))
+    if first is None:
+        first = _first(tree_leaves((args, kwargs)))
+    return int(first.shape[0]) if first is not None and first.dim() else 1
+
+
+def _first(values: Iterable[Any]) -> Tensor | None:
+    for value in values:
         if isinstance(value, Tensor):
-            return int(value.shape[0]) if value.dim() else 1
-    flat, _ = tree_flatten_with_path((args, kwargs))
-    for _path, value in flat:
-        if isinstance(value, Tensor):
-            return int(value.shape[0]) if value.dim() else 1
-    return 1
+            return value
+    return None

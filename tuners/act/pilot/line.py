@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.crew import Over, Unclear
 from advisor.tuners.act.pilot.orders import Lap, Order, told
-from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -63,13 +63,15 @@ class Line:
         """As `Guide.failed`."""
         outcome, said = told(exc)
         if isinstance(exc, Over):
-            outcome = OVER
+            outcome, said = OVER, str(exc)
         if isinstance(exc, Unclear):
             said = str(exc)
             self._connect()
         if self._pipe is None:
-            # It may be a process that only looks whether something works: nothing ends for it.
-            self._note(said)
+            # It may be a process that only looks whether something works: nothing ends for it. What
+            # started this one may fail of that too, and says less.
+            if not noted(self._address):
+                self._note(said)
             return
         with contextlib.suppress(OSError):
             self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said}})

@@ -35,10 +35,15 @@ LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
-UNSEEN = "no module whose parameters the optimizer holds ran"
+_UNSEEN = "no module whose parameters the optimizer holds ran"
+UNSEEN = f"{_UNSEEN} with gradients; what can be tuned trains, and is called as model(x)"
 UNSEEN_COMPILED = (
-    f"{UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
+    f"{_UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
     "the model instead, as model.compile()"
+)
+UNORDERED = (
+    f"in {LOOKED} steps of the optimizers no order repeats, so that a step of the script cannot be "
+    "told; what can be tuned has all of its optimizers step in turn"
 )
 
 
@@ -158,7 +163,7 @@ class Pilot:
         self._period = self._crew.period()
         if not self._period:
             if self._looked >= LOOKED:
-                self._guide.failed(Unclear("the optimizers' steps follow no order"))
+                self._guide.failed(Unclear(UNORDERED))
                 self._leave()
             return
         trained = self._crew.trained()

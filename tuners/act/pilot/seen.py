@@ -200,8 +200,8 @@ def _beyond(outer: nn.Module) -> str:
     if replicates(outer):
         return (
             "nn.DataParallel copies the model at every step, so only flags and the loader are "
-            "tuned; the same "
-            "job under torchrun and DistributedDataParallel is faster, and tuned whole"
+            "tuned; the same job under torchrun and DistributedDataParallel is faster, and tuned "
+            "whole"
         )
     kinds = {type(module).__name__ for module in outer.modules()}
     if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):

@@ -20,6 +20,14 @@ def note(address: str) -> Path:
     return Path(address).with_name("torch")
 
 
+def noted(address: str) -> str | None:
+    """What is in that file; None where it is not there."""
+    try:
+        return note(address).read_text()
+    except OSError:
+        return None
+
+
 def bringing(injected: Path) -> dict[str, str]:
     """The variable by which every Python of a command looks into a folder first: the one with the
     sitecustomize that brings the pilot."""

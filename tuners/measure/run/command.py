@@ -12,7 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, note
+from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
 from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
 
@@ -56,11 +56,9 @@ class Command(Guarded):
     ) -> None:
         path = measurable(words)
         self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
-        self.secret = secrets.token_bytes(32)
-        self.listener = Listener(
-            str(Path(self._folder.name) / "pilot"), "AF_UNIX", backlog=64, authkey=self.secret
-        )
-        self._note = note(str(self.listener.address))
+        secret = secrets.token_bytes(32)
+        self._address = str(Path(self._folder.name) / "pilot")
+        self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
         scratch = Path(self._folder.name) / "tmp"
         scratch.mkdir()
         environment = {
@@ -70,8 +68,8 @@ class Command(Guarded):
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
             "TMPDIR": str(scratch),
             **bringing(injected),
-            ADDRESS: str(self.listener.address),
-            SECRET: self.secret.hex(),
+            ADDRESS: self._address,
+            SECRET: secret.hex(),
             **(more or {}),
         }
         super().__init__([path, *words[1:]], log=log, environment=environment)
@@ -80,25 +78,25 @@ class Command(Guarded):
     def note(self) -> str | None:
         """What one of its processes failed with before its first steps, '' for nothing; None where
         none has loaded torch."""
-        return self._note.read_text() if self._note.exists() else None
+        return noted(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
         """The line to a pilot, if one comes within so long."""
-        socket = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        socket = self._listener._listener._socket  # type: ignore[attr-defined] # to wait for one
         if wait([socket], seconds):
             # One that was gone before it had said anything is none.
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                return self.listener.accept()
+                return self._listener.accept()
         return None
 
     def whole(self) -> None:
         """All processes of the job are there: another one that trains is refused, and goes on."""
-        self.listener.close()
+        self._listener.close()
 
     def end(self) -> None:
         super().end()
         with contextlib.suppress(OSError):
-            self.listener.close()
+            self._listener.close()
         self._folder.cleanup()
 
 

@@ -179,8 +179,8 @@ class Run:
         if config != self.own:
             return Measurement(outcome="failed", reason=TOO_SOON)
         raise WorkerError(
-            f"the command ends before a config is measured, {RESTARTS} times in a row; give it "
-            "more to train on, as more epochs"
+            f"{RESTARTS} times in a row the command was through before a config was measured "
+            f"({last}); give it more to train on, as more epochs"
         )
 
     def start(self, config: Config, *, deadline_s: float) -> Measurement:

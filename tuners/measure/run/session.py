@@ -30,6 +30,15 @@ TOGETHER_S = 60.0
 """Between the processes of a job that come to their first steps."""
 END_S = 15.0
 """For a command one of whose processes is gone to be over."""
+GONE_OF_SEVERAL = "one of its processes is gone, others are not"
+GONE = (
+    "the process that trained is gone, and the command goes on without it; of a command that "
+    "starts several in turn give the one that trains"
+)
+LONGER = "give a command that trains for longer"
+SOONER = "give a command that comes to its steps sooner"
+MEND = "mend that first"
+"""What to do about a command in which no steps were seen."""
 CHANCE = 0.25
 """Of the batches that are taken: what changes by fewer may change by chance."""
 
@@ -238,7 +247,7 @@ class Flight:
                 came = f"{len(self._pipes)} of its processes came to their first steps, not all"
                 raise Ended("timed_out", came)
             if time.monotonic() > until:
-                raise Ended("timed_out", self._never(f"it has run for {start_s:g} s"))
+                raise Ended("timed_out", self._never(f"it has run for {start_s:g} s", SOONER))
         return pipe
 
     def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
@@ -267,26 +276,33 @@ class Flight:
         while not self._command.ended and time.monotonic() < until:
             time.sleep(0.05)
         if not self._command.ended:
-            return Ended("crashed", "one of its processes is gone, others are not")
-        code, said = self._command.obituary()
-        if not self._pipes:
-            ended = f"it ended with {how(code)}{f': {said}' if said else ''}"
-            return Ended("failed", self._never(ended), code or 1, ended)
-        return Ended("crashed", f"the command ended with {how(code)}: {said}", code)
-
-    def _never(self, so_far: str) -> str:
-        """What to say of a command in which no steps were seen."""
+            return Ended("crashed", GONE if len(self._pipes) == 1 else GONE_OF_SEVERAL)
+        code, last = self._command.obituary()
+        ended = f"ended with {how(code)}"
+        if self._pipes:
+            return Ended("crashed", f"the command {ended}{_after_colon(last)}", code)
         note = self._command.note
-        if note is None:
-            seen = "no process of the command has imported torch"
-            mend = "give the command that trains, as you would type it"
-        elif note:
-            seen, mend = f"it failed before its first steps: {note}", "mend that first"
-        else:
+        so_far = f"it {ended}{'' if note else _after_colon(last)}"
+        never = self._never(so_far, MEND if code else LONGER)
+        return Ended("failed", never, code or 1, f"it {ended}{_after_colon(note or last)}")
+
+    def _never(self, so_far: str, mend: str) -> str:
+        """What to say of a command in which no steps were seen; `mend`: what to do about it."""
+        note = self._command.note
+        if note:
+            seen, mend = f"it failed before its first steps: {note}", MEND
+        elif note is not None:
             seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
             mend = "give a command that trains for longer"
+        else:
+            seen = "no process of the command has imported torch"
+            mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
+
+
+def _after_colon(said: str) -> str:
+    return f": {said}" if said else ""
 
 
 class Session(Flight):

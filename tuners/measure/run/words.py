@@ -10,6 +10,7 @@ from pathlib import Path
 from advisor.errors import UsageError
 
 _ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 def program(words: Sequence[str]) -> str:
@@ -20,8 +21,20 @@ def program(words: Sequence[str]) -> str:
     """
     found = shutil.which(words[0])
     if found is None:
-        raise UsageError(f"command {words[0]!r}: no such program; give it as you would type it")
+        raise UsageError(f"command {words[0]!r}: {_why_none(words[0])}")
     return found
+
+
+def _why_none(word: str) -> str:
+    """Why a command's first word is no program, and what to do."""
+    if _VARIABLE.fullmatch(word):
+        return "a variable is set by a shell; put env before it"
+    if Path(word).is_dir():
+        return "a folder is no program; give the command as you would type it"
+    if not Path(word).is_file():
+        return "no such program; give the command as you would type it"
+    by = "python" if word.endswith(".py") else "the program that runs it, as bash,"
+    return f"this file is no program; put {by} before it"
 
 
 def measurable(words: Sequence[str]) -> str:

@@ -89,6 +89,8 @@ class Guard:
             os.dup2(output, 2)
             os.set_inheritable(self._lifeline, False)
             os.execv(command[0], command)
+        except OSError as exc:
+            os.write(2, f"{command[0]}: {exc.strerror}\n".encode())
         finally:
             os._exit(127)
 
