@@ -21,7 +21,7 @@ from advisor.tuners.measure.numerics import (
     steps_within,
 )
 from advisor.tuners.measure.observe import Observer, Point, Trace
-from advisor.tuners.measure.randomness import SameDraws
+from advisor.tuners.measure.randomness import Rounding, SameDraws, amplitude
 from advisor.tuners.measure.worker.child import Bench
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.test_worker import job
@@ -405,3 +405,22 @@ def test_steps_fit_the_time() -> None:
     assert steps_within(1e9, 0.001) == MOST_STEPS
     assert steps_within(1.0, 1.0) == 0
     assert 8 <= steps_within(200.0, 1.0) < MOST_STEPS
+
+
+def test_rounding_is_that_of_the_format_on_a_grid_of_each_draw() -> None:
+    x, half = 100 * torch.randn(1000), amplitude(torch.bfloat16, tf32=False)
+    drawn = []
+    for draw in range(4):
+        torch.manual_seed(draw)
+        with Rounding(half):
+            drawn.append(x * 1.0)
+            alike = torch.full((1000,), 1.2345) * 1.0
+            beyond = torch.tensor([math.inf, 3e38, 0.0]) * 1.0
+        # What is equal is rounded alike: its errors add up, as a format's do.
+        assert alike.unique().numel() == 1
+        torch.testing.assert_close(beyond, torch.tensor([math.inf, 3e38, 0.0]), rtol=half, atol=0)
+    assert not torch.equal(drawn[0], drawn[1])
+    errors = torch.stack(drawn) / x - 1
+    assert half / 2 < float(errors.abs().max()) <= 1.01 * half
+    usual = float((x.bfloat16().float() / x - 1).std())
+    assert 0.8 * usual < float(errors.std()) < 1.3 * usual
