@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
@@ -220,6 +221,21 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(
     net(batch)
     assert net.dtypes[-1] == torch.bfloat16
     assert not struck
+    switch.release()
+
+
+def test_a_checkpoint_that_stops_early_is_no_failure_of_the_advice(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    """PyTorch raises in the second call, once it has what it needs."""
+    net, _optimizer, switch = flown
+    struck: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), struck.append)
+    net.dtypes.clear()
+    batch = torch.randn(4, 3, 8, 8)
+    checkpoint(net, batch, use_reentrant=False).sum().backward()
+    assert not struck
+    assert net.dtypes == [torch.bfloat16]
     switch.release()
 
 
@@ -598,6 +614,38 @@ class Told(Refusing):
 
     def failed(self, exc: BaseException) -> None:
         self.said = str(exc)
+
+
+class Blocks(nn.Module):
+    """Recomputes its one block in backward; raises where it is asked to."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, *, x: Tensor, stops: bool = False) -> Tensor:
+        if stops:
+            raise StopIteration
+        found: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
+    """Nor is what a checkpoint calls again in backward, or what comes after a call that raises."""
+    net = Blocks(reentrant)
+    crew = Crew()
+    calls = hooks.Calls(crew.saw_call, crew.saw_within)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            net(x=torch.ones(2, 4), stops=True)
+        net(x=torch.ones(2, 4, requires_grad=True)).sum().backward()
+    calls.remove()
+    (seen,) = crew.called.values()
+    assert seen.outer is net
+    assert seen.calls == 2
+    assert [one.name for one in seen.inputs] == ["x"]
 
 
 @pytest.mark.parametrize("what", ["function", "model"])
