@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -685,3 +687,17 @@ def test_a_pilot_that_leaves_is_gone_at_once() -> None:
         optimizer.step()
     pilot.release()
     assert guide.asked == 1
+
+
+def test_a_pilot_that_leaves_holds_on_to_no_model() -> None:
+    """As of a cross-validation, which builds the next one then."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    pilot = Pilot(Refusing())
+    for _ in range(4):
+        stepped(net, optimizer)
+    held = [weakref.ref(one) for one in (net, optimizer)]
+    del net, optimizer
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    pilot.release()
