@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
@@ -220,6 +223,21 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(
     net(batch)
     assert net.dtypes[-1] == torch.bfloat16
     assert not struck
+    switch.release()
+
+
+def test_a_checkpoint_that_stops_early_is_no_failure_of_the_advice(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    """PyTorch raises in the second call, once it has what it needs."""
+    net, _optimizer, switch = flown
+    struck: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), struck.append)
+    net.dtypes.clear()
+    batch = torch.randn(4, 3, 8, 8)
+    checkpoint(net, batch, use_reentrant=False).sum().backward()
+    assert not struck
+    assert net.dtypes == [torch.bfloat16]
     switch.release()
 
 
@@ -600,6 +618,38 @@ class Told(Refusing):
         self.said = str(exc)
 
 
+class Blocks(nn.Module):
+    """Recomputes its one block in backward; raises where it is asked to."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, *, x: Tensor, stops: bool = False) -> Tensor:
+        if stops:
+            raise StopIteration
+        found: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
+    """Nor is what a checkpoint calls again in backward, or what comes after a call that raises."""
+    net = Blocks(reentrant)
+    crew = Crew()
+    calls = hooks.Calls(crew.saw_call, crew.saw_within)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            net(x=torch.ones(2, 4), stops=True)
+        net(x=torch.ones(2, 4, requires_grad=True)).sum().backward()
+    calls.remove()
+    (seen,) = crew.called.values()
+    assert seen.outer is net
+    assert seen.calls == 2
+    assert [one.name for one in seen.inputs] == ["x"]
+
+
 @pytest.mark.parametrize("what", ["function", "model"])
 def test_what_a_script_compiles_is_not_compiled_again(what: str) -> None:
     """The pilot's own hooks are part of what is traced while they are there."""
@@ -637,3 +687,17 @@ def test_a_pilot_that_leaves_is_gone_at_once() -> None:
         optimizer.step()
     pilot.release()
     assert guide.asked == 1
+
+
+def test_a_pilot_that_leaves_holds_on_to_no_model() -> None:
+    """As of a cross-validation, which builds the next one then."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    pilot = Pilot(Refusing())
+    for _ in range(4):
+        stepped(net, optimizer)
+    held = [weakref.ref(one) for one in (net, optimizer)]
+    del net, optimizer
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    pilot.release()

@@ -161,6 +161,11 @@ class Crew:
         for one in self.called.values():
             one.calls = one.samples = 0
 
+    def forget(self) -> None:
+        """Hold on to nothing: the script may have done with it, and need its memory."""
+        self.called.clear()
+        self.optimizers.clear()
+
 
 def period(order: Sequence[int], kinds: int) -> int:
     """The shortest length of a group of all kinds with which a sequence ends twice; else 0."""

@@ -19,6 +19,8 @@ What is not a hook of PyTorch's own, and why:
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
   compiled lazily for it fails there, or runs out of memory, and no hook is told.
+- `torch._C._current_graph_task_id`, as PyTorch's own checkpoints use it: whether a module is called
+  from within a backward pass. `torch.autograd` has no name for that.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
@@ -48,7 +50,7 @@ Remove = Callable[[], None]
 
 class Calls:
     """Tells of every module that is called by no other one, once its call is over; and of every
-    one that is called, before it.
+    one that is called, before it. A call that raises is none, nor is one that `recomputes`.
 
     It slows the call of every module: for the first steps only.
     """
@@ -64,18 +66,20 @@ class Calls:
 
         def enter(module: nn.Module, _args: Any) -> None:
             # What torch.compile traces of a hook must touch nothing.
-            if torch.compiler.is_compiling() or self._resting:
+            if torch.compiler.is_compiling() or self._resting or recomputes():
                 return
             within(module)
             if not inside:
                 inside.append(module)
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-            if torch.compiler.is_compiling() or self._resting:
+        def leave(module: nn.Module, args: Any, *rest: Any) -> None:
+            if torch.compiler.is_compiling() or self._resting or recomputes():
                 return
             if inside and inside[0] is module:
                 inside.clear()
-                called(module, args, kwargs)
+                # Of a call that raises PyTorch tells no keyword arguments.
+                if len(rest) == 2:
+                    called(module, args, rest[0])
 
         self._before = register_module_forward_pre_hook(enter)
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
@@ -93,6 +97,12 @@ class Calls:
         self._after.remove()
         # PyTorch forgets one of its lists, and has torch.compile warn of hooks from then on.
         _global_forward_hooks_with_kwargs.pop(self._after.id, None)
+
+
+def recomputes() -> bool:
+    """Whether a backward pass runs in this thread: what it calls was called before, as a checkpoint
+    does, which may also raise in it to stop early."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def compiled() -> int:

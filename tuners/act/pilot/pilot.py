@@ -81,6 +81,7 @@ class Pilot:
         self._watch = watch
         self._comparing: Watch | None = None
         self._crew = Crew()
+        self._trained: Sequence[Trained] = ()
         self._looked = 0
         self._switch: Switch | None = None
         self._order = Order(config=Config())
@@ -112,6 +113,8 @@ class Pilot:
         if self._switch is not None:
             self._switch.release()
             self._switch = None
+        self._crew.forget()
+        self._trained = ()
         self._loaders.remove()
         self._count_no_more()
         self._outlive()
@@ -180,7 +183,7 @@ class Pilot:
             return
         seen = Seen.of(self._crew, self._looked // self._period, self._loaders.seen())
         self._device = torch.device(seen.device)
-        self._trained, self._main = trained, trained[0]
+        self._trained = trained
         self._per_step = seen.shape[0] // seen.processes
         self._processes = seen.processes
         order = self._guide.begin(seen)
@@ -228,7 +231,7 @@ class Pilot:
         cuda = self._device.type == "cuda"
         return Lap(
             steps=self._done,
-            samples=self._main.samples or self._per_step * self._done,
+            samples=self._trained[0].samples or self._per_step * self._done,
             seconds=time.perf_counter() - self._began,
             first_s=self._first_s,
             waited_s=self._loaders.waited_s - self._waited_s,

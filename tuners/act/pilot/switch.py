@@ -34,7 +34,8 @@ def fallbacks() -> int:
 class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
-    Evaluation is left to the script, as it is.
+    Evaluation is left to the script, as it is. What a backward pass calls again is called as it
+    was, and counted once; what that raises is told by the backward pass.
 
     Attributes:
         failed: told at once of what `act` raises: the script may catch it, and go on.
@@ -57,6 +58,8 @@ class Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._one.model.training:
             return self.plain(*args, **kwargs)
+        if hooks.recomputes():
+            return self.act(*args, **kwargs)
         self._one.calls += 1
         self._one.samples += batch_of(args, kwargs)
         if self.act is self.plain:
