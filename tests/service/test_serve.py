@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import re
@@ -116,7 +117,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         number = first
         while not stop.is_set():
             key, data = written(number)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 if ask(port, "PUT", f"/api/records/{quote(key)}", token, data).status == 201:
                     acknowledged.append(key)
             number += 4
@@ -125,7 +126,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         """Jobs, which another server on the same database starts."""
         other = Database(database_url)
         while not stop.is_set():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 asked = {"command": ["train"], "options": {"seed": seed}}
                 assert ask(port, "POST", "/api/jobs", token, asked).status == 201
                 with other.writing() as session:
