@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
+from advisor.tuners.lazily import torch
 
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}

@@ -13,16 +13,17 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners.environment import threads_set
+from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 COMPUTE, INPUT = "compute", "input"
 
@@ -259,8 +260,9 @@ def _autocast(value: Value) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(value))
 
 
-_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By number of dimensions."""
+def _layout(tensor: Tensor) -> torch.memory_format | None:
+    """Channels-last of as many dimensions, None where there is none."""
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
 def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
@@ -269,7 +271,7 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
     if value:
         for tensor in (*model.parameters(), *model.buffers()):
             # A lazy parameter has no dimensions before the first forward.
-            layout = None if nn.parameter.is_lazy(tensor) else _LAYOUTS.get(tensor.dim())
+            layout = None if torch.nn.parameter.is_lazy(tensor) else _layout(tensor)
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
     return model
@@ -277,7 +279,7 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
 
 def _own_layout(script: Script) -> Own | None:
     def laid_out(weight: Tensor) -> bool:
-        layout = _LAYOUTS.get(weight.dim())
+        layout = _layout(weight)
         last = layout is not None and weight.is_contiguous(memory_format=layout)
         return last and not weight.is_contiguous()
 
@@ -285,7 +287,7 @@ def _own_layout(script: Script) -> Own | None:
 
 
 def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
-    return _LAYOUTS.get(tensor.dim()) if value and tensor.is_floating_point() else None
+    return _layout(tensor) if value and tensor.is_floating_point() else None
 
 
 def _set_benchmark(value: Value) -> None:
@@ -567,7 +569,7 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: FLAGS,
         first_step=True,  # they are started then
         script=lambda _script: Own(None) if threads_set() else None,
-        flag=Flag(set=_set_threads, now=torch.get_num_threads),
+        flag=Flag(set=_set_threads, now=lambda: torch.get_num_threads()),
         chosen=threads_set,
     ),
     Knob(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
+from advisor.tuners.lazily import torch
 
 T = TypeVar("T")
 

@@ -31,7 +31,6 @@ from advisor.service.executors.schemes import open_executors
 from advisor.service.reconcile import Reconciler
 from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
-from advisor.tuners import knobs as knobs  # what a record is held against: seconds to import
 from advisor.tuners.host import keep_private
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -18,6 +18,8 @@ from tests.face.commands import LAYERED, MODEL, advisor, own, script, take_over
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
 GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
 QUICK = ("--budget", "10s", "--trials", "3", "--effort", "quick")
+ALONE = ("--budget", "3s", "--effort", "quick", "--precisions", "default", "--no-verify")
+"""There is nothing to choose from, and so no race."""
 TEXT = """
 from torch import nn
 
@@ -107,7 +109,7 @@ def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
 def test_text_of_two_lengths(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT)
     given = ("--shape", "4x16", "--shape", "4x32", "--dtype", "int64", "--vocab", "50")
-    done = advisor(tmp_path, "tune", "text.py", *given, *QUICK, "--budget", "5s")
+    done = advisor(tmp_path, "tune", "text.py", *given, *ALONE)
     assert done.returncode == 0, done.stderr
     assert held().key.task.mix == ((4, 32), (4, 16))
 
@@ -115,7 +117,7 @@ def test_text_of_two_lengths(tmp_path: Path) -> None:
 def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(HOOK.format(more=""))
     (tmp_path / "three.py").write_text(HOOK.format(more=", shape"))
-    given = ("--shape", "4x3", "--shape", "8x3", *QUICK, "--budget", "5s")
+    given = ("--shape", "4x3", "--shape", "8x3", *ALONE)
     done = advisor(tmp_path, "tune", "two.py", *given)
     assert done.returncode == 1 and "make_batch(batch_size, device, shape)" in done.stderr
     done = advisor(tmp_path, "tune", "three.py", *given)

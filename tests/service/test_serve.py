@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import re
@@ -118,7 +119,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         number = first
         while not stop.is_set():
             key, data = written(number)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 if ask(port, "PUT", f"/api/records/{quote(key)}", token, data).status == 201:
                     acknowledged.append(key)
             number += 4
@@ -127,7 +128,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         """Jobs, which another server on the same database starts."""
         other = Database(database_url)
         while not stop.is_set():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 asked = {"command": ["train"], "options": {"seed": seed}}
                 assert ask(port, "POST", "/api/jobs", token, asked).status == 201
                 with other.writing() as session:
@@ -432,6 +433,25 @@ def test_tls(tmp_path: Path, lite: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert Records(store).all() == [record()]
         assert server.stop(signal.SIGTERM) == 0
         assert [line.partition(" ")[0] for line in server.said] == ["admin", "serving"], server.said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_records_are_checked_and_shown_without_torch(lite: str) -> None:
+    """It takes seconds to import, and a server trains nothing."""
+    one = record()
+    data = encode(one)
+    with process("--database", lite, "--executor", "none") as server:
+        key = quote(Name.of(one, data).text)
+        said = ask(server.port, "PUT", f"/api/records/{key}", server.token, data)
+        assert said.status == 201
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        token = f"token={server.token}".encode()
+        login = ask(server.port, "POST", "/login", "", token, form)
+        cookie = {"Cookie": login.headers["set-cookie"].partition(";")[0]}
+        for path in ("/", f"/records/{one.id}", "/why?target=model.py:Net"):
+            page = ask(server.port, "GET", path, headers=cookie)
+            assert page.status == 200 and b"model.py:Net" in page.data
+        assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
 
 
 def test_without_the_extra_one_line_says_what_to_install() -> None:

@@ -397,9 +397,11 @@ class Answers:
         bench.release()
         # What is left is torch's modules above all: going through them would take each trial 0.4 s.
         gc.freeze()
+        gc.enable()
         return {"facts": to_plain(bench.describe())}
 
     def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
+        gc.enable()  # as a script has it
         return {"measurement": to_plain(bench.start(Config(config)))}
 
     def _measure(self, bench: Bench, *, config: dict[str, Any], **how: Any) -> dict[str, Any]:
@@ -421,6 +423,7 @@ def main() -> int:
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
+    gc.disable()  # until it has imported what it will: all of it stays
     answers = Answers()
     send(pipe, {"ready": True})
     while True:
