@@ -44,17 +44,7 @@ def keep_pace(model, step_s):
 """
 """Steps begin at a steady pace on any host: what one comes late, however long it computes, the next
 ones catch up."""
-UNCOMPILED = """
-import sys, types
-
-def uncompiled():
-    left_out = types.SimpleNamespace(disable=lambda f, *_, **__: f)
-    left_out.graph_break = left_out.reset = lambda: None
-    sys.modules.setdefault("torch._dynamo", left_out)
-"""
-"""The first optimizer imports all of torch.compile: half of what a script or a worker that compiles
-nothing takes to begin. Not for what the test's own process imports, where other tests compile."""
-LAYERED = f"{PACE}{UNCOMPILED}uncompiled()\n" + MODEL.replace(
+LAYERED = PACE + MODEL.replace(
     "    def forward(self, x):\n",
     "    def forward(self, x):\n"
     "        laid_out = x.is_contiguous(memory_format=torch.channels_last)\n"

@@ -32,11 +32,10 @@ from advisor.tuners.act.served import Served
 from advisor.tuners.environment import detect
 from advisor.tuners.knobs import TORCH, Advised
 from tests.cache.examples import choice, trial
-from tests.face.commands import UNCOMPILED
 from tests.runs.forked import left_behind, space_of
 
 STEPS = 8
-SCRIPT = f"""
+SCRIPT = """
 import sys
 
 import advisor
@@ -45,8 +44,7 @@ advice = advisor.apply(strict="strict" in sys.argv)
 
 import torch
 from torch import nn
-{UNCOMPILED}
-uncompiled()
+
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(8):

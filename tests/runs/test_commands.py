@@ -29,15 +29,14 @@ from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Session
 from advisor.tuners.measure.worker.guard import LOGGED
-from tests.face.commands import COMMAND, PACE, UNCOMPILED, Done, advisor, own, take_over
+from tests.face.commands import COMMAND, PACE, Done, advisor, own, take_over
 from tests.runs.forked import space_of
 
-TRAINING = f"""
+TRAINING = """
 import torch
 from torch import nn
-{UNCOMPILED}
+
 def train(steps=10**7, width=16, after=lambda step: None, model=None):
-    uncompiled()
     model = model or nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
@@ -588,7 +587,7 @@ def test_a_process_that_loads_no_torch_loads_nothing_of_advisor(folder: Path) ->
     assert run(folder, "python", "-c", source).stdout == "[]\n"
 
 
-FED = f"""
+FED = """
 import statistics, sys, time
 import torch
 from torch import nn
@@ -607,8 +606,6 @@ class Net(nn.Linear):
         time.sleep(0.03)  # as a device that computes while the host does not
         return super().forward(x)
 
-{UNCOMPILED}
-uncompiled()
 net = Net(8, 4)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 began = [time.perf_counter()]

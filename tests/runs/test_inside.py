@@ -28,10 +28,9 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.run.inside import Inside, Joined
 from advisor.tuners.measure.run.repeated import Repeats
 from advisor.tuners.search.plan import suffices
-from tests.face.commands import UNCOMPILED
 from tests.runs.forked import left_behind, space_of
 
-SCRIPT = f"""
+SCRIPT = """
 import sys, time
 from pathlib import Path
 
@@ -43,8 +42,7 @@ advice = advisor.apply(tune=tune, compile=False)
 
 import torch
 from torch import nn
-{UNCOMPILED}
-uncompiled()
+
 net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
 optimizer = torch.optim.AdamW(net.parameters())
 until = time.monotonic() + float(sys.argv[1])

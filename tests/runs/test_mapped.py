@@ -16,7 +16,7 @@ from advisor.finding.piloted import _warn_of_another
 from advisor.piloting import INJECTED
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.run import Run
-from tests.face.commands import PACE, UNCOMPILED, Done, advisor
+from tests.face.commands import PACE, Done, advisor
 from tests.runs.forked import space_of
 
 OWN = Config(batch_size=64, num_workers=2)
@@ -64,8 +64,7 @@ import argparse
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-{PACE}{UNCOMPILED}
-uncompiled()
+{PACE}
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--workers", type=int)

@@ -30,7 +30,7 @@ from advisor.tuners.environment import Gpu
 from advisor.tuners.measure.run.guarded import Guarded
 from tests.cache import servers
 from tests.cache.examples import record
-from tests.face.commands import LAYERED, SHAPE, UNCOMPILED
+from tests.face.commands import LAYERED, SHAPE
 from tests.service.serving import Served, ask, fresh, serving
 from tests.service.test_serve import Process
 
@@ -39,7 +39,7 @@ TARGET = {
     "options": {"shape": [SHAPE], "batches": "4", "compile": False, "seed": 1},
     "gpus": 0,
 }
-SCRIPT = f"""
+SCRIPT = """
 import os, sys, time
 
 while not os.path.exists(sys.argv[1]):
@@ -49,8 +49,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from model import Net
-{UNCOMPILED}
-uncompiled()
+
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(4, (64,))), batch_size=4)
