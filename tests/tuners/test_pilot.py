@@ -701,3 +701,39 @@ def test_a_pilot_that_leaves_holds_on_to_no_model() -> None:
     gc.collect()
     assert [one() for one in held] == [None, None]
     pilot.release()
+
+
+class Lapping(Refusing):
+    """Has laps of five steps made, and keeps what each has in it."""
+
+    def __init__(self) -> None:
+        self.done = ""
+        self.laps: list[str] = []
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: Seen) -> Order:
+        return Order(config=OWN, own=OWN, steps=5)
+
+    def next(self, lap: Lap) -> Order:
+        *_, last = (n for n in range(len(self.done)) if self.done[n:].count("s") > lap.steps)
+        self.laps.append(self.done[last + 1 :])
+        return Order(config=OWN, own=OWN, steps=5)
+
+
+@pytest.mark.parametrize(("every", "lap"), [(100, "sssss"), (7, "sssss"), (3, "ssesss")])
+def test_an_evaluation_is_no_part_of_a_lap(every: int, lap: str) -> None:
+    """But for a script that evaluates all the time."""
+    net, guide = Net(), Lapping()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pilot = Pilot(guide)
+    for step in range(60):
+        if step % every == 0:
+            guide.done += "e"
+            net.eval()(torch.randn(4, 3, 8, 8))
+            net.train()
+        guide.done += "s"
+        stepped(net, optimizer)
+    pilot.release()
+    assert len(guide.laps) > 3 and set(guide.laps) == {lap}

@@ -47,6 +47,7 @@ class Trained:
         outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
         inputs: of its first calls.
         calls: with gradients, and `samples` of them, since they were last looked at.
+        evaluated: whether it was called in evaluation since then.
     """
 
     outer: nn.Module
@@ -54,6 +55,7 @@ class Trained:
     inputs: tuple[Input, ...]
     calls: int = 0
     samples: int = 0
+    evaluated: bool = False
 
     def size(self) -> int:
         """Of its parameters, in elements."""
@@ -160,6 +162,7 @@ class Crew:
         """Count anew."""
         for one in self.called.values():
             one.calls = one.samples = 0
+            one.evaluated = False
 
     def forget(self) -> None:
         """Hold on to nothing: the script may have done with it, and need its memory."""

@@ -35,6 +35,9 @@ LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
+MOST_CUTS = 3
+"""Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
+its steps."""
 _UNSEEN = "no module whose parameters the optimizer holds ran"
 UNSEEN = f"{_UNSEEN} with gradients; what can be tuned trains, and is called as model(x)"
 UNSEEN_COMPILED = (
@@ -88,6 +91,7 @@ class Pilot:
         self._period = 0
         self._at = self._done = self._elsewhere = 0
         self._began = self._first_s = self._waited_s = 0.0
+        self._cuts = 0
         self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
@@ -207,6 +211,10 @@ class Pilot:
         self._done += 1
         if not self._order.steps:
             return
+        if self._evaluated() and self._cuts < MOST_CUTS:
+            self._cuts += 1
+            self._begin_lap()
+            return
         if self._comparing is not None:
             self._comparing.stepped()
         if self._done == 1 and self._fresh:
@@ -252,9 +260,7 @@ class Pilot:
         self._comparing = None
         if order.compare is not None:
             self._compare(switch, order, order.compare)
-        self._done, self._first_s = 0, 0.0
-        self._crew.looked_at()
-        self._waited_s = self._loaders.waited_s
+        self._first_s, self._cuts = 0.0, 0
         if not order.steps:
             switch.stay()
             if not self._loaders.at_work:
@@ -263,9 +269,22 @@ class Pilot:
                 self._count_no_more()
             if order.config == switch.own:
                 self._outlive()
+        self._begin_lap()
+
+    def _begin_lap(self) -> None:
+        self._done = 0
+        self._crew.looked_at()
         self._synchronize()
+        self._waited_s = self._loaders.waited_s
         self._loaders.begin_lap()
         self._began = time.perf_counter()
+
+    def _evaluated(self) -> bool:
+        """Whether the script has evaluated since the lap began, which is no part of a step. Where
+        there are other processes they may not, and all are to end a lap with the same step."""
+        first = self._fresh and self._done == 1  # it may compile: none is like it
+        alone = self._processes == 1 and self._comparing is None
+        return alone and not first and any(one.evaluated for one in self._trained)
 
     def _set(self, switch: Switch, order: Order) -> None:
         if not order.careful or order.config == switch.own:

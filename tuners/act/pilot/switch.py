@@ -57,6 +57,7 @@ class Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._one.model.training:
+            self._one.evaluated |= not self._one.model.training
             return self.plain(*args, **kwargs)
         if hooks.recomputes():
             return self.act(*args, **kwargs)
