@@ -17,7 +17,7 @@ import advisor
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
-from advisor.cache.match import Kin, kin
+from advisor.cache.match import Kin
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
@@ -220,7 +220,7 @@ class _Tuning(ABC):
     def run(self) -> Tuned:
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
-            akin = self._records.all()  # of other models too: what is near is worth trying first
+            akin = self._records.akin(subject.key, subject.facts.family)
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
             before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)
@@ -236,13 +236,13 @@ class _Tuning(ABC):
     def _deadline_s(self) -> float:
         return max(30.0, self._plan.seconds / 3)
 
-    def _before(self, subject: _Subject, akin: Sequence[Record]) -> _Before:
+    def _before(self, subject: _Subject, akin: Sequence[Kin]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
-        found = [r for r in akin if r.key.id == key.id and r.batch == key.task.batch]
-        if not found:
+        own = f"{key.id}@{key.task.batch}"
+        known = next((one.record for one in akin if one.record.id == own), None)
+        if known is None:
             return _Before()
-        known = found[0]
         if known.stale:
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
@@ -635,13 +635,11 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
             )
 
 
-def _first_guesses(
-    subject: _Subject, records: Sequence[Record], progress: Progress
-) -> list[Config]:
+def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
     chosen: dict[Config, Kin] = {}
     key = subject.key
-    for one in kin(key, subject.facts.family, records):
+    for one in akin:
         default = one.record.baseline.config.knobs
         for winner in reversed(one.record.winners):
             config = winner.choice.config.knobs
