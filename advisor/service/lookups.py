@@ -45,9 +45,9 @@ class Lookups:
         self._lock = threading.Lock()
 
     def count(self, question: Question, found: Found) -> None:
-        """Count one that was asked for a device, as scripts do and lists do not."""
+        """Count one that was asked for a device, as scripts do, and lists and tunings do not."""
         device = str(question.wanted.get("device.name", ""))[:MOST_DEVICE]
-        if not device:
+        if not device or question.family is not None or question.command:
             return
         outcome = OUTCOMES[found.kind] if found.place else "miss"
         day = int(time.time()) // _DAY_S

@@ -53,12 +53,14 @@ class Turn(NamedTuple):
     """What narrows: `same` columns by name. One with nothing `beside` has an index of its own, in
     which its terms stand in their order.
 
-    `wanted`: fields of a key that what is found is held against.
+    `wanted`: fields of a key that what is found is held against; `answers`: what fits them is an
+    answer, and not of other code than the one that is meant.
     """
 
     same: Mapping[str, str]
     beside: Sequence[ColumnElement[bool]]
     wanted: Mapping[str, Any]
+    answers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,10 @@ class Question:
         same, beside = self._same, self._beside
         first = {"code": self.code, "origin": self.origin} if self.target else {}
         found = [{**same, name: value} for name, value in first.items() if value]
-        return [Turn(one, beside, self.wanted) for one in (*found, same)]
+        return [
+            Turn(one, beside, self.wanted, answers="code" in one or not self.code)
+            for one in (*found, same)
+        ]
 
     @property
     def narrows(self) -> bool:
@@ -119,10 +124,6 @@ class Question:
             return standing(wanted, have)
         akin = relation(wanted, have)
         return akin and akin[0]
-
-    def fits(self, one: Standing) -> bool:
-        """Whether what stands so may answer, or is akin."""
-        return self.family is not None or kind_of(one) != "miss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,32 +163,33 @@ def look(session: Session, question: Question) -> Found:
     order = {place: number for number, place in enumerate(places)}
     found = sorted((order[place], key, size) for place, key, size in rows)
     sizes = {key: size for _number, key, size in found}
-    place, first = next(iter(places.items()))
-    return Found(sizes=sizes, place=place, kind=kind_of(first))
+    place, kind = next(iter(places.items()))
+    return Found(sizes=sizes, place=place, kind=kind)
 
 
-def _sent(session: Session, question: Question) -> dict[str, Standing]:
-    """The places of what is sent: what fits, else the nearest."""
-    found: dict[str, Standing] = {}
+def _sent(session: Session, question: Question) -> dict[str, Kind]:
+    """The places of what is sent, and how each answers: what fits, else the nearest."""
+    found: dict[str, Kind] = {}
     fit = False
-    for one, places in _ordered(session, question):
-        fits = question.fits(one)
+    for one, fits, places in _ordered(session, question):
         most = MOST_PLACES if fits else MOST_NEAREST
         if len(found) >= most or (fit and not fits):
             break
         fit = fits
         new = [place for place in places() if place not in found]
-        found |= dict.fromkeys(new[: most - len(found)], one)
+        kind: Kind = kind_of(one) if fits else "miss"
+        found |= dict.fromkeys(new[: most - len(found)], kind)
     return found
 
 
 def _ordered(
     session: Session, question: Question
-) -> Iterator[tuple[Standing, Callable[[], dict[str, None]]]]:
-    """How what is looked for stands, what would be chosen first first, and the places of it."""
+) -> Iterator[tuple[Standing, bool, Callable[[], dict[str, None]]]]:
+    """How what is looked for stands, what would be chosen first first; whether that may answer, or
+    is akin; and the places of it."""
     for turn in question.turns:
         if not turn.wanted:
-            yield _ALIKE, functools.partial(_newest, session, turn)
+            yield _ALIKE, True, functools.partial(_newest, session, turn)
             continue
         standings: list[tuple[Standing, str]] = [
             (one, terms)
@@ -196,8 +198,9 @@ def _ordered(
         ]
         for one, several in groupby(sorted(standings), key=lambda pair: pair[0]):
             alike = [terms for _one, terms in several]
-            near = question.near if question.fits(one) else None
-            yield one, functools.partial(_newest, session, turn, alike, near)
+            may = question.family is not None or kind_of(one) != "miss"
+            near = question.near if may else None
+            yield one, may and turn.answers, functools.partial(_newest, session, turn, alike, near)
         if standings and question.family is None:
             return
 
@@ -452,7 +455,7 @@ class Near:
 def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
     """What a lookup would be told, the nearest first."""
     places: dict[str, None] = {}
-    for _standing, alike in _ordered(session, question):
+    for _standing, _fits, alike in _ordered(session, question):
         if len(places) < most:
             places |= alike()
     order = {place: number for number, place in enumerate([*places][:most])}
