@@ -50,6 +50,7 @@ from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.schema import Item
 from tests.cache import servers
+from tests.service.serving import begun
 from tests.service.test_serve import Process
 
 TARGET = str(Path(__file__).parents[1] / "examples" / "conv.py")
@@ -170,12 +171,12 @@ class Bench:
         """Of a hundred attempts, each with a trial and a line of its log."""
         with self.database.writing() as session:
             claims = [attempts.claim(session, "here", "", 1) for _ in range(100)]
-        claimed = [one for one in claims if one is not None]
+        own = [begun(self.database, one) for one in claims if one is not None]
         for number in itertools.count():
-            for one in claimed:
+            for token in own:
                 trial = {"number": number, "what": "precision=bf16", "samples_per_s": 1e3}
                 said = {"trials": [trial], "log": f"trial {number}\n" * 5}
-                yield Asked("POST", "/api/attempt/beat", one.token, json.dumps(said).encode())
+                yield Asked("POST", "/api/attempt/beat", token, json.dumps(said).encode())
 
     # What is measured.
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, Select, bindparam, func, select
+from sqlalchemy import ColumnElement, Row, Select, bindparam, func, select, union_all
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, defer
 
@@ -39,8 +39,8 @@ MOST_LISTED = 10_000
 """Keys on one page."""
 MOST_MARK = 2**14
 """Bytes of a mark."""
-_MOST_NEWEST = 8 * MOST_PLACES
-"""Versions of records that stand alike, of which the newest are sent."""
+_MOST_NEWEST, _MOST_ALIKE = 4 * MOST_PLACES, 64
+"""Versions of the same terms, and terms that stand alike, among which those to be sent are."""
 _ALIKE: Standing = (0, 0)
 """How all stand where nothing is wanted of them."""
 _MOST_KNOWN = 4000
@@ -244,12 +244,22 @@ def _newest(
     Args:
         terms: of which it is one; of none, any.
     """
-    one = Item.terms.in_(terms) if terms else Item.terms != ""
-    query = select(Item.place).where(*_alike(tuple(turn.same)), *turn.beside, one)
+    where = [*_alike(tuple(turn.same)), *turn.beside]
+    kinds = [Item.terms == one for one in terms[:_MOST_ALIKE]] or [Item.terms != ""]
+    few = [
+        select(Item.place, Item.batch, Item.created)
+        .where(*where, one)
+        .order_by(Item.created.desc())
+        .limit(_MOST_NEWEST)
+        .subquery()
+        for one in kinds
+    ]
+    found = union_all(*map(select, few)).subquery().c
+    query = select(found.place)
     if near is not None:
-        query = query.order_by((Item.batch == near).desc())
-    query = query.order_by(Item.created.desc(), Item.place).limit(_MOST_NEWEST)
-    return dict.fromkeys(session.scalars(query, turn.same))
+        query = query.order_by((found.batch == near).desc())
+    rows = session.scalars(query.order_by(found.created.desc(), found.place), turn.same)
+    return dict.fromkeys(rows)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
