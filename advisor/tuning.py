@@ -17,8 +17,8 @@ import advisor
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
-from advisor.cache.match import Kin, kin
-from advisor.cache.name import Name, called
+from advisor.cache.match import Kin
+from advisor.cache.name import Name, called, command_part
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
@@ -229,15 +229,14 @@ class _Tuning(ABC):
     def run(self) -> Tuned:
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
-            # Of other models too: what is near is worth trying first.
-            there = [one.record for one in self._records.held()]
+            akin = self._records.akin(subject.key, subject.facts.family)
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
-            before = _Before(fresh=True) if self._plan.force else self._before(subject, there)
+            before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
-            near = _first_guesses(subject, there, self._progress)
+            near = _first_guesses(subject, akin, self._progress)
             record = self._tune(subject, near, before)
             finished = record.compares or not subject.space.is_choice
             return Tuned(record=record, known=False, finished=finished)
@@ -254,14 +253,12 @@ class _Tuning(ABC):
     def _known(self, record: Record, subject: _Subject) -> Record:
         """What is given of a record that answers and may have been tuned under another name."""
 
-    def _before(self, subject: _Subject, there: Sequence[Record]) -> _Before:
+    def _before(self, subject: _Subject, akin: Sequence[Kin]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
-        found = [
-            one
-            for one in there
-            if (one.key.id, one.batch) == (key.id, key.task.batch) and self._answers(one, subject)
-        ]
+        own = f"{key.id}@{key.task.batch}"
+        of_key = [one.record for one in akin if one.record.id == own]
+        found = [one for one in of_key if self._answers(one, subject)]
         if not found:
             return _Before()
 
@@ -488,10 +485,9 @@ class OfRun(_Tuning):
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         """What is put into the words of a command is known of that command alone."""
-        from advisor.tuners.measure.run.mapped import Mapped
-
-        command, options = record.key.task.command, subject.task.map
-        return bool(command) and (not options or Mapped(self._command, options).alike(command))
+        command = record.key.task.command
+        alike = not subject.task.map or command_part(command) == command_part(self._command)
+        return bool(command) and alike
 
     def _known(self, record: Record, subject: _Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
@@ -688,13 +684,11 @@ def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
     return [(store, name) for store, name in versions if name.called not in others]
 
 
-def _first_guesses(
-    subject: _Subject, records: Sequence[Record], progress: Progress
-) -> list[Config]:
+def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
     chosen: dict[Config, Kin] = {}
     key = subject.key
-    for one in kin(key, subject.facts.family, records):
+    for one in akin:
         default = one.record.baseline.config.knobs
         for winner in reversed(one.record.winners):
             config = winner.choice.config.knobs

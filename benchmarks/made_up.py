@@ -44,6 +44,7 @@ class Copied:
     @classmethod
     def of(cls, key: Key, trials: int) -> Copied:
         one = example(key=key, name=called(0), trials=trials)
+        one = replace(one, target=replace(one.target, code=code_of(0)), family="f0" * 8)
         rng = random.Random(trials)
         noisy = tuple(
             replace(
@@ -62,11 +63,12 @@ class Copied:
 
     def at(self, model: int) -> dict[str, Any]:
         """The row of a copy, which is of another model."""
-        of_model, hex = called(model), fingerprint_of(model)
+        of_model, hex, code = called(model), fingerprint_of(model), code_of(model)
         payload = self.payload.replace(self.record.key.model.encode(), hex.encode())
         payload = payload.replace(called(0).encode(), of_model.encode())
+        payload = payload.replace(code_of(0).encode(), code.encode())
         data = enveloped(payload)
-        target = replace(self.record.target, name=of_model)
+        target = replace(self.record.target, name=of_model, code=code)
         copy = replace(self.record, key=replace(self.record.key, model=hex), target=target)
         name = Name.of(copy, data)
         return self.row | {
@@ -77,6 +79,7 @@ class Copied:
             "target": name.target,
             "called": of_model,
             "file": of_model.partition(":")[0],
+            "code": code,
             "fields": self.row["fields"].replace(self.record.key.model, hex),
             "data": data,
             "size": len(data),
@@ -92,6 +95,10 @@ def called(model: int) -> str:
 
 def fingerprint_of(model: int) -> str:
     return random.Random(model).randbytes(32).hex()
+
+
+def code_of(model: int) -> str:
+    return random.Random(~model).randbytes(8).hex()
 
 
 def of_a_model() -> list[Copied]:

@@ -119,6 +119,33 @@ def fields(key: Key) -> dict[str, Any]:
     return {name: found[name] for name in (*PLACE, *VARIANT)}
 
 
+def terms_of(known: Mapping[str, Any]) -> str:
+    """A digest of all fields but the model: keys with the same are as near to any other, as far as
+    the model is not asked for."""
+    return fingerprint({name: value for name, value in known.items() if name != "model"})[:16]
+
+
+def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of which this is plain data, where tuples became lists."""
+    return {name: _tuples(value) for name, value in plain.items()}
+
+
+def are_whole(known: Mapping[str, Any]) -> bool:
+    """Whether these are all fields of a key, with shapes that something can have."""
+    shapes = known.get("shapes")
+    sizes = shapes[0] if isinstance(shapes, tuple) and shapes else None
+    sizes = shapes if isinstance(sizes, int) else sizes
+    return (
+        known.keys() >= {*PLACE, *VARIANT}
+        and isinstance(sizes, tuple)
+        and all(isinstance(one, int) and one > 0 for one in sizes)
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 @functools.lru_cache(maxsize=256)
 def _digest(key: Key) -> str:
     return fingerprint(fields(key))

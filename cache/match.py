@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,11 @@ from advisor.cache.task import Task, rows
 
 Kind = Literal["exact", "compatible", "miss"]
 
+NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
+"""Permissions: a record of more than is asked for can answer, from its trials."""
 _DEVICES = tuple(name for name in PLACE if name.startswith("device."))
+_NEARNESS: Mapping[Kind, int] = {"exact": 0, "compatible": 1}
+_MISS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,15 +170,44 @@ def _preferred(query: Key | Query, match: Match) -> tuple[int, bool, bool, bool,
     assert record is not None
     if isinstance(query, Key):
         return 0, True, True, True, _created(match)
-    odd = sum(
-        getattr(record.key.task, name) != row.default
-        for name, row in rows(Task).items()
-        if row.decides and name not in query.given and name != "shapes"
-    )
     batch = query.batch
     measured = any(trial.config.batch == batch for trial in record.trials)
+    odd = _odd(query.stated, fields(record.key))
     alike = bool(query.given.get("command")) == bool(record.key.task.command)
     return -odd, alike, record.batch == batch, measured, _created(match)
+
+
+def _odd(want: Mapping[str, Field], have: Mapping[str, Field]) -> int:
+    """How many of a task's fields are left open and not at their defaults."""
+    return sum(
+        have[name] != row.default
+        for name, row in rows(Task).items()
+        if row.decides and name not in want and name != "shapes"
+    )
+
+
+Standing = tuple[float, ...]
+"""Where a key stands among several, the least first."""
+
+
+def standing(want: Mapping[str, Field], have: Mapping[str, Field]) -> Standing:
+    """By what of fields `best` chooses: first of all keys, and then with the permissions left open.
+
+    Of those that stand alike the batch decides and the time; of those that do not fit, the time.
+    """
+    loose = {name: value for name, value in want.items() if name not in NARROWING}
+    for turn, asked in enumerate((want, loose)):
+        kind, differs = compared(asked, have)
+        if kind != "miss":
+            return 2 * turn + _NEARNESS[kind], _odd(asked, have)
+    return _MISS, len(differs)
+
+
+def kind_of(one: Standing) -> Kind:
+    """How a key that stands so answers."""
+    if one[0] >= _MISS:
+        return "miss"
+    return "compatible" if one[0] % 2 else "exact"
 
 
 def _created(match: Match) -> float:
@@ -192,34 +225,45 @@ class Kin:
 def kin(key: Key, family: str, records: Iterable[Record]) -> list[Kin]:
     """Records akin to a key, the nearest first: of the key itself; of the same model under other
     software, at another sample, with other permissions, on another device of the architecture;
-    then of its family, in the same order."""
-    found: list[tuple[tuple[int, float, float], Kin]] = []
+    then of its family, in the same order. Of those that are as near, of this batch, then the
+    newest."""
+    want = fields(key)
+    found: list[tuple[Standing, Kin]] = []
     for record in records:
-        kind, differs = compare(key, record.key)
-        names = {difference.field for difference in differs}
-        device, other = key.environment.device, record.key.environment.device
-        if (device.kind, device.capability) != (other.kind, other.capability):
+        if record.key.model != key.model and (not family or record.family != family):
             continue
-        same_model = record.key.model == key.model
-        if not same_model and (not family or record.family != family):
-            continue
-        told = ", ".join(str(difference) for difference in differs if difference.field != "model")
-        tier = 0 if same_model else 8
-        tier += 4 if device.name != other.name else 0
-        if kind == "exact":
-            what = "the same, measured before"
-            tier = -1
-        elif same_model and kind == "compatible":
-            what = f"the same model, {told}"
-        elif same_model:
-            tier += 1 if names <= {"shapes", "dtype", *_DEVICES} else 2
-            what = f"the same model, {told}"
-        else:
-            what = f"a model of the same family{f', {told}' if told else ''}"
-        apart = abs(math.log(math.prod(record.key.task.sample) / math.prod(key.task.sample)))
-        nearness = tier, apart, -record.provenance.created
-        found.append((nearness, Kin(record=record, what=what)))
-    return [one for _nearness, one in sorted(found, key=lambda pair: pair[0])]
+        if akin := relation(want, fields(record.key)):
+            near, what = akin
+            order = *near, record.batch != key.task.batch, -record.provenance.created
+            found.append((order, Kin(record=record, what=what)))
+    return [one for _order, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def relation(want: Mapping[str, Field], have: Mapping[str, Field]) -> tuple[Standing, str] | None:
+    """How near a key of the same model or family is, and how it is akin, from the fields of both;
+    None of another architecture."""
+    if any(want[name] != have[name] for name in ("device.kind", "device.capability")):
+        return None
+    kind, differs = compared(want, have)
+    names = {difference.field for difference in differs}
+    told = ", ".join(str(difference) for difference in differs if difference.field != "model")
+    same_model = want["model"] == have["model"]
+    tier = 0 if same_model else 8
+    tier += 4 if want["device.name"] != have["device.name"] else 0
+    what = f"the same model, {told}"
+    if kind == "exact":
+        tier, what = -1, "the same, measured before"
+    elif not same_model:
+        what = f"a model of the same family{f', {told}' if told else ''}"
+    elif kind == "miss":
+        tier += 1 if names <= {"shapes", "dtype", *_DEVICES} else 2
+    return (tier, abs(math.log(_values(have)) - math.log(_values(want)))), what
+
+
+def _values(known: Mapping[str, Any]) -> int:
+    """In one sample; of a mix, in one of its first shape."""
+    shapes: Sequence[Any] = known["shapes"]
+    return math.prod(shapes[0][1:] if isinstance(shapes[0], tuple) else shapes)
 
 
 @functools.cache

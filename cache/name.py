@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from advisor.cache.domain import is_moment
@@ -39,6 +39,7 @@ _NAME = re.compile(
 )
 TARGET, ORIGIN = slice(20, 32), slice(33, 45)
 """Where a name has the digests of its target and origin: thousands are told apart by these."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MARK = re.compile(
     rf"{MARKS}{_PART}/{_PART}/{_BATCH}/{_PART}/([sf])\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
 )
@@ -194,6 +195,19 @@ def called(target: Target) -> tuple[str, str]:
 def target_part(name: str) -> str:
     """The digest of a target's name, or of its origin."""
     return fingerprint(name)[:12]
+
+
+def command_part(command: Sequence[str]) -> str:
+    """The digest of a command's words without numbers and the options that are given them, as
+    '--epochs 90' and '--lr=0.1'; '' of no command."""
+    found: list[str] = []
+    for word in command:
+        _option, equals, text = word.partition("=")
+        if not _NUMBER.fullmatch(text if equals else word):
+            found.append(word)
+        elif not equals and found and found[-1].startswith("-"):
+            found.pop()
+    return fingerprint(found)[:12] if command else ""
 
 
 def _microseconds(seconds: float) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from advisor.cache.codec import opened, reason_in, to_plain
+from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
 from advisor.cache.name import (
     MARKS,
@@ -22,6 +23,7 @@ from advisor.cache.name import (
     Mark,
     Name,
     called,
+    command_part,
     ranked,
     target_part,
 )
@@ -69,14 +71,25 @@ class Held:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """What a store holds: of each record and each of its targets the version that counts.
-    `damaged`: one line for each that could not be read."""
+    `damaged`: one line for each that could not be read; `left`: places that were not looked at, as
+    only so many are sought."""
 
     held: tuple[Held, ...]
     damaged: tuple[str, ...]
+    left: frozenset[str] = frozenset()
 
 
 Marks = dict[tuple[str, str], tuple[Mark, Store]]
 """The newest mark that counts for the reader on each version, and where it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What is meant by a target's name: the code that its file has now, '' where it has none of the
+    user's, and where that lies."""
+
+    code: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,36 +100,60 @@ class Sought:
         model: the whole fingerprint; `id` the start of a key's.
         target: a target's name; `file` that of its file or module alone; `origins` some places
             where it may lie.
-        query: what comes first where a store that knows its records says only the nearest.
+        command: as `command_part` has it.
+        kin_of: a key; what may be akin to it is of its model, or of this `family`.
+        query: what comes first where a store that knows its records says only the nearest; `now`
+            what of a target's file comes before.
+        most: so many at most, the newest; what is of the model of `kin_of` beside them.
     """
 
     model: str | None = None
     target: str | None = None
     file: str | None = None
     origins: frozenset[str] | None = None
+    command: str | None = None
     id: str = ""
     batch: int | None = None
+    kin_of: Key | None = None
+    family: str = ""
     query: Query | None = None
+    now: Now | None = None
+    most: int | None = None
 
     @property
     def narrows(self) -> bool:
         """Whether it leaves any record out."""
         return bool(self.id) or any(
-            one is not None for one in (self.model, self.target, self.file, self.origins)
+            one is not None
+            for one in (
+                self.model,
+                self.target,
+                self.file,
+                self.origins,
+                self.command,
+                self.kin_of,
+            )
         )
 
     @property
     def question(self) -> dict[str, Any]:
         """The same as plain data, for a store that narrows."""
-        stated = self.query.stated if self.query else None
-        asked = {
+        asked: dict[str, Any] = {
             "model": self.model,
-            "parts": None if self.parts is None else sorted(self.parts),
+            "target": None if self.target is None else target_part(self.target),
+            "origins": None if self.origins is None else sorted(map(target_part, self.origins)),
             "file": self.file,
+            "command": self.command,
             "id": self.id or None,
             "batch": self.batch,
-            "wanted": to_plain(stated),
         }
+        if self.query is not None:
+            asked |= {"wanted": to_plain(self.query.stated), "near": self.query.batch}
+        if self.now is not None:
+            asked |= {"code": self.now.code, "origin": target_part(self.now.origin)}
+        if self.kin_of is not None:
+            wanted, near = to_plain(fields(self.kin_of)), self.kin_of.task.batch
+            asked |= {"family": self.family, "wanted": wanted, "near": near}
         return {name: value for name, value in asked.items() if value is not None}
 
     @property
@@ -133,12 +170,27 @@ class Sought:
     def fits(self, record: Record) -> bool:
         """Whether a record is of this model, target and origin."""
         target = record.target
+        if self.kin_of is not None and record.key.model != self.kin_of.model:
+            return bool(self.family) and record.family == self.family
         return (
             self.model in (None, record.key.model)
+            and self.command in (None, command_part(record.key.task.command))
             and self.target in (None, target.name)
             and self.file in (None, target.name.partition(":")[0])
             and (self.origins is None or target.origin in self.origins)
         )
+
+    def of_places(self, places: Mapping[str, list[Name]]) -> tuple[list[list[Name]], set[str]]:
+        """The versions of each record that is read, by their places, and the places of those that
+        are one too many."""
+        found = {place: names for place, names in places.items() if self.is_of(names[0])}
+        if self.most is None or len(found) <= self.most:
+            return [*found.values()], set()
+        own = "" if self.kin_of is None else f"{self.kin_of.model[:12]}/"
+        others = [place for place in found if not own or not place.startswith(own)]
+        others.sort(key=lambda place: max(one.version.created for one in found[place]))
+        left = set(others[: -self.most])
+        return [names for place, names in found.items() if place not in left], left
 
 
 EVERYTHING = Sought()
@@ -164,23 +216,23 @@ class Reader:
         Raises:
             StoreError: the store cannot be read.
         """
-        if sought.narrows and isinstance(store, Narrowing):
+        if sought.origins == frozenset():
+            texts = []
+        elif sought.narrows and isinstance(store, Narrowing):
             texts = store.narrowed(sought.question)
         else:
             texts = store.keys()
         marks = {} if marks is None else marks
         self.mark(marks, store, texts)
         look = _Look(self, store, sought, marks)
-        orders = [
-            ranked(names, stale_of(names, marks))
-            for names in self._places(texts, sought).values()
-            if sought.is_of(names[0])
-        ]
+        places, left = sought.of_places(self._places(texts, sought))
+        orders = [ranked(names, stale_of(names, marks)) for names in places]
         for start in range(0, len(orders), AT_ONCE):
             look.take(orders[start : start + AT_ONCE])
         return Listing(
             held=tuple(one for one in look.held if sought.fits(one.record)),
             damaged=tuple(look.damaged),
+            left=frozenset(left),
         )
 
     def _places(self, texts: Iterable[str], sought: Sought) -> dict[str, list[Name]]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from advisor.cache.codec import encode, opened, reason_of
+from advisor.cache.key import Key
+from advisor.cache.match import Kin, kin
 from advisor.cache.name import Mark, Name
 from advisor.cache.reader import (
     EVERYTHING,
@@ -28,6 +30,8 @@ from advisor.cache.stores import Remote, Store, studies_of
 from advisor.cache.stores.filesystem import beside
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
+MOST_STRANGERS = 256
+"""Records of other models that are read from a store to see whether they are akin."""
 _ID = re.compile(r"([0-9a-f]{1,12})(?:@([0-9]{0,10}))?")
 
 
@@ -38,6 +42,7 @@ class Records(Reader):
         stores: where they are.
         damaged: one line for each record that the last `all`, `held` or `get` could not read.
         unreachable: one line for each store that they could not read.
+        left: how many records the last `held` or `newest` did not look at, as there are more.
         stuck: one line for each version that the last `remove` could not.
     """
 
@@ -53,6 +58,7 @@ class Records(Reader):
         self.damaged: list[str] = []
         self.unreachable: list[str] = []
         self.stuck: list[str] = []
+        self.left = 0
 
     @property
     def studies(self) -> Path:
@@ -78,6 +84,7 @@ class Records(Reader):
             StoreError: no store can be read.
         """
         self.damaged, self.unreachable = [], []
+        left: set[str] = set()
         found: list[Held] = []
         failed: StoreError | None = None
         marks: Marks = {}
@@ -90,17 +97,33 @@ class Records(Reader):
                 continue
             self.damaged += listing.damaged
             found += listing.held
+            left |= listing.left
+        self.left = len(left - {one.name.place for one in found})
         if failed is not None and len(self.unreachable) == len(self.stores):
             raise failed
         return united(found)
 
-    def each(self) -> list[Held]:
-        """Every record that can be read, once, under the target's name of what counts."""
-        return list(once(self.held()).values())
+    def all(self, sought: Sought = EVERYTHING) -> list[Record]:
+        """What can be read, each record once, under the target's name of what counts."""
+        return [one.record for one in once(self.held(sought)).values()]
 
-    def all(self) -> list[Record]:
-        """As `each`, without where they are."""
-        return [one.record for one in self.each()]
+    def under_each_name(self, sought: Sought) -> list[Record]:
+        """The same, once for each name that it is known by."""
+        return [one.record for one in self.held(sought)]
+
+    def newest(self, most: int) -> list[Held]:
+        """The newest of each store, once each, the newest first; what is older is not read."""
+        found = once(self.held(Sought(most=most))).values()
+        return sorted(found, key=lambda one: -one.record.provenance.created)
+
+    def akin(self, key: Key, family: str) -> list[Kin]:
+        """Records whose advice is worth trying first for a key, the nearest first.
+
+        Those of its model, and of its family a store that knows its records says the nearest, any
+        other those that are among its newest records.
+        """
+        sought = Sought(kin_of=key, family=family, most=MOST_STRANGERS)
+        return kin(key, family, self.under_each_name(sought))
 
     def get(self, id_prefix: str) -> Record:
         """As `one`, without where it is."""
@@ -206,12 +229,13 @@ class Records(Reader):
         if not said.startswith("ok"):
             return said
         try:
-            listing = self.look_into(store)
+            listing = self.look_into(store, Sought(most=MOST_STRANGERS))
         except StoreError as exc:
             return f"unusable: {exc}"
-        number = len(once(listing.held))
+        number = len(once(listing.held)) + len(listing.left)
         count = f"{number} record{'s' * (number != 1)}"
-        bad = f", {len(listing.damaged)} unreadable" if listing.damaged else ""
+        among = f" of the newest {MOST_STRANGERS}" if listing.left else ""
+        bad = f", {len(listing.damaged)}{among} unreadable" if listing.damaged else ""
         return f"{said}: {count}{bad}"
 
     @staticmethod

@@ -35,12 +35,22 @@ from advisor.cli.options import (
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
 
+MOST = 200
+"""Records that are read for a list."""
+
 
 @click.command()
 @click.argument("key", required=False)
+@click.option(
+    "--most",
+    type=click.IntRange(min=1),
+    default=MOST,
+    show_default=True,
+    help="Of a list: so many, the newest.",
+)
 @cache_option
 @json_option
-def show(key: str | None, cache: str | None, as_json: bool) -> None:
+def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
     """List what is tuned, or show the record KEY whole."""
     from advisor.printed import staleness
     from advisor.report import data, tables
@@ -53,8 +63,9 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
         else:
             _show(held, cache)
         return
-    newest_first = sorted(records.each(), key=lambda one: -one.record.provenance.created)
-    found = [(one, staleness(one.record)) for one in newest_first]
+    newest = records.newest(most)
+    older = records.left + len(newest[most:])
+    found = [(one, staleness(one.record)) for one in newest[:most]]
     complain(records)
     if as_json:
         rows = [
@@ -63,13 +74,15 @@ def show(key: str | None, cache: str | None, as_json: bool) -> None:
             | {"signed": one.trusted}
             for one, differs in found
         ]
-        click.echo(json.dumps({"records": rows, "damaged": records.damaged}))
+        click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
     elif not found and records.unreachable:
         click.echo("Nothing is tuned in what could be read")
     elif not found:
         click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
     else:
         console().print(tables.listing(found))
+        if older:
+            click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
 
 
 def _show(held: Held, cache: str | None) -> None:
@@ -172,8 +185,8 @@ def why(
             what = described(advice.config, advice.served.default)
             click.echo(f"served      {explanation.served}: {what}, batch {advice.batch_size}")
         if not explanation.seen:
-            names = sorted({record.target.name for record in open_records(cache).all()})
-            if names:
+            newest = open_records(cache).newest(MOST)
+            if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
     if explanation is None:
         click.get_current_context().exit(WRONG_USAGE)

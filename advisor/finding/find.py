@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from advisor.cache.asking import Chosen, Said, ask
 from advisor.cache.match import MISS, Match, Query
-from advisor.cache.reader import Held, Listing, Marks, Sought
+from advisor.cache.reader import Held, Listing, Marks, Now, Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
-from advisor.errors import NoRecord
+from advisor.errors import NoRecord, TargetError
 from advisor.finding.answer import Answer, answer
 from advisor.finding.meant import Meant
 from advisor.finding.request import Request
 from advisor.printed import tune_first
+from advisor.tuners.target import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,14 @@ def _sought(request: Request, meant: Meant, query: Query) -> Sought:
         return Sought(model=query.model, query=query)
     if named is None:
         return Sought(origins=meant.origins, query=query)
-    if named.attribute:
-        return Sought(target=named.name, query=query)
+    if named.attribute:  # else the record says of what in it the code is
+        return Sought(target=named.name, query=query, now=_now(named))
     return Sought(file=named.name, query=query)
+
+
+def _now(spec: Spec) -> Now | None:
+    """What a target's file holds; None where it cannot be read."""
+    try:
+        return Now(code=spec.code, origin=spec.origin)
+    except TargetError:
+        return None

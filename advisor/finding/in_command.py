@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import BATCH, Value
+from advisor.cache.match import Query
+from advisor.cache.name import command_part
+from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT
 from advisor.errors import NoRecord
 from advisor.opening import Cache, open_records
@@ -46,13 +49,13 @@ def with_advice(
         NoRecord: there is none. UsageError, StoreError.
     """
     mapped = Mapped(command, options)
-    here = {detect(default_device()).device, detect("cpu").device}
     # Under every name: of a key each command has its own record.
+    records, alike = open_records(cache), command_part(command)
     known = [
         record
-        for record in (one.record for one in open_records(cache).held())
-        if mapped.alike(record.key.task.command)
-        and record.key.environment.device in here
+        for here in {detect(default_device()), detect("cpu")}
+        for record in records.under_each_name(Sought(command=alike, query=Query(environment=here)))
+        if record.key.environment.device == here.device
         and set(options) <= set(record.key.task.map)
         and not record.stale
     ]

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.cache.match import Difference, Match, Query, best
+from advisor.cache.match import NARROWING, Difference, Match, Query, best
 from advisor.cache.record import Record, Target
-from advisor.cache.task import NONE, Task, rows
+from advisor.cache.task import NONE
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.request import Request
 from advisor.tuners.target import Spec, parse
 
 CODE = "code"
 """The field of a difference in what the target's file holds now."""
-_NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
 
 
 class Meant:
@@ -80,7 +79,7 @@ class Meant:
             return match if mine else self._elsewhere(match, found, query)
         if self._request.in_hand or len(mine) == 1:
             return match
-        loose = query.without(*_NARROWING)
+        loose = query.without(*NARROWING)
         fitting = [record for record in mine if best(loose, [record]).record is not None]
         plain = [record for record in fitting if record.key.task.model_args == NONE]
         if plain and "model_args" not in self._request.given:
@@ -115,7 +114,7 @@ def _tuned_of(spec: Spec, target: Target) -> Spec:
 def matched(found: Sequence[Record], query: Query) -> Match:
     """As asked; else a record that permits more, whose trials in what is asked are the answer."""
     match = best(query, found)
-    return match if match.record is not None else best(query.without(*_NARROWING), found)
+    return match if match.record is not None else best(query.without(*NARROWING), found)
 
 
 def _named(record: Record) -> str:

@@ -45,9 +45,9 @@ class Lookups:
         self._lock = threading.Lock()
 
     def count(self, question: Question, found: Found) -> None:
-        """Count one that was asked for a device, as scripts do and lists do not."""
+        """Count one that was asked for a device, as scripts do, and lists and tunings do not."""
         device = str(question.wanted.get("device.name", ""))[:MOST_DEVICE]
-        if not device:
+        if not device or question.family is not None or question.command:
             return
         outcome = OUTCOMES[found.kind] if found.place else "miss"
         day = int(time.time()) // _DAY_S
@@ -67,8 +67,7 @@ class Lookups:
         written = False
         try:
             with database.writing() as session:
-                for kept in sorted(counts):  # in one order: servers wait for each other's rows
-                    _add(session, kept, counts[kept])
+                _add(session, counts)
             written = True
         finally:
             if not written:
@@ -76,12 +75,18 @@ class Lookups:
                     self._counts.update(counts)
 
 
-def _add(session: Session, kept: Kept, count: int) -> None:
+def _add(session: Session, counts: Mapping[Kept, int]) -> None:
+    """In one statement: while thousands are made, no lookup is answered."""
     kind = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
-    added = kind.insert(Lookup).values(**kept._asdict(), count=count)
-    more = Lookup.count + added.excluded.count
-    keys = [column.name for column in Lookup.__table__.primary_key]
-    session.execute(added.on_conflict_do_update(index_elements=keys, set_={"count": more}))
+    table = Lookup.__table__
+    added = kind.insert(table)
+    more = table.c.count + added.excluded.count
+    keys = [column.name for column in table.primary_key]
+    # In one order: servers wait for each other's rows.
+    rows = [one._asdict() | {"count": counts[one]} for one in sorted(counts)]
+    if rows:
+        statement = added.on_conflict_do_update(index_elements=keys, set_={"count": more})
+        session.connection().execute(statement, rows)
 
 
 def tidy(session: Session) -> None:

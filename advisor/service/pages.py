@@ -345,10 +345,10 @@ def _asked(form: Mapping[str, str]) -> Question:
     if form["mode"]:
         wanted["mode"] = form["mode"]
     if form["shape"]:
-        wanted["shapes"] = list(Shapes().checked("shape", form["shape"])[0][1:])
+        wanted["shapes"] = Shapes().checked("shape", form["shape"])[0][1:]
     file, colon, _attribute = form["target"].partition(":")
-    parts = [target_part(form["target"])] if colon else None
-    return Question(file=file, parts=parts, wanted=wanted)
+    target = target_part(form["target"]) if colon else ""
+    return Question(file=file, target=target, wanted=wanted)
 
 
 @site.get("/tokens")

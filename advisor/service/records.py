@@ -6,20 +6,21 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, Row, Select, bindparam, func, select, union_all
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, defer
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
-from advisor.cache.key import fields
-from advisor.cache.match import Kind, compared
-from advisor.cache.name import Mark
+from advisor.cache.key import as_fields, fields, terms_of
+from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
+from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
 from advisor.cache.stores import Store
 from advisor.errors import RecordDamaged, StoreError
@@ -28,6 +29,8 @@ from advisor.service.tokens import Caller, note
 
 MOST_PLACES = 32
 """Records of one answer, in all their versions."""
+MOST_NEAREST = 8
+"""The same, where none fits."""
 MOST_BYTES = 2**22
 """Of the records in one answer; of what is beyond it only the keys are told."""
 MOST_FETCHED = 2**24
@@ -36,40 +39,91 @@ MOST_LISTED = 10_000
 """Keys on one page."""
 MOST_MARK = 2**14
 """Bytes of a mark."""
-_MOST_COMPARED = 1000
-"""Candidates: the newest of the device that is asked for, then others."""
+_MOST_NEWEST, _MOST_ALIKE = 4 * MOST_PLACES, 64
+"""Versions of the same terms, and terms that stand alike, among which those to be sent are."""
+_ALIKE: Standing = (0, 0)
+"""How all stand where nothing is wanted of them."""
 _MOST_KNOWN = 4000
 """Records whose fields are in memory, at some 5 KB each."""
-_NEARNESS: Mapping[Kind, int] = {"exact": 0, "compatible": 1, "miss": 2}
 
 Put = Literal["added", "known"]
 
 
+class Turn(NamedTuple):
+    """What narrows: `same` columns by name. One with nothing `beside` has an index of its own, in
+    which its terms stand in their order.
+
+    `wanted`: fields of a key that what is found is held against; `answers`: what fits them is an
+    answer, and not of other code than the one that is meant.
+    """
+
+    same: Mapping[str, str]
+    beside: Sequence[ColumnElement[bool]]
+    wanted: Mapping[str, Any]
+    answers: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is looked for; see `cache.reader.Sought.question`, whose fields these are."""
+    """What is looked for; see `cache.reader.Sought.question`, whose fields these are.
+
+    `family` is None where no kin is asked for, '' of a model without one.
+    """
 
     model: str = ""
-    parts: Sequence[str] | None = None
+    target: str = ""
+    origins: Sequence[str] | None = None
     file: str = ""
+    command: str = ""
     id: str = ""
     batch: int | None = None
+    code: str = ""
+    origin: str = ""
+    family: str | None = None
     wanted: Mapping[str, Any] = field(default_factory=dict)
+    near: int | None = None
 
     @property
-    def filters(self) -> list[ColumnElement[bool]]:
-        found: list[ColumnElement[bool]] = [Item.fields != ""]
-        if self.model:
-            found.append(Item.model == self.model[:12])
-        if self.parts is not None:
-            found.append(or_(Item.target.in_(self.parts), Item.origin.in_(self.parts)))
-        if self.file:
-            found.append(Item.file == self.file)
+    def turns(self) -> list[Turn]:
+        """What narrows: where one turn finds nothing the next one does, and of kin both do."""
+        if self.family is not None:
+            own = Turn({"model": str(self.wanted["model"])[:12]}, (), self.wanted)
+            others = Turn({"family": self.family}, (), {**self.wanted, "model": ""})
+            return [own, others] if self.family else [own]
+        same, beside = self._same, self._beside
+        first = {"code": self.code, "origin": self.origin} if self.target else {}
+        found = [{**same, name: value} for name, value in first.items() if value]
+        return [
+            Turn(one, beside, self.wanted, answers="code" in one or not self.code)
+            for one in (*found, same)
+        ]
+
+    @property
+    def narrows(self) -> bool:
+        return self.family is not None or bool(self._same or self._beside)
+
+    @property
+    def _same(self) -> dict[str, str]:
+        asked = {"model": self.model[:12], "target": self.target, "file": self.file}
+        return {name: value for name, value in (asked | {"command": self.command}).items() if value}
+
+    @property
+    def _beside(self) -> list[ColumnElement[bool]]:
+        found: list[ColumnElement[bool]] = []
+        if self.origins is not None:
+            found.append(Item.origin.in_(self.origins))
         if self.id:
             found += [Item.id >= self.id, Item.id < f"{self.id}g"]
         if self.batch is not None:
             found.append(Item.batch == self.batch)
         return found
+
+    def standing(self, wanted: Mapping[str, Any], have: Mapping[str, Any]) -> Standing | None:
+        """Of a record with these fields; None of what is not to be told."""
+        if self.family is None:
+            return standing(wanted, have)
+        akin = relation(wanted, have)
+        return akin and akin[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,46 +155,117 @@ class Found:
 
 
 def look(session: Session, question: Question) -> Found:
-    """The nearest records of those that are looked for, in all versions, and the marks on them."""
-    places = _places(session, question)
+    """What fits of what is looked for, else the nearest: all versions, and the marks on them."""
+    places = _sent(session, question)
     if not places:
         return Found(sizes={})
     rows = session.execute(select(Item.place, Item.key, Item.size).where(Item.place.in_(places)))
     order = {place: number for number, place in enumerate(places)}
     found = sorted((order[place], key, size) for place, key, size in rows)
     sizes = {key: size for _number, key, size in found}
-    (place, versions), *_others = places.items()
-    kinds = {compared(question.wanted, _fields(known))[0] for known in versions}
-    return Found(sizes=sizes, place=place, kind=min(kinds, key=_NEARNESS.__getitem__))
+    place, kind = next(iter(places.items()))
+    return Found(sizes=sizes, place=place, kind=kind)
 
 
-def _places(session: Session, question: Question) -> dict[str, list[str]]:
-    """The places of what is looked for, at most MOST_PLACES: by how they match, then the newest;
-    of each the fields of its versions, as JSON."""
-    here = str(question.wanted.get("device.name", ""))
-    query = (
-        select(Item.place, Item.fields, Item.created)
-        .where(*question.filters)
-        .order_by((Item.device == here).desc(), Item.created.desc())
-        .limit(_MOST_COMPARED)
-    )
-    found: dict[str, tuple[int, int, float]] = {}
-    versions: dict[str, list[str]] = {}
-    for place, known, created in session.execute(query):
-        versions.setdefault(place, []).append(known)
-        if place not in found:
-            kind, differs = compared(question.wanted, _fields(known))
-            found[place] = _NEARNESS[kind], len(differs), -created
-    nearest = sorted(found, key=lambda place: (*found[place], place))[:MOST_PLACES]
-    return {place: versions[place] for place in nearest}
+def _sent(session: Session, question: Question) -> dict[str, Kind]:
+    """The places of what is sent, and how each answers: what fits, else the nearest."""
+    found: dict[str, Kind] = {}
+    fit = False
+    for one, fits, places in _ordered(session, question):
+        most = MOST_PLACES if fits else MOST_NEAREST
+        if len(found) >= most or (fit and not fits):
+            break
+        fit = fits
+        new = [place for place in places() if place not in found]
+        kind: Kind = kind_of(one) if fits else "miss"
+        found |= dict.fromkeys(new[: most - len(found)], kind)
+    return found
+
+
+def _ordered(
+    session: Session, question: Question
+) -> Iterator[tuple[Standing, bool, Callable[[], dict[str, None]]]]:
+    """How what is looked for stands, what would be chosen first first; whether that may answer, or
+    is akin; and the places of it."""
+    for turn in question.turns:
+        if not turn.wanted:
+            yield _ALIKE, True, functools.partial(_newest, session, turn)
+            continue
+        standings: list[tuple[Standing, str]] = [
+            (one, terms)
+            for terms, known in _terms(session, turn)
+            if (one := question.standing(turn.wanted, _fields(known))) is not None
+        ]
+        for one, several in groupby(sorted(standings), key=lambda pair: pair[0]):
+            alike = [terms for _one, terms in several]
+            may = question.family is not None or kind_of(one) != "miss"
+            near = question.near if may else None
+            yield one, may and turn.answers, functools.partial(_newest, session, turn, alike, near)
+        if standings and question.family is None:
+            return
+
+
+def _terms(session: Session, turn: Turn) -> Sequence[Row[str, str]]:
+    """Each terms among some records, with the fields of one of them, as JSON."""
+    where = _alike(tuple(turn.same))
+    if turn.same and not turn.beside:
+        return session.execute(_steps(tuple(turn.same)), turn.same).all()
+    some = select(Item.terms, func.min(Item.fields)).where(*where, *turn.beside, Item.terms != "")
+    return session.execute(some.group_by(Item.terms), turn.same).all()
+
+
+def _alike(columns: tuple[str, ...]) -> list[ColumnElement[bool]]:
+    return [getattr(Item, name) == bindparam(name) for name in columns]
+
+
+@functools.cache
+def _steps(columns: tuple[str, ...]) -> Select[str, str]:
+    """As `_terms`, by one step into an index for each, however many records have them."""
+    where = _alike(columns)
+
+    def following(*more: ColumnElement[bool]) -> Select[Any]:
+        return select(Item.terms).where(*where, *more).order_by(Item.terms).limit(1)
+
+    first = following(Item.terms != "").subquery()
+    steps = select(first.c.terms).cte(recursive=True)
+    last = steps.c.terms
+    step = select(following(Item.terms > last).correlate(steps).scalar_subquery())
+    steps = steps.union_all(step.where(last.is_not(None)))
+    of_one = select(Item.fields).where(*where, Item.terms == steps.c.terms).limit(1)
+    known = of_one.correlate(steps).scalar_subquery()
+    return select(steps.c.terms, known).where(steps.c.terms.is_not(None))
+
+
+def _newest(
+    session: Session, turn: Turn, terms: Sequence[str] = (), near: int | None = None
+) -> dict[str, None]:
+    """The places of some records, of the batch that is near before others, then the newest.
+
+    Args:
+        terms: of which it is one; of none, any.
+    """
+    where = [*_alike(tuple(turn.same)), *turn.beside]
+    kinds = [Item.terms == one for one in terms[:_MOST_ALIKE]] or [Item.terms != ""]
+    few = [
+        select(Item.place, Item.batch, Item.created)
+        .where(*where, one)
+        .order_by(Item.created.desc())
+        .limit(_MOST_NEWEST)
+        .subquery()
+        for one in kinds
+    ]
+    found = union_all(*map(select, few)).subquery().c
+    query = select(found.place)
+    if near is not None:
+        query = query.order_by((found.batch == near).desc())
+    rows = session.scalars(query.order_by(found.created.desc(), found.place), turn.same)
+    return dict.fromkeys(rows)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
 def _fields(known: str) -> Mapping[str, Any]:
-    """A record's fields, from their JSON, which is read once: a popular name has a thousand, and
-    each lookup of it compares them all."""
-    found: Mapping[str, Any] = json.loads(known)
-    return found
+    """A record's fields, from their JSON, which is read once."""
+    return as_fields(json.loads(known))
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
@@ -206,6 +331,7 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         whole = {"place": mark.place, "model": model, "id": id, "batch": int(batch)}
         return Item(key=key, data=data, size=len(data), **whole)
     record, name, data = sound(reader, key, data)
+    known = to_plain(fields(record.key))
     return Item(
         key=key,
         data=data,
@@ -218,8 +344,12 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         origin=name.origin,
         called=record.target.name,
         file=record.target.name.partition(":")[0],
+        code=record.target.code,
+        family=record.family,
+        command=command_part(record.key.task.command),
         device=record.key.environment.device.name,
-        fields=json.dumps(to_plain(fields(record.key))),
+        fields=json.dumps(known),
+        terms=terms_of(known),
         speedup=record.winner(record.use).speedup,
         created=record.provenance.created,
     )
@@ -239,7 +369,7 @@ def delete(session: Session, key: str, by: Caller) -> bool | None:
 
 def count(session: Session) -> int:
     """Of records, in all versions."""
-    return session.scalar(select(func.count()).where(Item.fields != "")) or 0
+    return session.scalar(select(func.count()).where(Item.terms != "")) or 0
 
 
 def known(session: Session, id: str) -> bool:
@@ -334,7 +464,11 @@ class Near:
 
 def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
     """What a lookup would be told, the nearest first."""
-    order = {place: number for number, place in enumerate([*_places(session, question)][:most])}
+    places: dict[str, None] = {}
+    for _standing, _fits, alike in _ordered(session, question):
+        if len(places) < most:
+            places |= alike()
+    order = {place: number for number, place in enumerate([*places][:most])}
     query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
     found: dict[str, Near] = {}
     for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):

@@ -7,6 +7,12 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 _Bytewise = String().with_variant(String(collation="C"), "postgresql")
 """Text that is ordered by its bytes, whatever the language of the database."""
+NARROWED = {
+    **{name: (name,) for name in ("model", "target", "file", "family", "command")},
+    **{name: (name, "target") for name in ("origin", "code")},
+}
+"""Columns of a record that a lookup narrows by: one step into an index finds the next terms that
+there are, another the newest of them."""
 
 
 class Base(DeclarativeBase):
@@ -29,17 +35,18 @@ class Item(Base):
         place: what all versions of one record have in common; see `cache.name.Name`.
         called: the target's name; `file` that of its file or module.
         speedup: of the loop's winner. All from `target` to `created` is empty of marks.
-        device: its name; `fields` every field of the record's key, as JSON.
+        code: of the target, as `cache.record.Target` has it; `family` as the record has it;
+            `command` as `command_part`.
+        device: its name; `fields` every field of the record's key, as JSON; `terms` their digest,
+            see `terms_of`.
         created: when it was measured, in Unix seconds; `stored` when it came here.
         token: whose it is.
     """
 
     __tablename__ = "items"
     __table_args__ = (
-        Index("items_of_model", "model"),
+        *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
         Index("items_of_id", "id", "batch"),
-        Index("items_of_target", "target"),
-        Index("items_of_origin", "origin"),
     )
 
     key: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
@@ -50,9 +57,13 @@ class Item(Base):
     target: Mapped[str] = mapped_column(_Bytewise, default="")
     origin: Mapped[str] = mapped_column(_Bytewise, default="")
     called: Mapped[str] = mapped_column(default="")
-    file: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
+    file: Mapped[str] = mapped_column(_Bytewise, default="")
+    code: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
+    family: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
+    command: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
     device: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
     fields: Mapped[str] = mapped_column(default="")
+    terms: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
     speedup: Mapped[float] = mapped_column(default=0.0)
     created: Mapped[float] = mapped_column(default=0.0)
     stored: Mapped[float]

@@ -420,5 +420,13 @@ def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
         (held,) = records.look_into(store, sought).held
         assert held.record == found
         assert len(read) == 1  # only of the names that say so
+    newer = replace(record(key=other.key, name="third.py:Net", created=1.72e9), family="f0")
+    newer = replace(newer, key=changed(newer.key, "model", "ef" * 32))
+    Records(stores[0]).put(newer)
+    for most, found, more in ((1, {one, newer}, 1), (2, {one, newer}, 0)):
+        read.clear()
+        listing = records.look_into(store, Sought(kin_of=one.key, family="f0", most=most))
+        assert {held.record for held in listing.held} == found and len(listing.left) == more
+        assert len(read) == most + 1  # its own model's, and of others the newest
     assert records.look_into(store, Sought(origins=frozenset())).held == ()
     assert records.look_into(store, Sought(id=one.key.id, batch=8)).held == ()

@@ -130,6 +130,8 @@ class TestContract:
             records.get("zzz")
         with pytest.raises(UsageError, match="no such record"):
             records.get("000000000000")
+        assert [held.record for held in records.newest(1)] == [named] and records.left == 1
+        assert len(records.newest(2)) == 2 and records.left == 0
         assert records.delete(two)
         assert not records.delete(two)
         assert len(records.all()) == 1

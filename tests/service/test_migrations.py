@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, MetaData, Table, inspect, text
 from sqlalchemy.orm import Session
 
 from advisor.cache.reader import Reader
@@ -21,12 +22,15 @@ from advisor.errors import StoreError
 from advisor.opening import refusal
 from advisor.service import attempts, coverage, jobs, migrations, records, retuning, tokens
 from advisor.service.database import Database
-from advisor.service.schema import Base
-from tests.cache.examples import record
+from advisor.service.schema import Base, Item
+from tests.cache.examples import KEY, record
 from tests.service.serving import serving, statements
 from tests.service.test_records import named
 
 HERE = Path(__file__).parent
+READER = Reader(UNSEALED, refusal)
+A_RUN = replace(KEY.task, command=("python", "train.py", "--epochs", "9"))
+RECORD = replace(record(key=replace(KEY, task=A_RUN)), family="f0")
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def version_1(database_url: str) -> Iterator[str]:
     kind = "sqlite" if database_url.startswith("sqlite") else "postgresql"
     made = (HERE / f"version_1_{kind}.sql").read_text()
     database = Database(database_url)
-    key, data = named(record())
+    key, data = named(RECORD)
     with database.writing() as session:
         for statement in filter(None, map(str.strip, made.split(";"))):
             session.execute(text(statement))
@@ -43,7 +47,11 @@ def version_1(database_url: str) -> Iterator[str]:
         _token, admin = tokens.make(session, "first admin", "admin", None, None)
         caller = tokens.find(session, admin, "")
         assert caller is not None
-        assert records.put(session, Reader(UNSEALED, refusal), key, data, caller) == "added"
+        item = records.item_of(READER, key, data)
+        item.token, item.stored = caller.token, 1.8e9
+        there = Table("items", MetaData(), autoload_with=session.connection())
+        row = {column.name: getattr(item, column.name) for column in there.columns}
+        session.execute(there.insert(), row)
     database.close()
     yield database_url
 
@@ -121,9 +129,12 @@ def test_what_was_there_stays(version_1: str) -> None:
         assert session.scalar(text("SELECT version FROM schema")) == 2  # the version before refuses
     for one in databases:
         one.close()
-    key, data = named(record())
+    key, data = named(RECORD)
     with serving(version_1, as_it_is=True) as served, served.database.reading() as session:
         assert records.data_of(session, [key]) == {key: data}
+        there, item = session.get_one(Item, key), records.item_of(READER, key, data)
+        for name in ("code", "family", "command", "terms"):
+            assert getattr(there, name) == getattr(item, name), name
         (token,) = tokens.listed(session)
         assert token.name == "first admin" and token.created <= time.time()
 

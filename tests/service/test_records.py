@@ -20,7 +20,7 @@ from starlette.types import Message
 from advisor.cache.codec import decode, encode, reason_of, to_plain
 from advisor.cache.key import fields
 from advisor.cache.match import Query
-from advisor.cache.name import Mark, Name
+from advisor.cache.name import Mark, Name, command_part, target_part
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.service import limits, records
@@ -126,7 +126,8 @@ def test_odd_keys_reach_no_file_and_no_table(served: Served) -> None:
         assert look(served, file=odd).status == 422
     assert look(served, wanted='{"device.name": ["x"]}').status == 422
     assert look(served, wanted="[" * 9999).status == 422
-    assert look(served, wanted='{"model": {"a": [1, null, {}]}}').status == 200
+    assert look(served, file="x", wanted='{"model": {"a": [1, null, {}]}}').status == 200
+    assert look(served, wanted='{"mode": "train"}').status == 422  # of all records
     assert look(served, id="' OR 1=1").status == 422
     assert keys(served) == []
 
@@ -168,6 +169,8 @@ def test_a_lookup_is_narrowed(served: Served) -> None:
     one = record()
     other = record(key=changed(KEY, "model", "cd" * 32), name="other.py:Net")
     other = replace(other, target=replace(other.target, origin="fedcba98"))
+    run = replace(other.key.task, command=("python", "train.py", "--epochs", "90"))
+    other = replace(other, key=replace(other.key, task=run))
     for each in (one, other):
         put(served, *named(each))
     (first, _), (second, _) = named(one), named(other)
@@ -177,8 +180,9 @@ def test_a_lookup_is_narrowed(served: Served) -> None:
         ({"model": KEY.model}, first),
         ({"model": "cd" * 32}, second),
         ({"file": "other.py"}, second),
-        ({"parts": [name.target]}, first),
-        ({"parts": [name.origin, "00" * 6]}, first),
+        ({"target": name.target}, first),
+        ({"origins": [name.origin, "00" * 6]}, first),
+        ({"command": command_part(["python", "train.py", "--epochs", "3"])}, second),
         ({"id": one.key.id[:4]}, first),
         ({"id": one.key.id, "batch": 64}, first),
     ):
@@ -215,7 +219,7 @@ def test_an_answer_is_compressed_where_that_is_understood(served: Served) -> Non
 
 
 def test_of_many_the_nearest_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_PLACES", 3)
+    monkeypatch.setattr(records, "MOST_NEAREST", 3)
     others = [
         changed(KEY, "device.name", "NVIDIA B200"),
         changed(KEY, "mode", "infer"),
@@ -228,11 +232,49 @@ def test_of_many_the_nearest_come(served: Served, monkeypatch: pytest.MonkeyPatc
         assert put(served, *one).status == 201
     query = Query(environment=ENVIRONMENT, model=KEY.model, given={"mode": "train"})
     found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
-    assert list(items(found))[:2] == [written[4][0], written[3][0]]
-    assert len(items(found)) == 3
-    monkeypatch.setattr(records, "_MOST_COMPARED", 1)
-    wanted = to_plain(fields(KEY)) | {"device.name": "NVIDIA B200"}
-    assert list(items(look(served, wanted=json.dumps(wanted)))) == [written[0][0]]
+    assert list(items(found)) == [written[4][0], written[3][0]]  # what fits, and nothing else
+    monkeypatch.setattr(records, "MOST_PLACES", 1)
+    found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
+    assert list(items(found)) == [written[4][0]]
+    wanted = to_plain(fields(KEY)) | {"optimizer": "adamw"}
+    found = look(served, model=KEY.model, wanted=json.dumps(wanted))
+    assert len(items(found)) == 3 and written[2][0] not in items(found)  # which differs the most
+
+
+def test_many_of_one_name_cost_no_more(served: Served) -> None:
+    """Neither in records that are compared nor in what is sent, whatever the order they came in."""
+    for number in range(40):
+        one = record(key=changed(KEY, "model", f"{number:064x}"), created=1.7e9 + number, trials=0)
+        one = replace(one, target=replace(one.target, code=f"{number:02x}"))
+        put(served, *named(one))
+    wanted = json.dumps(to_plain(Query(environment=ENVIRONMENT).stated))
+    asked = {"target": target_part("model.py:Net"), "wanted": wanted}
+    (mine,) = items(look(served, **asked, code="03"))
+    assert f"/{3:064x}"[:13] in mine
+    assert len(items(look(served, **asked, code="ff"))) == records.MOST_NEAREST  # none is it
+    assert len(items(look(served, **asked))) == records.MOST_PLACES
+    seen: list[str] = []
+    fields_of = records._fields
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(records, "_fields", lambda known: seen.append(known) or fields_of(known))
+        other = json.dumps(to_plain(fields(KEY)) | {"mode": "infer"})
+        assert len(items(look(served, **asked | {"wanted": other}))) == records.MOST_NEAREST
+    assert len(seen) == 1
+
+
+def test_kin_is_asked_for_with_all_fields(served: Served) -> None:
+    put(served, *named(record()))
+    whole = to_plain(fields(KEY))
+    assert len(items(look(served, family="", wanted=json.dumps(whole)))) == 1
+    for wrong in (
+        {},
+        {name: value for name, value in whole.items() if name != "hooks"},
+        whole | {"shapes": []},
+        whole | {"shapes": [0, 3]},
+        whole | {"shapes": [["3"], 3]},
+        whole | {"shapes": 3},
+    ):
+        assert look(served, family="", wanted=json.dumps(wrong)).status == 422, wrong
 
 
 def test_of_too_many_bytes_the_keys_are_told(

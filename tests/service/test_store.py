@@ -6,10 +6,13 @@ import contextlib
 import json
 import logging
 import os
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,18 @@ from advisor.cache.codec import encode
 from advisor.cache.exchange import carry, contents
 from advisor.cache.match import Query
 from advisor.cache.name import Name
-from advisor.cache.reader import Sought
+from advisor.cache.reader import Now, Sought
+from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
 from advisor.cache.stores import Narrowing, Store, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.link import MOST_ANSWER
+from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.errors import RecordDamaged, StoreError, UsageError
+from advisor.finding.meant import matched
 from advisor.service import records as kept
 from tests.cache import servers, test_store
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
@@ -139,6 +145,87 @@ def test_a_lookup_is_one_request(served: Served, token: str, asked: list[str]) -
     records.copy(held[0], local)
     assert asked == []  # what came is not asked for again
     assert records.look_into(store, Sought(file="other.py")).held == ()
+
+
+def several(rng: random.Random) -> list[Record]:
+    """Records that differ in all that a lookup goes by."""
+    made = []
+    for number in range(60):
+        key = changed(KEY, "model", rng.choice(("ab", "cd", "ef")) * 32)
+        for name, values in (
+            ("mode", ("train", "infer")),
+            ("shapes", ((3, 256, 256), (3, 8, 8))),
+            ("precisions", (PERMITTED, ("default",))),
+            ("max_memory", (0, 2**30)),
+            ("software.driver", ("580.1", "590.2")),
+            ("device.name", ("NVIDIA H200", "NVIDIA B200")),
+            ("device.capability", ("9.0", "9.0", "10.0")),
+        ):
+            key = changed(key, name, rng.choice(values))
+        batch = rng.choice((8, 64))
+        shapes = ((batch, *key.task.sample),)
+        key = replace(key, task=replace(key.task, shapes=shapes))
+        one = record(key=key, created=1.7e9 + number, trials=0)
+        target = Target(
+            name="model.py:Net",
+            origin=rng.choice(("0a", "0b")),
+            code=rng.choice(("c0", "c1", "c2")),
+        )
+        made.append(replace(one, target=target, family=rng.choice(("", "f0"))))
+    return made
+
+
+def questions(rng: random.Random) -> Iterator[Sought]:
+    """Of a model in hand, and of a name, with the file's code known here, or elsewhere, or not."""
+    for _ in range(40):
+        given: dict[str, Any] = {"mode": "train"}
+        given |= rng.choice(({}, {"shapes": ((rng.choice((8, 64)), 3, 8, 8),)}))
+        given |= rng.choice(({}, {"precisions": ("default",)}, {"max_memory": 2**29}))
+        query = Query(environment=ENVIRONMENT, given=given)
+        if rng.random() < 0.5:
+            model = rng.choice(("ab", "cd", "ee")) * 32
+            yield Sought(model=model, query=replace(query, model=model))
+        else:
+            now = Now(code=rng.choice(("c0", "c9")), origin=rng.choice(("0a", "0d")))
+            yield Sought(target="model.py:Net", query=query, now=now)
+
+
+def chosen(records: Records, sought: Sought) -> tuple[str, Record | None]:
+    """What a client makes of what a store has, as `Meant` does."""
+    assert sought.query is not None
+    found = [one.record for one in records.held(sought)]
+    if now := sought.now:
+        of_code = [one for one in found if one.target.code == now.code]
+        found = of_code or [one for one in found if one.target.origin == now.origin] or found
+    match = matched(found, sought.query)
+    return match.kind, match.record or match.nearest
+
+
+def test_of_many_a_server_has_what_a_folder_has(
+    served: Served, token: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few it sends."""
+    rng = random.Random(7)
+    here, there = Records(open_store(f"dir:{tmp_path}/s")), Records(open_store(served.url))
+    for one in several(rng):
+        here.put(one)
+    list(carry(contents(here.stores[0]), there, there.stores[0]))
+    asked.clear()
+    monkeypatch.setattr(kept, "MOST_PLACES", 2)
+    monkeypatch.setattr(kept, "MOST_NEAREST", 1)
+    kinds = Counter()
+    for sought in questions(rng):
+        local, remote = chosen(here, sought), chosen(there, sought)
+        assert local == remote, sought
+        kinds[local[0]] += 1
+    assert len(kinds) == 3 and set(asked) == {"GET /api/lookup"}
+    monkeypatch.setattr(kept, "MOST_PLACES", 12)
+    for one in several(rng)[:8]:
+        for family in ("", "f0"):
+            asked.clear()
+            akin = here.akin(one.key, family)[:12]
+            assert there.akin(one.key, family)[:12] == akin and len(akin) > 4
+            assert asked == ["GET /api/lookup"]
 
 
 def test_what_did_not_change_does_not_come_again(served: Served, token: str) -> None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Res
 from pydantic import Field, StringConstraints
 
 from advisor.cache.domain import LONGEST, is_line
+from advisor.cache.key import are_whole, as_fields
 from advisor.service import records
 from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
@@ -20,6 +21,8 @@ _KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
+Part = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$|^$")]
+Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
 Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
 
 api = APIRouter(tags=["records"])
@@ -41,24 +44,40 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     }
 
 
-async def _question(
-    model: Annotated[str, Query(pattern=r"^[0-9a-f]{12,128}$|^$")] = "",
-    parts: Annotated[list[Hex] | None, Query(max_length=1000)] = None,
-    file: Annotated[str, Query(max_length=LONGEST)] = "",
-    id: Annotated[str, Query(pattern=r"^[0-9a-f]{0,12}$")] = "",
-    batch: Annotated[int | None, Query(ge=0, lt=10**10)] = None,
-    wanted: Annotated[str, Query(max_length=2**15, description="A key's fields, as JSON")] = "{}",
-) -> Question:
+class Looked(Strict):
+    """What a lookup is narrowed and ordered by; see `cache.reader.Sought.question`."""
+
+    model: str = Field("", pattern=r"^[0-9a-f]{12,128}$|^$")
+    target: Part = ""
+    origins: list[Hex] | None = Field(None, max_length=1000)
+    file: str = Field("", max_length=LONGEST)
+    command: Part = ""
+    id: str = Field("", pattern=r"^[0-9a-f]{0,12}$")
+    batch: Batch = None
+    code: str = Field("", pattern=r"^[0-9a-f]{0,128}$")
+    origin: Part = ""
+    family: str | None = Field(None, pattern=r"^[0-9a-f]{0,128}$")
+    near: Batch = None
+    wanted: str = Field("{}", max_length=2**15, description="A key's fields, as JSON")
+
+
+async def _question(asked: Annotated[Looked, Query()]) -> Question:
     try:
-        stated = json.loads(wanted)
+        stated = json.loads(asked.wanted)
     except (ValueError, RecursionError):
         stated = None
     if not isinstance(stated, dict):
         raise HTTPException(422, "wanted: expected a map in JSON")
-    device = stated.get("device.name", "")
-    if not all(isinstance(text, str) and is_line(text) for text in (file, device)):
+    wanted = as_fields(stated)
+    device = wanted.get("device.name", "")
+    if not all(isinstance(text, str) and is_line(text) for text in (asked.file, device)):
         raise HTTPException(422, "file, device.name: expected a line of printable text")
-    return Question(model=model, parts=parts, file=file, id=id, batch=batch, wanted=stated)
+    if asked.family is not None and not are_whole(wanted):
+        raise HTTPException(422, "wanted: expected all fields of a key, to tell its kin")
+    question = Question(**asked.model_dump(exclude={"wanted"}), wanted=wanted)
+    if wanted and not question.narrows:
+        raise HTTPException(422, "expected what narrows: a model, target, file, command or id")
+    return question
 
 
 @api.get(

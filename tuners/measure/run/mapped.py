@@ -5,14 +5,11 @@ What only a start anew can change, as the batch, is changed in the words of the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import UsageError
 from advisor.tuners import knobs
-
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class Mapped:
@@ -85,10 +82,6 @@ class Mapped:
         """'--batch-size 128', of numbers by knob."""
         return ", ".join(f"{self._options[name]} {number}" for name, number in numbers.items())
 
-    def alike(self, command: Sequence[str]) -> bool:
-        """Whether another command is this one but for options that are given numbers, as epochs."""
-        return _without_numbers(command) == _without_numbers(self._words)
-
     def _typed(self, name: str) -> int | None:
         """The number that the command gives an option, the last where there are several."""
         option = self._options[name]
@@ -119,15 +112,3 @@ def _with(words: tuple[str, ...], option: str, value: int) -> tuple[str, ...]:
             str(value) if text is None else f"{option}={value}"
         )
     return tuple(found if places else (*found, option, str(value)))
-
-
-def _without_numbers(words: Sequence[str]) -> list[str]:
-    """A command without numbers, and the options that are given them: '--epochs 90', '--lr=0.1'."""
-    found: list[str] = []
-    for word in words:
-        _option, equals, text = word.partition("=")
-        if not _NUMBER.fullmatch(text if equals else word):
-            found.append(word)
-        elif not equals and found and found[-1].startswith("-"):
-            found.pop()
-    return found
