@@ -14,7 +14,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from advisor.cache.match import Kind
-from advisor.service.database import Database
+from advisor.service.database import DAY_S, Database
 from advisor.service.records import Found, Question
 from advisor.service.schema import Lookup
 
@@ -24,10 +24,9 @@ KEPT_DAYS = 400
 MOST_KINDS = 2000
 """Different lookups that are counted between two times that they are written."""
 MOST_DEVICE = 100
-_DAY_S = 86_400
 
 
-class Kept(NamedTuple):
+class Counted(NamedTuple):
     """What is counted together; see `schema.Lookup`."""
 
     day: int
@@ -41,7 +40,7 @@ class Lookups:
     """Of one server, since they were last written."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Kept] = Counter()
+        self._counts: Counter[Counted] = Counter()
         self._lock = threading.Lock()
 
     def count(self, question: Question, found: Found) -> None:
@@ -50,8 +49,8 @@ class Lookups:
         if not device or question.family is not None or question.command:
             return
         outcome = OUTCOMES[found.kind] if found.place else "miss"
-        day = int(time.time()) // _DAY_S
-        kept = Kept(day, device, found.place, question.model[:12], outcome)
+        day = int(time.time() // DAY_S)
+        kept = Counted(day, device, found.place, question.model[:12], outcome)
         with self._lock:
             if kept in self._counts or len(self._counts) < MOST_KINDS:
                 self._counts[kept] += 1
@@ -75,7 +74,7 @@ class Lookups:
                     self._counts.update(counts)
 
 
-def _add(session: Session, counts: Mapping[Kept, int]) -> None:
+def _add(session: Session, counts: Mapping[Counted, int]) -> None:
     """In one statement: while thousands are made, no lookup is answered."""
     kind = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
     table = Lookup.__table__
@@ -91,4 +90,4 @@ def _add(session: Session, counts: Mapping[Kept, int]) -> None:
 
 def tidy(session: Session) -> None:
     """Forget those of long ago."""
-    session.execute(delete(Lookup).where(Lookup.day < int(time.time()) // _DAY_S - KEPT_DAYS))
+    session.execute(delete(Lookup).where(Lookup.day < int(time.time() // DAY_S) - KEPT_DAYS))
