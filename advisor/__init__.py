@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StoreError,
         TargetError,
         TargetFailed,
+        Unauthorized,
         UsageError,
         WorkerError,
     )
@@ -48,6 +49,7 @@ __all__ = [
     "StoreError",
     "TargetError",
     "TargetFailed",
+    "Unauthorized",
     "UsageError",
     "WorkerError",
     "__version__",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from advisor.cache.stores.link import BYTES, JSON, Link, Unauthorized
-from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.cache.stores.link import BYTES, JSON, Link
+from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 from advisor.jobs.asked import Asked, where
 from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.states import LIVE, STATES

@@ -58,6 +58,10 @@ class StoreError(AdvisorError):
         return printable(super().__str__())  # a server or a database may have said part of it
 
 
+class Unauthorized(StoreError):
+    """A server's token holds no more, or may not do that: no waiting helps."""
+
+
 class StoreDamaged(StoreError):
     """The store at `path` is corrupt."""
 

@@ -233,17 +233,22 @@ def judged(
 
 def _fault(record: Record, use: str, now: Ratio) -> str:
     """Why a winner surely does not hold, or ''."""
-    then = record.winner(use).speedup
     if now.high < LEAST:
         return f"{_compared(record, use, now)}: it is not faster any more"
-    if now.mean < KEPT * then and now.high < then:
+    then = record.winner(use)
+    if now.mean < _least(then) and now.high < then.speedup:
         return _compared(record, use, now)
     return ""
 
 
+def _least(then: Choice) -> float:
+    """What must be left of a speed-up for it to hold; no more than was known of it."""
+    return min(KEPT * then.speedup, then.speedup_low)
+
+
 def _doubt(record: Record, use: str, now: Ratio) -> str:
     """Why it cannot be told whether a winner holds, or ''."""
-    least = KEPT * record.winner(use).speedup
+    least = _least(record.winner(use))
     if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
         return ""
     apart = now.high / now.low if now.low else math.inf

@@ -19,7 +19,7 @@ from advisor.cache.seal import own_folder
 from advisor.cache.stores.filesystem import open_regular
 from advisor.cache.stores.patience import go_on, left
 from advisor.cache.stores.url import RemoteUrl
-from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
@@ -36,10 +36,6 @@ _MOST_WAITS = 8
 """Times that one request is made again where the server asks for that."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{8,512}")
 _LISTED = re.compile(r"(https?://\S+)\s+(\S+)")
-
-
-class Unauthorized(StoreError):
-    """The token holds no more, or may not do that: no waiting helps."""
 
 
 class Link:

@@ -23,6 +23,7 @@ def test_the_public_names_are_these() -> None:
         "StoreError",
         "TargetError",
         "TargetFailed",
+        "Unauthorized",
         "UsageError",
         "WorkerError",
         "__version__",

@@ -353,6 +353,15 @@ def test_what_is_said_of_a_speed_up(
     assert found == verdict and said in reason
 
 
+def test_what_was_not_known_well_is_no_promise() -> None:
+    """A tuning on a busy host found 2.24x (1.54-3.25)."""
+    record = won(2.24)
+    unsure = [replace(o, choice=replace(o.choice, speedup_low=1.54)) for o in record.winners]
+    record = replace(record, winners=tuple(unsure))
+    for now, verdict in (((2.01, 1.99, 2.03), HOLDS), ((1.3, 1.28, 1.32), FAILS)):
+        assert judged(record, {LOOP: ratio(*now)}, [2000.0], record.baseline.rounds)[0] == verdict
+
+
 @pytest.mark.parametrize(
     ("rates", "verdict"),
     [

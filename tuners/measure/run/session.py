@@ -293,7 +293,6 @@ class Flight:
             seen, mend = f"it failed before its first steps: {note}", MEND
         elif note is not None:
             seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
-            mend = "give a command that trains for longer"
         else:
             seen = "no process of the command has imported torch"
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
