@@ -22,6 +22,7 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import warn
 from advisor.finding.piloted import Found, Terms, in_force
+from advisor.tuners.act.pilot.crew import Over
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
@@ -72,6 +73,13 @@ class Conducted(Found):
         """As `Guide.next`."""
         assert self._line is not None
         return self._heard(self._line.next(lap))
+
+    def failed(self, exc: BaseException) -> None:
+        """As `Guide.failed`."""
+        if isinstance(exc, Over) and self._conductor is not None:
+            self._end()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        super().failed(exc)
 
     def _heard(self, order: Order) -> Order:
         if not order.own and not order.steps:
