@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from advisor.finding.agree import WAIT_S
-from advisor.finding.lookups import warn
+from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms, in_force
 from advisor.tuners.act.pilot.crew import Over
 from advisor.tuners.act.pilot.line import Line
@@ -91,7 +91,7 @@ class Conducted(Found):
                 self._conductor.wait(LEAVE_S)
             shutil.rmtree(self._folder, ignore_errors=True)
         self._end()
-        return in_force(order.config, order.own, f"found in this run{order.doubt}")
+        return in_force(order.config, order.own, f"found in this run: {order.found}", say=tell)
 
     def _end(self) -> None:
         """Have done with the process that searches."""

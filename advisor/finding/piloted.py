@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,11 +163,13 @@ class Found:
         return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
 
 
-def in_force(config: Config, own: Config, reason: str) -> Order:
-    """The last order: said in the log, and by every advice in whose place it is."""
+def in_force(
+    config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
+) -> Order:
+    """The last order: said so, and by every advice in whose place it is."""
     what = "the script as it is" if config == own else knobs.described(config, own)
     line = f"in force: {what}; {reason}"
-    _log.info("%s", line)
+    say(line)
     give_way(line)
     return Order(config=config, own=own, careful=True)
 
