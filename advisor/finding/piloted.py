@@ -23,7 +23,7 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Over, Unclear
+from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
 from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
 from advisor.tuners.act.pilot.seen import Seen
 
@@ -130,6 +130,8 @@ class Found:
         _log.info("the pilot ends: %s", exc)
         if isinstance(exc, Unclear) and self._strict:
             raise NoRecord(str(exc)) from exc
+        if isinstance(exc, Untrained):
+            warn(str(exc))
         if isinstance(exc, Unclear | Over):
             warn(f"{exc}. Training goes on as it is")
 

@@ -26,6 +26,10 @@ class Unclear(Exception):
     """What trains in a script, or where its steps end, cannot be told: it is left alone."""
 
 
+class Untrained(Exception):
+    """The process ends, and no optimizer made a step in it; another one may train."""
+
+
 class Over(Exception):
     """What was found to train does so no more; the script trains something else."""
 

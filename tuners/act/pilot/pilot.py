@@ -14,7 +14,15 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import LET_GO, MOST_PERIOD, Crew, Over, Trained, Unclear
+from advisor.tuners.act.pilot.crew import (
+    LET_GO,
+    MOST_PERIOD,
+    Crew,
+    Over,
+    Trained,
+    Unclear,
+    Untrained,
+)
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
@@ -42,6 +50,10 @@ UNSEEN = f"{_UNSEEN} with gradients; what can be tuned trains, and is called as 
 UNSEEN_COMPILED = (
     f"{_UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
     "the model instead, as model.compile()"
+)
+UNSTEPPED = (
+    "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
+    "looked up or tuned, and the run was as it is"
 )
 ANOTHER = "it trains another model now"
 UNADVISED = "a model trains now that the advice in force is not for"
@@ -112,6 +124,7 @@ class Pilot:
         )
         self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
         self._outlive = hooks.on_failure(self._ended)
+        self._unexit = hooks.on_exit(self._guarded(self._exits))
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
@@ -133,6 +146,7 @@ class Pilot:
         self._loaders.remove()
         self._count_no_more()
         self._outlive()
+        self._unexit()
 
     def _guarded(self, told: Callable[P, None]) -> Callable[P, None]:
         """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
@@ -151,9 +165,14 @@ class Pilot:
 
     def _ended(self, exc: BaseException) -> None:
         """The script has ended of this."""
+        self._unexit()
         self._guide.failed(exc)
         if self._switch is not None and self._order.config != self._switch.own:
             self._guide.ended(exc, self._order)
+
+    def _exits(self) -> None:
+        if self._crew.called and not self._looked and self._guide.takes_over():
+            self._guide.failed(Untrained(UNSTEPPED))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
