@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache.config import Value
 from advisor.cache.record import PILOT, WITHIN, Provenance
 from advisor.errors import AdvisorError
-from advisor.finding.answer import unverified
+from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners import knobs
 from advisor.tuners.measure.run.inside import Inside, Joined
@@ -60,9 +60,7 @@ class _OfRunInside(OfRun):
     def search(self) -> None:
         """Find what is best, keep it, and have the script go on with it."""
         record = self.run().record
-        config = record.winner(PILOT).config
-        doubt = "" if config == self.inside.own else unverified(record, config)
-        self.inside.leave(config, doubt)
+        self.inside.leave(record.winner(PILOT).config, gain(record, PILOT))
 
 
 def _replays(name: str, value: Value) -> bool:

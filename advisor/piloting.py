@@ -74,9 +74,9 @@ class _Later:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
-        from advisor.tuners.act.pilot.crew import Unclear
+        from advisor.tuners.act.pilot.crew import Unclear, Untrained
 
-        if self._made is not None or isinstance(exc, Unclear):
+        if self._made is not None or isinstance(exc, Unclear | Untrained):
             self._guide.failed(exc)
 
     def ended(self, exc: BaseException, order: Order) -> None:

@@ -25,7 +25,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
-from advisor.errors import Busy, StoreDamaged, StoreError, UsageError
+from advisor.errors import Busy, StoreDamaged, StoreError, UsageError, WorkerError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
@@ -305,14 +305,20 @@ class _Tuning(ABC):
                 memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
-                resumes=not before.unfinished,
             )
             search = Search(subject.worker, space, study, scope, self._progress)
             self._progress.started(facts, subject.key, space, len(search.trials))
-            tried = len(search.run())
-            decided = decide(subject.worker, space, search, self._terms(subject), self._progress)
+            try:
+                tried = len(search.run())
+                terms = self._terms(subject)
+                decided = decide(subject.worker, space, search, terms, self._progress)
+            except WorkerError:
+                search.settle()
+                raise
             made = self._provenance(facts, name, tried, scope.clock.spent_s)
             record = _record(subject, decided, made)
+            if not record.compares:
+                search.settle()
             _keep(self._records, record, before.fresh or before.unfinished, self._progress)
         return record
 

@@ -10,7 +10,7 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
-from advisor.cache.shown import size
+from advisor.cache.shown import interval, size
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
@@ -108,8 +108,7 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     baseline = record.key.task.baseline
     what = f"{choice.speedup:.2f}x {baseline} at batch {record.batch}"
     if default:
-        why = "nothing measured is clearly faster" if record.compares else "nothing else was raced"
-        what = f"{baseline}: {why}"
+        what = f"{baseline}: {_no_gain(record)}"
     doubt = unverified(record, choice.config)
     return Answer(
         config=Config(choice.config | record.input),
@@ -118,6 +117,10 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
         gains={use: one.speedup for use, one in allowed.items()},
         flags=flags.config,
     )
+
+
+def _no_gain(record: Record) -> str:
+    return "nothing measured is clearly faster" if record.compares else "nothing else was raced"
 
 
 def _at(use: str) -> int:
@@ -313,6 +316,20 @@ def unverified(record: Record, config: Config) -> str:
     if record.key.task.mode == "train" and record.key.task.tolerance:
         why = "there was no time"
     return f"; not verified against fp32: {why}"
+
+
+def gain(record: Record, use: str) -> str:
+    """What a winner gives, with its interval, and whether it was held against fp32."""
+    choice = record.winner(use)
+    if choice.config == record.baseline.config:
+        return _no_gain(record)
+    spread = interval(choice.speedup_low, choice.speedup_high)
+    times = f"{choice.speedup:.2f}x {record.key.task.baseline} ({spread})"
+    check = _checked(record, choice.config)
+    held = "; nothing of it changes numerics"
+    if knobs.doubtful(choice.config) and check is not None:
+        held = f"; verified against fp32: {check.measurement.reason}"
+    return times + (unverified(record, choice.config) or held)
 
 
 def akin(query: Query, near: Record | None) -> bool:

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from advisor.finding.agree import WAIT_S
-from advisor.finding.lookups import warn
+from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms, in_force
+from advisor.tuners.act.pilot.crew import Over
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
@@ -73,6 +74,13 @@ class Conducted(Found):
         assert self._line is not None
         return self._heard(self._line.next(lap))
 
+    def failed(self, exc: BaseException) -> None:
+        """As `Guide.failed`."""
+        if isinstance(exc, Over) and self._conductor is not None:
+            self._end()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        super().failed(exc)
+
     def _heard(self, order: Order) -> Order:
         if not order.own and not order.steps:
             return self._lost()
@@ -83,7 +91,7 @@ class Conducted(Found):
                 self._conductor.wait(LEAVE_S)
             shutil.rmtree(self._folder, ignore_errors=True)
         self._end()
-        return in_force(order.config, order.own, f"found in this run{order.doubt}")
+        return in_force(order.config, order.own, f"found in this run: {order.found}", say=tell)
 
     def _end(self) -> None:
         """Have done with the process that searches."""

@@ -446,8 +446,7 @@ def _device(asked: object) -> str:
 
 def warn(message: str) -> None:
     """One warning for a whole job: rank 0 speaks for all. It names the user's own line, if any."""
-    group = Group.current()
-    if (str(group.rank) if group else os.environ.get("RANK", "0")) != "0":
+    if not _speaks():
         _log.debug(message)
         return
     message = printable(message)  # a setting or a store may have said it
@@ -455,6 +454,20 @@ def warn(message: str) -> None:
     while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THEIRS:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
+
+
+def tell(message: str) -> None:
+    """One line on stderr for a whole job: what somebody waits for. In the log, if that has it."""
+    if _log.isEnabledFor(logging.INFO) or not _speaks():
+        _log.info("%s", message)
+    else:
+        sys.stderr.write(f"advisor: {printable(message)}\n")
+
+
+def _speaks() -> bool:
+    """Whether this is rank 0, or there are no ranks."""
+    group = Group.current()
+    return (str(group.rank) if group else os.environ.get("RANK", "0")) == "0"
 
 
 def set_up_logging() -> None:

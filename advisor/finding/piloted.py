@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Unclear
+from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
 from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
 from advisor.tuners.act.pilot.seen import Seen
 
@@ -67,6 +67,7 @@ class Found:
         self._command, self._terms, self._options = tuple(command), terms, options
         self._put = Config()
         self._seen: Seen | None = None
+        self._strict = terms.strict
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`."""
@@ -106,7 +107,8 @@ class Found:
         if self._options is not None and self._options.batch == lookup.batch:
             lookup.take_free(self._options.own_batch)
         lookup.leaves = (NoRecord,) if searches else ()
-        advice = served(lookup, device=seen.device, strict=self._terms.strict)
+        advice = served(lookup, device=seen.device, strict=self._strict)
+        self._strict = False  # no later model of the run is to end it
         record = advice.record
         if self._options is not None:
             _warn_of_another(self._options, record, lookup.batch)
@@ -126,9 +128,11 @@ class Found:
             NoRecord: where it is to be strict, why there is nothing.
         """
         _log.info("the pilot ends: %s", exc)
-        if isinstance(exc, Unclear):
-            if self._terms.strict:
-                raise NoRecord(str(exc)) from exc
+        if isinstance(exc, Unclear) and self._strict:
+            raise NoRecord(str(exc)) from exc
+        if isinstance(exc, Untrained):
+            warn(str(exc))
+        if isinstance(exc, Unclear | Over):
             warn(f"{exc}. Training goes on as it is")
 
     def ended(self, exc: BaseException, order: Order) -> None:
@@ -161,11 +165,13 @@ class Found:
         return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
 
 
-def in_force(config: Config, own: Config, reason: str) -> Order:
-    """The last order: said in the log, and by every advice in whose place it is."""
+def in_force(
+    config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
+) -> Order:
+    """The last order: said so, and by every advice in whose place it is."""
     what = "the script as it is" if config == own else knobs.described(config, own)
     line = f"in force: {what}; {reason}"
-    _log.info("%s", line)
+    say(line)
     give_way(line)
     return Order(config=config, own=own, careful=True)
 

@@ -105,12 +105,14 @@ def batch(accumulation: str, size: str = "") -> Callable[[Value, Scene], Words |
         size: the one that takes the batch; '' where the DataLoader is the user's.
     """
 
-    def row(value: Value, scene: Scene) -> Words | None:
+    def row(_value: Value, scene: Scene) -> Words | None:
         if not scene.parts:
             return None
-        parts = {accumulation: scene.parts} if scene.parts > 1 else {}
+        if not scene.size:
+            return NOTHING  # the run has its own, which what was seen does not tell
+        parts = {accumulation: scene.accumulated} if scene.accumulated > 1 else {}
         if size:
-            return Words(settings={size: value, **parts})
-        return Words(settings=parts, loader={"batch_size": value})
+            return Words(settings={size: scene.size, **parts})
+        return Words(settings=parts, loader={"batch_size": scene.size})
 
     return row

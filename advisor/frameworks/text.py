@@ -52,10 +52,11 @@ def _head(told: Told) -> Iterator[str]:
     yield f"{told.reason}; measured as one: leave nothing out"
     if record.stale:
         yield f"marked stale by advisor verify: {record.stale}"
-    if scene.parts > 1:
+    if scene.size and scene.accumulated > 1:
+        each = f" in each of {scene.processes} processes" * (scene.processes > 1)
         yield (
-            f"{scene.parts} batches of {scene.config.batch} make one of {scene.batch}, by gradient "
-            "accumulation"
+            f"{scene.accumulated} batches of {scene.size}{each} make one of {scene.batch}, by "
+            "gradient accumulation"
         )
 
 

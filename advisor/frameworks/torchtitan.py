@@ -19,16 +19,15 @@ def _cudnn_deterministic(value: Value, _scene: Scene) -> Words:
     return Words(settings={"debug.deterministic": True}) if value else NOTHING
 
 
-def _batch(value: Value, scene: Scene) -> Words | None:
+def _batch(_value: Value, scene: Scene) -> Words | None:
     """Of samples that are one row of tokens."""
     if len(scene.task.sample) != 1 or not scene.parts:
         return None
-    told: dict[str, object] = {
-        "training.seq_len": scene.task.sample[0],
-        "training.local_batch_size": value,
-    }
-    if scene.parts > 1:
-        told["training.global_batch_size"] = scene.batch
+    told: dict[str, object] = {"training.seq_len": scene.task.sample[0]}
+    if scene.size:
+        told["training.local_batch_size"] = scene.size
+        if scene.accumulated > 1:
+            told["training.global_batch_size"] = scene.accumulated * scene.size
     return Words(settings=told)
 
 

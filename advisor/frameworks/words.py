@@ -49,6 +49,28 @@ class Scene:
         )
 
     @property
+    def processes(self) -> int:
+        """That share a batch: those of a run, whose batch is of all of them."""
+        return self.task.processes if self.task.command else 1
+
+    @property
+    def size(self) -> int:
+        """Samples that the model is called with, in one process; 0 where they are not alike."""
+        whole, calls = self.config.batch or self.batch, self.processes * self._micro_batches
+        return 0 if whole % calls else whole // calls
+
+    @property
+    def accumulated(self) -> int:
+        """Batches of this size, in each process, that make one of the user's; 0 as of `parts`."""
+        return self.parts * self._micro_batches
+
+    @property
+    def _micro_batches(self) -> int:
+        from advisor.tuners.act.pilot.seen import micro_batches
+
+        return micro_batches(self.task)
+
+    @property
     def parts(self) -> int:
         """Batches of the config that make one of the user's; 0 where no number of them does."""
         smaller = self.config.batch or self.batch

@@ -216,6 +216,32 @@ def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> Non
         emitted(name, record_of(*rates, task=task, loop=TF32, free_loop=odd), free=True)
 
 
+@pytest.mark.parametrize(
+    ("others", "processes", "settings", "said"),
+    [
+        ("", 1, (64, None), ""),
+        ("2 micro-batches", 1, (32, 2), "2 batches of 32 make one of 64"),
+        (
+            "labels 1 int64; 4 micro-batches; adamw, sgd",
+            2,
+            (8, 4),
+            "4 batches of 8 in each of 2 processes make one of 64",
+        ),
+        ("3 micro-batches", 1, (None, None), ""),  # of which the last one is smaller
+    ],
+)
+def test_of_a_run_the_batch_is_as_it_was_seen(
+    others: str, processes: int, settings: tuple[int | None, int | None], said: str
+) -> None:
+    command = ("python", "train.py")
+    task = replace(SGD, command=command, others=others, processes=processes)
+    found = emitted("hf", record_of((TF32, 200.0), task=task, loop=TF32))
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    assert tuple(map(found.words.settings.get, names)) == settings
+    assert said in text(found)
+    assert ("accumulation" in text(found)) == bool(said)
+
+
 # That the words do what was measured
 
 STATES: list[tuple[str, Value]] = [

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.pilot import ELSEWHERE, UNADVISED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.served import Served
 from advisor.tuners.environment import detect
@@ -179,6 +183,47 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     trained(net, 1)
     assert net.dtypes[-1] == torch.float32
+
+
+@pytest.mark.usefixtures("known")
+def test_every_model_of_a_cross_validation_has_the_advice() -> None:
+    """Those before it are gone; of models that train in turn one keeps it."""
+    advisor.apply()
+    gone: list[weakref.ref[Any]] = []
+    for _fold in range(3):
+        net = Net()
+        optimizer = trained(net, 24)
+        assert net.dtypes[0] == torch.float32
+        assert net.dtypes[-1] == torch.bfloat16
+        gc.collect()
+        assert [one() for one in gone] == [None] * len(gone)
+        gone += map(weakref.ref, (net, optimizer))
+    other = Net()
+    optimizers = [optimizer, trained(other, 24)]
+    for _ in range(2):
+        for model, one in zip((net, other), optimizers, strict=True):
+            for _step in range(10):
+                model(torch.randn(4, 3, 8, 8)).sum().backward()
+                one.step()
+    assert (net.dtypes[-1], other.dtypes[-1]) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("known")
+def test_another_model_trains_on_as_it_is_with_a_line() -> None:
+    advisor.apply()
+    first = Net()
+    trained(first, 24)
+    with pytest.warns(advisor.AdvisorWarning) as said:
+        for width in (5, 6):
+            model = nn.Linear(3, width)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(ELSEWHERE):
+                model(torch.randn(2, 3)).sum().backward()
+                optimizer.step()
+    assert [str(one.message) for one in said] == [
+        f"advisor: {UNADVISED}. Training goes on as it is"
+    ]
+    assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.usefixtures("known")

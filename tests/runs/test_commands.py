@@ -21,6 +21,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, WorkerError
 from advisor.piloting import INJECTED
+from advisor.tuners.act.pilot.pilot import UNSTEPPED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import strict
 from advisor.tuners.measure.run import run as running
@@ -557,6 +558,26 @@ def test_a_run_of_which_nothing_is_known(folder: Path) -> None:
     assert ran.stderr.count("advisor: ") == 1
     assert "this run was not tuned" in ran.stderr
     assert "Training goes on as the script is" in ran.stderr
+
+
+FUNCTIONAL = """
+import torch
+from torch.func import functional_call, grad, vmap
+
+net = torch.nn.Linear(8, 4)
+parameters = {name: p.detach() for name, p in net.named_parameters()}
+loss = lambda found, x: functional_call(net, found, (x[None],)).square().mean()
+for _ in range(4):
+    gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, torch.randn(32, 8))
+    parameters = {name: p - 0.1 * gradients[name].mean(0) for name, p in parameters.items()}
+"""
+
+
+def test_a_run_that_trains_without_an_optimizer(folder: Path) -> None:
+    ran = run(folder, *script(FUNCTIONAL))
+    assert ran.returncode == 0
+    assert ran.stderr.count("advisor: ") == 1
+    assert f"advisor: {UNSTEPPED}\n" in ran.stderr
 
 
 def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:

@@ -14,6 +14,7 @@ from advisor.cache.record import Measurement, Trial
 from advisor.cache.task import PRECISIONS
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
+from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import SEARCH, Clock, Progress
@@ -144,13 +145,34 @@ def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:
     assert len({trial.config for trial in trials}) == len(trials)
 
 
-@pytest.mark.parametrize(("resumes", "more"), [(True, 0), (False, 2)])
-def test_the_time_of_a_run_that_ended_is_its_own(tmp_path: Path, resumes: bool, more: int) -> None:
+@pytest.mark.parametrize(("settled", "more"), [(False, 0), (True, 2)])
+def test_the_time_of_a_run_that_ended_is_its_own(tmp_path: Path, settled: bool, more: int) -> None:
     """Each has time for two trials; those of one that was cut off count for the next."""
-    search(Simulated(), tmp_path, search_s=1.5).run()
+    first = search(Simulated(), tmp_path, search_s=1.5)
+    first.run()
+    if settled:
+        first.settle()
     runner = Simulated()
-    search(runner, tmp_path, search_s=1.5, resumes=resumes).run()
+    search(runner, tmp_path, search_s=1.5).run()
     assert len(runner.measured) == more
+
+
+def test_a_command_that_ends_too_soon_says_nothing_of_a_config(tmp_path: Path) -> None:
+    class TooSoon(Simulated):
+        def measure(self, config: Config, **how: Any) -> Measurement:
+            measured = super().measure(config, seconds=0.1)
+            short = config["precision"] == "bf16"
+            return Measurement(outcome="failed", reason=TOO_SOON) if short else measured
+
+    first, second, third = TooSoon(), TooSoon(), Simulated()
+    for runner in (first, second):
+        found = search(runner, tmp_path)
+        assert all(trial.measurement.ok for trial in found.run())
+        assert len(runner.measured) == len(set(runner.measured))
+    search(third, tmp_path).run()
+    left = {config for config in first.measured if config["precision"] == "bf16"}
+    assert left and left <= set(second.measured)
+    assert any(config["precision"] == "bf16" for config in third.measured)
 
 
 def test_it_is_an_ordinary_optuna_study(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from advisor.cache.record import Measurement
 from advisor.errors import UsageError
 
 TOO_SOON = "the command ends before it is measured"
-"""The reason of a config that a command leaves no steps for."""
+"""The reason of a config that a command leaves no steps for: nothing is told of the config."""
 
 
 class Runner(Protocol):

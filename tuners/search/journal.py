@@ -30,6 +30,9 @@ from advisor.tuners.search.space import Space
 
 MOST_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
+OUT, SETTLED = "passed over", "settled"
+"""Attributes: of a trial that was not measured; of a study, how many of its trials are of runs that
+ended before a race."""
 MOST_DROPPED = 100
 """Lines that are JSON and make no sense; after as many nothing is taken from a journal."""
 
@@ -222,7 +225,21 @@ class Journal:
         frozen_trials = self.study.get_trials(deepcopy=False)
         self._told = [one for frozen in frozen_trials if (one := self._trial(frozen))]
         failed = [t for t in frozen_trials if t.state == TrialState.FAIL]
-        return list(self._told), [Config(t.params) for t in failed]
+        interrupted = [Config(t.params) for t in failed if not t.user_attrs.get(OUT)]
+        return list(self._told), interrupted
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the trials that were told, but for those of runs that `settle`d."""
+        settled = self.study.user_attrs.get(SETTLED, 0)
+        return sum(trial.seconds for trial in self._told if trial.number >= settled)
+
+    def settle(self) -> None:
+        """The time of what was tried until now is no later run's: this one ends without a race."""
+        try:
+            self.study.set_user_attr(SETTLED, len(self.study.get_trials(deepcopy=False)))
+        except UNWRITABLE as exc:
+            self._forgo(exc)
 
     def _trial(self, frozen: FrozenTrial) -> Trial | None:
         """As it was told; None for what was not, or is of no config here."""
@@ -274,8 +291,9 @@ class Journal:
             self._forgo(exc)
 
     def pass_over(self, asked: optuna.Trial) -> None:
-        """The trial is not measured."""
+        """The trial is not measured, and a later run may."""
         try:
+            asked.set_user_attr(OUT, True)
             self.study.tell(asked, state=TrialState.FAIL)
         except UNWRITABLE as exc:
             self._forgo(exc)

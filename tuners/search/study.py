@@ -17,7 +17,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import RACED, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.measure.runner import Runner
+from advisor.tuners.measure.runner import TOO_SOON, Runner
 from advisor.tuners.search import guesses
 from advisor.tuners.search.journal import Journal
 from advisor.tuners.search.memory import needed
@@ -70,7 +70,6 @@ class Scope:
         memory: bytes that a config may take; 0 where that is not known.
         first: configs to try before the guesses, from records that nearly fit.
         seed: of the sampler.
-        resumes: whether the time of earlier runs of this study counts: they were cut off.
         sampler: any Optuna sampler in place of GainPerSecond; it is kept from dear knobs, whose
             cost it does not count.
     """
@@ -81,7 +80,6 @@ class Scope:
     memory: int = 0
     first: Sequence[Config] = ()
     seed: int = 0
-    resumes: bool = True
     sampler: optuna.samplers.BaseSampler | None = None
 
 
@@ -131,8 +129,7 @@ class Search:
     def _resume(self) -> None:
         trials, interrupted = self._journal.resume()
         self._attempts.update(interrupted)
-        if self._scope.resumes:
-            self.clock.resume(sum(trial.seconds for trial in trials))
+        self.clock.resume(self._journal.spent_s)
         for trial in trials:
             measured = trial.measurement
             failed = not measured.ok and trial.config == self._space.default
@@ -183,6 +180,10 @@ class Search:
         self._try_on_leaders()
         self._sample()
         return self.trials
+
+    def settle(self) -> None:
+        """This run ends without a race: one that goes on has all of its own time."""
+        self._journal.settle()
 
     def best(self, batch: int | None = None, use: str = RACED[-1]) -> Trial:
         """The fastest trial that a use can follow, at one batch size or at any."""
@@ -488,7 +489,11 @@ class Search:
             origin=origin,
             seconds=self.clock.now() - start,
         )
-        self._journal.tell(asked, trial)
-        self._remember(trial)
+        if measured.reason == TOO_SOON:  # which says nothing of the config
+            self._journal.pass_over(asked)
+            self._known[config] = trial
+        else:
+            self._journal.tell(asked, trial)
+            self._remember(trial)
         self._progress.tried(trial, self.clock.spent_s)
         return trial

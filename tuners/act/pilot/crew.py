@@ -17,10 +17,17 @@ LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
 VARIES = 0
+LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Of models that another one took over from, as in a cross-validation: none is taken up again, so
+that models which train in turn are not set over and over."""
 
 
 class Unclear(Exception):
     """What trains in a script, or where its steps end, cannot be told: it is left alone."""
+
+
+class Untrained(Exception):
+    """The process ends, and no optimizer made a step in it; another one may train."""
 
 
 class Over(Exception):
@@ -126,6 +133,12 @@ class Crew:
         first = optimizer.param_groups[0]["params"][0]
         return any(first is p for one in self.trained() for p in one.model.parameters())
 
+    def is_like(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it holds as many parameters of the same shapes as one of these: those of a model
+        that was made anew, as for each fold of a cross-validation."""
+        shapes = _shapes(optimizer)
+        return optimizer not in LET_GO and any(_shapes(one) == shapes for one in self.optimizers)
+
     def period(self) -> int:
         """Optimizer steps that make one step of the script; 0 while that is not known.
 
@@ -168,6 +181,10 @@ class Crew:
         """Hold on to nothing: the script may have done with it, and need its memory."""
         self.called.clear()
         self.optimizers.clear()
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
+    return [p.shape for group in optimizer.param_groups for p in group["params"]]
 
 
 def period(order: Sequence[int], kinds: int) -> int:

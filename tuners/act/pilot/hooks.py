@@ -27,6 +27,7 @@ What is not a hook of PyTorch's own, and why:
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,12 @@ class Calls:
         self._after.remove()
         # PyTorch forgets one of its lists, and has torch.compile warn of hooks from then on.
         _global_forward_hooks_with_kwargs.pop(self._after.id, None)
+
+
+def on_exit(told: Callable[[], None]) -> Remove:
+    """Tell when the process ends by itself, whyever."""
+    atexit.register(told)
+    return functools.partial(atexit.unregister, told)
 
 
 def recomputes() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from advisor.tuners.act.pilot.orders import Guide
 from advisor.tuners.act.pilot.pilot import Pilot, Watch
 
@@ -15,7 +17,10 @@ class InCharge:
     def bring(self, guide: Guide, watch: Watch | None = None) -> None:
         """Attach a pilot, unless there is one."""
         if self._pilot is None:
-            self._pilot = Pilot(guide, watch)
+            self._begin(guide, watch)
+
+    def _begin(self, guide: Guide, watch: Watch | None) -> None:
+        self._pilot = Pilot(guide, watch, functools.partial(self._begin, guide, watch))
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, the flags that advice has set too."""

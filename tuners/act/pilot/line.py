@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.crew import Over, Unclear
+from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
 from advisor.tuners.act.pilot.orders import Lap, Order, told
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
@@ -61,6 +61,8 @@ class Line:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
+        if isinstance(exc, Untrained):
+            return
         outcome, said = told(exc)
         if isinstance(exc, Over):
             outcome, said = OVER, str(exc)

@@ -41,8 +41,7 @@ class Order:
     `own`: in the first order, the config that the script itself has; empty: it is left alone.
     `careful`: the run is not to end of it; see `Lap.outcome`.
     `compare`: on these steps, which the script makes as it is.
-    `doubt`: of the last order, '; not verified: ...' where its config was not held against fp32 and
-    should have been.
+    `found`: of the last order, what was measured of its config, for people.
     """
 
     config: Config
@@ -50,7 +49,7 @@ class Order:
     own: Config = Config()  # noqa: RUF009 # immutable
     careful: bool = False
     compare: Comparison | None = None
-    doubt: str = ""
+    found: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,15 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import MOST_PERIOD, Crew, Over, Trained, Unclear
+from advisor.tuners.act.pilot.crew import (
+    LET_GO,
+    MOST_PERIOD,
+    Crew,
+    Over,
+    Trained,
+    Unclear,
+    Untrained,
+)
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
@@ -35,6 +43,8 @@ LOOKED = 256
 """Steps of optimizers after which a script whose steps cannot be told apart is left alone."""
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
+ANEW = 8
+"""The same, of one like those that advice is in force for, which is then put in force anew."""
 MOST_CUTS = 3
 """Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
 its steps."""
@@ -44,6 +54,12 @@ UNSEEN_COMPILED = (
     f"{_UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
     "the model instead, as model.compile()"
 )
+UNSTEPPED = (
+    "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
+    "looked up or tuned, and the run was as it is"
+)
+ANOTHER = "it trains another model now"
+UNADVISED = "a model trains now that the advice in force is not for"
 UNORDERED = (
     f"in {LOOKED} steps of the optimizers no order repeats, so that a step of the script cannot be "
     "told; what can be tuned has all of its optimizers step in turn"
@@ -77,11 +93,22 @@ class Watch(Protocol):
 
 
 class Pilot:
-    """Attached to a script, until `release`."""
+    """Attached to a script, until `release`.
 
-    def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
+    Args:
+        another: brings the next pilot, once this one has left: its models train no more, and what
+            does is a model like them.
+    """
+
+    def __init__(
+        self,
+        guide: Guide,
+        watch: Watch | None = None,
+        another: Callable[[], None] | None = None,
+    ) -> None:
         self._guide = guide
         self._watch = watch
+        self._another = another
         self._comparing: Watch | None = None
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
@@ -101,6 +128,7 @@ class Pilot:
         )
         self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
         self._outlive = hooks.on_failure(self._ended)
+        self._unexit = hooks.on_exit(self._guarded(self._exits))
 
     def release(self) -> None:
         """Leave the script as it was found, and everything of PyTorch's too."""
@@ -122,6 +150,7 @@ class Pilot:
         self._loaders.remove()
         self._count_no_more()
         self._outlive()
+        self._unexit()
 
     def _guarded(self, told: Callable[P, None]) -> Callable[P, None]:
         """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
@@ -140,9 +169,14 @@ class Pilot:
 
     def _ended(self, exc: BaseException) -> None:
         """The script has ended of this."""
+        self._unexit()
         self._guide.failed(exc)
         if self._switch is not None and self._order.config != self._switch.own:
             self._guide.ended(exc, self._order)
+
+    def _exits(self) -> None:
+        if self._crew.called and not self._looked and self._guide.takes_over():
+            self._guide.failed(Untrained(UNSTEPPED))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
@@ -151,16 +185,28 @@ class Pilot:
             self._look(optimizer)
             return
         if not self._crew.includes(optimizer):
-            self._elsewhere += 1
-            if self._elsewhere >= ELSEWHERE and self._order.steps:
-                self._guide.failed(Over("it trains another model now"))
-                self._leave()
+            self._stepped_elsewhere(optimizer)
             return
         self._elsewhere = 0
         self._at += 1
         if self._at >= self._period:
             self._at = 0
             self._step(self._switch)
+
+    def _stepped_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+        self._elsewhere += 1
+        if self._order.steps:
+            if self._elsewhere >= ELSEWHERE:
+                self._guide.failed(Over(ANOTHER))
+                self._leave()
+        elif self._another is not None:
+            if self._elsewhere == ANEW and self._crew.is_like(optimizer):
+                LET_GO.update(self._crew.optimizers)
+                self._leave()
+                self._another()
+            elif self._elsewhere == ELSEWHERE:
+                self._guide.failed(Over(UNADVISED))
+                self._another = None
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
@@ -265,7 +311,7 @@ class Pilot:
             switch.stay()
             if not self._loaders.at_work:
                 self._loaders.remove()
-            if not switch.counts_steps:
+            if not (switch.counts_steps or self._another):
                 self._count_no_more()
             if order.config == switch.own:
                 self._outlive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
+
+MICRO = "micro-batches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,12 @@ def _called(optimizer: torch.optim.Optimizer) -> str:
     return type(inner).__name__.lower()[:32]
 
 
+def micro_batches(task: Task) -> int:
+    """Of a step in each process of a run, as they were seen; 1 of what is no run."""
+    found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", task.others)
+    return max(1, int(found[1])) if found else 1
+
+
 def _others(crew: Crew, main: Trained, samples: int) -> str:
     """What else of the job makes another key, on one line."""
     parts = [
@@ -151,7 +160,7 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
         if n or VARIES in one.shape[1:]
     ]
     if main.inputs and samples != main.inputs[0].shape[0]:
-        parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} micro-batches")
+        parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} {MICRO}")
     if len(crew.optimizers) > 1:
         parts.append(", ".join(_called(one) for one in crew.optimizers))
     return "; ".join(parts)[:500]

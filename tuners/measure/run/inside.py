@@ -116,9 +116,9 @@ class Inside(Run):
         """Cannot be told: that takes a start."""
         return Measurement(outcome="failed", reason="a run that goes on is not started anew")
 
-    def leave(self, config: Config, doubt: str) -> None:
+    def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes."""
-        self._ensured(config).leave(config, self.own, doubt)
+        self._ensured(config).leave(config, self.own, found)
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""

@@ -203,9 +203,9 @@ class Flight:
         order = Order(config=own, steps=steps, own=own, careful=self._careful, compare=asked)
         return self._laps(order, until)[0].reason
 
-    def leave(self, config: Config, own: Config, doubt: str) -> None:
-        """Have it train on with a config; no order comes after this one. `doubt`: see `Order`."""
-        self._tell(Order(config=config, own=own, doubt=doubt))
+    def leave(self, config: Config, own: Config, found: str) -> None:
+        """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
+        self._tell(Order(config=config, own=own, found=found))
 
     def end(self) -> None:
         """End it, and everything it started."""
