@@ -220,7 +220,8 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
         assert "advice = advisor.apply(&#34;model.py:Net&#34;, shape=(64, 3, 256, 256)" in text
     assert browser.get("/records/000000000000@64").status == 404
     assert b"there is no record" in browser.get("/records/000000000000@64").data
-    assert browser.get("/records/x").status == 422
+    wrong = browser.get("/records/x")
+    assert wrong.status == 422 and "To the fleet" in wrong.data.decode()
     monkeypatch.setattr(site, "ON_A_PAGE", 2)
     assert "Older" in browser.get("/").data.decode()
     last = browser.get("/?page=1").data.decode()
