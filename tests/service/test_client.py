@@ -262,7 +262,8 @@ def test_submit(team: Served, project: Path) -> None:
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
     assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
-    assert team.ask("GET", watch.partition(str(team.port))[2]).headers["location"] == "/login"
+    login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
+    assert login == "/login?to=%2Fjobs%2F1"
     again = told(advisor(project, *SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])

@@ -117,6 +117,27 @@ def test_a_login_is_a_cookie_that_scripts_and_other_sites_do_not_get(served: Ser
     assert wrong.status == 401 and "set-cookie" not in wrong.headers
 
 
+def test_who_logs_in_goes_on_to_the_page_that_was_asked_for(served: Served) -> None:
+    login = served.ask("GET", "/jobs?state=done&most=2").headers["location"]
+    (field,) = [
+        one
+        for one in Read(served.ask("GET", login).data.decode()).all("input")
+        if one["name"] == "to"
+    ]
+    token = served.tokens["read"]
+    for to, goes in {
+        str(field["value"]): "/jobs?state=done&most=2",
+        "//elsewhere.example": "/",
+        "/\\elsewhere.example": "/",
+        "/\t/elsewhere.example": "/",
+        "https://elsewhere.example": "/",
+        "": "/",
+    }.items():
+        assert post(served, "/login", {"token": token, "to": to}).headers["location"] == goes
+    wrong = post(served, "/login", {"token": "x", "to": "/jobs"}).data.decode()
+    assert 'value="/jobs"' in wrong
+
+
 def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     browser = Browser(served, "admin")
     assert browser.get("/tokens").status == 200
