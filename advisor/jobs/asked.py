@@ -26,8 +26,8 @@ ENV = ("pip", "container")
 _MOST_SHOWN = 300
 _MOST_VALUES = 64
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
-_NOT_GIVEN = {row.keyword for row in rows(Task).values() if not row.given} | {"target"}
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
+_OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -164,8 +164,9 @@ class Asked:
 
     def _of_task(self) -> list[str]:
         given = {name: value for name, value in self.options.items() if name not in _OF_PLAN}
-        if seen := sorted(given.keys() & _NOT_GIVEN):
-            raise UsageError(f"{seen[0]}: is no option; leave it out")
+        if more := sorted(given.keys() - _OF_TASK):
+            known = ", ".join(sorted(_OF_TASK | _OF_PLAN - {"force"}))
+            raise UsageError(f"{more[0][:80]}: is no option; expected one of {known}")
         if self.command:
             return list(_texts(Task, permissions(given)))
         task = Task.of(self.target, given)

@@ -279,6 +279,13 @@ def test_submit(team: Served, project: Path) -> None:
     ]
 
 
+def test_a_runs_own_options_travel(team: Served, project: Path) -> None:
+    words = ("submit", "--device", "cpu", "--map", "batch=--batch-size", "--json", *RUN)
+    assert told(advisor(project, *words))["new"]
+    one = claimed(team, gpus=0)
+    assert one is not None and one.asked.words() == ["--map", "batch=--batch-size"]
+
+
 def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> None:
     def git(*words: str) -> str:
         who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
