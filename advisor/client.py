@@ -165,7 +165,7 @@ class Client:
         command: Sequence[str] = (),
         folder: str | Path = ".",
         gpu: str = "",
-        gpus: int = 1,
+        gpus: int | None = None,
         env: Mapping[str, str] | None = None,
         force: bool = False,
         **options: Any,
@@ -175,7 +175,8 @@ class Client:
         The same request twice is one job. The code that lies there travels along.
 
         Args:
-            gpu: a part of the GPU's name; gpus: how many, 0 for the CPU.
+            gpu: a part of the GPU's name; gpus: how many, 0 for the CPU; default:
+                1, or 0 with device='cpu'.
             env: 'pip' and 'container' of Ray's runtime environment; default: the worker's own.
             force: measure again although it is tuned.
             options: as `advisor.tune` takes them; of a command the permissions, and how much.
@@ -183,10 +184,10 @@ class Client:
         Raises:
             UsageError: an argument is wrong, or the code is too much to travel.
         """
-        asked = Asked(
-            command=tuple(command),
+        asked = Asked.given(
+            command=command,
             target=target,
-            options={name: value for name, value in options.items() if value is not None},
+            options=options,
             gpu=gpu,
             gpus=gpus,
             env=env or {},
@@ -197,13 +198,10 @@ class Client:
     def ask(self, submission: Submission) -> Job:
         """As `submit`, of what was checked and packed before. Code that is there is not sent."""
         body = json.dumps(submission.asked.plain).encode()
-        try:
+        status, data = self._posted(body)
+        if status == NEEDS_CODE and submission.parcel is not None:
+            self._send(submission.parcel)
             status, data = self._posted(body)
-            if status == NEEDS_CODE and submission.parcel is not None:
-                self._send(submission.parcel)
-                status, data = self._posted(body)
-        except RecordDamaged as exc:
-            raise UsageError(str(exc)) from exc
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._link.detail(data)}")
         return self._job(self._link.read_json(data))
@@ -283,7 +281,7 @@ class Client:
         return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
 
     def _send(self, parcel: Parcel) -> None:
-        self._link.ask(
+        self._asked(
             "PUT",
             f"/api/archives/{parcel.digest}",
             body=parcel.archive,
@@ -297,7 +295,10 @@ class Client:
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
     ) -> tuple[int, bytes]:
-        status, _headers, data = self._link.ask(method, path, accepts=(404, *accepts), **how)
+        try:
+            status, _headers, data = self._link.ask(method, path, accepts=(404, *accepts), **how)
+        except RecordDamaged as exc:  # of what was asked, and not of a record
+            raise UsageError(str(exc)) from exc
         if status == 404:
             why = self._link.detail(data)
             if why in ("", "Not Found"):

@@ -110,12 +110,7 @@ def submit(
     from advisor.jobs.submission import Submission
     from advisor.report import jobs as shown
 
-    cpu = given.get("device") == "cpu"
-    if place["gpus"] is None:
-        place["gpus"] = 0 if cpu else 1
-    if command and cpu and not place["gpus"]:
-        del given["device"]  # which a run shows itself
-    asked = Asked(
+    asked = Asked.given(
         command=command,
         target=target or "",
         force=given.pop("force", False),

@@ -258,13 +258,13 @@ class Lookup:
             raise said.failed[0]
         if outcome.answered is not None:
             return self._served(request, outcome.match, outcome.answered)
-        if outcome.refused:
-            raise NoRecord(outcome.refused)
-        if request.nearest and akin(query, outcome.match.nearest):
-            return self._near(request, query, outcome.match)
-        why = self._missed(request, query, outcome.match)
+        match = outcome.match
+        if not outcome.refused and request.nearest and akin(query, match.nearest):
+            return self._near(request, query, match)
+        why = outcome.refused or self._missed(request, query, match)
         if request.asks and NoRecord not in self.leaves:
-            why += f"; {asked_for(request, query, outcome.match.nearest, self._folder())}"
+            near = match.record or match.nearest
+            why += f"; {asked_for(request, query, near, self._folder())}"
         raise NoRecord(why)
 
     def _requested(self) -> Request:

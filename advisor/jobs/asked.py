@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -26,8 +26,8 @@ ENV = ("pip", "container")
 _MOST_SHOWN = 300
 _MOST_VALUES = 64
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
-_NOT_GIVEN = {row.keyword for row in rows(Task).values() if not row.given} | {"target"}
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
+_OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -78,7 +78,9 @@ class Asked:
         self.words()
 
     def _check_place(self) -> None:
-        if self.gpu and not (_GPU.fullmatch(self.gpu) and self.gpus):
+        if self.gpu and not self.gpus:
+            raise UsageError(f"gpu {self.gpu[:80]!r}: the CPU is asked for; give one of them")
+        if self.gpu and not _GPU.fullmatch(self.gpu):
             raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
         if not 0 <= self.gpus <= MOST_GPUS:
             raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MOST_GPUS}")
@@ -92,6 +94,23 @@ class Asked:
             raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
         if not is_line(self.folder) or (self.folder and not self.archive):
             raise UsageError(f"folder {self.folder[:80]!r}: expected one in an archive")
+
+    @classmethod
+    def given(
+        cls, command: Sequence[str], options: Mapping[str, Any], gpus: int | None, **rest: Any
+    ) -> Asked:
+        """What a person asks for: None is not given, and device 'cpu' alone asks for the CPU.
+
+        Raises:
+            UsageError: see the class.
+        """
+        options = {name: value for name, value in options.items() if value is not None}
+        cpu = options.get("device") == "cpu"
+        gpus = (0 if cpu else 1) if gpus is None else gpus
+        if command and cpu and not gpus:
+            del options["device"]  # which a run shows itself
+        words = command if isinstance(command, str) else tuple(command)
+        return cls(command=words, options=options, gpus=gpus, **rest)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Asked:
@@ -145,8 +164,9 @@ class Asked:
 
     def _of_task(self) -> list[str]:
         given = {name: value for name, value in self.options.items() if name not in _OF_PLAN}
-        if seen := sorted(given.keys() & _NOT_GIVEN):
-            raise UsageError(f"{seen[0]}: is no option; leave it out")
+        if more := sorted(given.keys() - _OF_TASK):
+            known = ", ".join(sorted(_OF_TASK | _OF_PLAN - {"force"}))
+            raise UsageError(f"{more[0][:80]}: is no option; expected one of {known}")
         if self.command:
             return list(_texts(Task, permissions(given)))
         task = Task.of(self.target, given)
@@ -182,18 +202,18 @@ def _texts(cls: type, held: Mapping[str, Any]) -> Iterator[str]:
                 yield from (row.option, text)
 
 
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "command": tuple,
-    "options": Mapping,
-    "env": Mapping,
-    "gpus": int,
-    "force": bool,
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "command": (tuple, "a list of words"),
+    "options": (Mapping, "a map of texts, numbers, lists and maps of them"),
+    "env": (Mapping, "a map of texts"),
+    "gpus": (int, "a whole number"),
+    "force": (bool, "true or false"),
 }
 
 
 def _typed(name: str, value: object) -> None:
     """Raise UsageError where a value has another type than its field."""
-    wanted = _TYPES.get(name, str)
+    wanted, called = _TYPES.get(name, (str, "text"))
     sound = isinstance(value, wanted) and not (name == "gpus" and isinstance(value, bool))
     if isinstance(value, tuple):
         sound = sound and all(isinstance(word, str) for word in value)
@@ -202,7 +222,7 @@ def _typed(name: str, value: object) -> None:
         sound = sound and all(isinstance(part, str) for part in parts)
         sound = sound and all(map(_is_plain, value.values()))
     if not sound:
-        raise UsageError(f"{name} {str(value)[:80]!r}: is of the wrong type")
+        raise UsageError(f"{name} {str(value)[:80]!r}: expected {called}")
 
 
 def _is_plain(value: object, depth: int = 2) -> bool:

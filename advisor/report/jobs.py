@@ -52,8 +52,9 @@ def lines(job: Job) -> Iterator[str]:
         )
     if job.trials:
         best = max(job.trials, key=lambda one: one.get("samples_per_s") or 0.0)
+        many = f"{len(job.trials)} trial{'s' * (len(job.trials) != 1)}"
         yield (
-            f"  {len(job.trials)} trials so far, the fastest {best.get('what')}: "
+            f"  {many}{'' if job.over else ' so far'}, the fastest {best.get('what')}: "
             f"{rate(best.get('samples_per_s') or 0.0)} samples/s"
         )
     if job.record:

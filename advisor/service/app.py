@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,14 +49,23 @@ def application(service: Service, version: str) -> FastAPI:
 
 
 def _told(request: Request, exc: Exception) -> Response:
-    """A refusal, as a page for a browser."""
     assert isinstance(exc, HTTPException)
     if exc.status_code == 405 and "route" in request.scope:
         exc.headers = {"Allow": _allowed(request)}
-    if exc.status_code == 303 or "text/html" not in request.headers.get("accept", ""):
+    if exc.status_code == 303:
         return JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)
-    page = shown(request, "error.html", status=exc.status_code, detail=exc.detail)
-    page.status_code = exc.status_code
+    return _refusal(request, exc.status_code, exc.detail, exc.headers)
+
+
+def _refusal(
+    request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    """As a page for a browser."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return JSONResponse({"detail": detail}, status, headers)
+    page = shown(request, "error.html", status=status, detail=detail)
+    page.status_code = status
+    page.headers.update(headers or {})
     return page
 
 
@@ -66,20 +76,18 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted(method.upper() for method in known))
 
 
-def _invalid(_request: Request, exc: Exception) -> JSONResponse:
+def _invalid(request: Request, exc: Exception) -> Response:
     """What is wrong, without what was sent: it may be a secret."""
     assert isinstance(exc, RequestValidationError)
     wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in exc.errors()[:5]]
-    return JSONResponse({"detail": printable("; ".join(wrong))[:500]}, 422)
+    return _refusal(request, 422, printable("; ".join(wrong))[:500])
 
 
-def _refused(_request: Request, exc: Exception) -> JSONResponse:
-    return JSONResponse({"detail": printable(str(exc))[:500]}, 422)
+def _refused(request: Request, exc: Exception) -> Response:
+    return _refusal(request, 422, printable(str(exc))[:500])
 
 
-def _away(_request: Request, exc: Exception) -> JSONResponse:
+def _away(request: Request, exc: Exception) -> Response:
     """Where the database is and what it says is for who runs the server."""
     _log.error("%s", exc)
-    return JSONResponse(
-        {"detail": "the server's database does not answer"}, 503, {"Retry-After": "1"}
-    )
+    return _refusal(request, 503, "the server's database does not answer", {"Retry-After": "1"})

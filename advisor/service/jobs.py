@@ -153,6 +153,12 @@ def _line(job: Job, by: str) -> dict[str, Any]:
     return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempt": job.attempts}
 
 
+def answered(session: Session, found: Submitted) -> dict[str, Any]:
+    """A job as who asks for it is told of it."""
+    by = session.get_one(Token, found.job.token).name
+    return {**_line(found.job, by), "new": found.new}
+
+
 def listed(
     session: Session, states: Iterable[str] = (), before: int | None = None, most: int = 50
 ) -> tuple[list[dict[str, Any]], bool]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
@@ -45,6 +46,7 @@ _STATIC = {
 }
 _MOST_STALE = 10
 _MOST_FIELDS = 20
+_PATH = re.compile(r"/(?!/)[A-Za-z0-9._~@/?&=%+,:-]{0,500}")
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
 
 site = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -59,7 +61,7 @@ def visits(role: str) -> Callable[..., Caller]:
             found = tokens.logged_in(session, cookie, here.address(request))
         if found is None:
             follows = "text/event-stream" in request.headers.get("accept", "")
-            raise HTTPException(303, headers={"Location": OVER if follows else "/login"})
+            raise HTTPException(303, headers={"Location": OVER if follows else _login(request)})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
         here.limit(found.token, writes=False)
@@ -67,6 +69,19 @@ def visits(role: str) -> Callable[..., Caller]:
 
     caller.role = role  # type: ignore[attr-defined] # for who walks over the routes
     return caller
+
+
+def _login(request: Request) -> str:
+    """Where one logs in, and goes on to the page that was asked for."""
+    if request.method != "GET" or request.url.path == "/":
+        return "/login"
+    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return f"/login?{urlencode({'to': asked})}"
+
+
+def _own_page(path: str) -> str:
+    """A path of this server as a link told it; '/' where it may lead elsewhere."""
+    return path if _PATH.fullmatch(path) else "/"
 
 
 Reader = Annotated[Caller, Depends(visits("read"))]
@@ -149,8 +164,8 @@ def static(file: str) -> Response:
 
 
 @site.get("/login")
-def login(request: Request) -> HTMLResponse:
-    return shown(request, "login.html", wrong="")
+def login(request: Request, to: str = "/") -> HTMLResponse:
+    return shown(request, "login.html", wrong="", to=_own_page(to))
 
 
 @site.post("/login")
@@ -159,16 +174,17 @@ async def log_in(request: Request, here: Here, form: Sent) -> Response:
 
 
 def _log_in(request: Request, here: Service, form: Mapping[str, str]) -> Response:
+    to = _own_page(form.get("to", "/"))
     try:
         caller = here.admit(form.get("token", "").strip(), here.address(request))
     except HTTPException as exc:
-        refusal = shown(request, "login.html", wrong=exc.detail)
+        refusal = shown(request, "login.html", wrong=exc.detail, to=to)
         refusal.status_code = exc.status_code
         return refusal
     with here.database.writing() as session:
         cookie = tokens.log_in(session, caller)
         tokens.note_use(session, caller)
-    answer = RedirectResponse("/", 303)
+    answer = RedirectResponse(to, 303)
     answer.set_cookie(
         COOKIE,
         cookie,

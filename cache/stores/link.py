@@ -245,8 +245,11 @@ class Link:
             return ""
 
     def foreign(self, what: str) -> StoreError:
-        """What is raised where an answer is none of advisor's."""
-        return StoreError(f"{self._shown}: no server of advisor's answers there ({what})")
+        """What is raised where an answer is none of advisor's, as this version knows them."""
+        return StoreError(
+            f"{self._shown}: no server of advisor's answers there, or one of another version "
+            f"({what})"
+        )
 
 
 def _close(idle: Iterable[tuple[int, HTTPConnection]]) -> None:

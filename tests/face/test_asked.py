@@ -77,6 +77,12 @@ def test_a_long_command_is_shown_in_short() -> None:
     assert len(shown) == 300 and shown.startswith("python -c x") and shown.endswith("…")
 
 
+def test_an_unknown_option_is_told_with_those_there_are() -> None:
+    for name in ("script", "bogus"):
+        with pytest.raises(UsageError, match=f"{name}: is no option; expected .*budget.*shape"):
+            Asked(target="model.py:Net", options={"shape": "64x8", name: "x"})
+
+
 @pytest.mark.parametrize("budget", ["1s", "-5m", [], {}, 10**400, True, "never"])
 def test_a_wrong_option_is_refused_at_once(budget: object) -> None:
     with pytest.raises(UsageError):

@@ -100,7 +100,8 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
             if path in PAGES:
                 sent = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
                 answer = served.ask(method, filled(path), headers=sent)
-                assert (answer.status, answer.headers["location"]) == (303, "/login"), path
+                assert answer.status == 303, path
+                assert answer.headers["location"].partition("?")[0] == "/login", path
                 continue
             headers = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
             answer = served.ask(method, filled(path), headers=headers)

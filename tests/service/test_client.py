@@ -53,6 +53,7 @@ def end(served: Served, one: Claimed, **last: Any) -> None:
 def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) -> None:
     job = client.submit("nets/net.py:Net", shape=(64, 8), gpu="H100", budget="1m")
     assert job.new and job.state == "queued" and not job.over
+    assert (job.by, job.where) == ("a submit", "H100") and job.created > 0
     again = client.submit("nets/net.py:Net", shape="64x8", gpu="H100", budget=60, seed=None)
     assert (again.id, again.new) == (job.id, False)
     one = claimed(team)
@@ -76,6 +77,21 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     assert (told.where, told.by, told.attempt) == ("H100", "a submit", 1)
     assert told.attempts[0]["device"] == "GPU 0"
     assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
+
+
+def test_the_cpu_is_asked_for_by_device_alone(client: Client, project: Path) -> None:
+    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
+    assert job.where == "the CPU"
+    run = client.submit(command=["python", "train.py"], device="cpu")
+    assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
+
+
+def test_what_python_gets_wrong(client: Client, project: Path) -> None:
+    with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
+        client.submit(command="python train.py")
+    with pytest.raises(UsageError, match="greater than or equal to 1"):
+        client.job(0)
+    assert client.jobs() == []
 
 
 def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +262,8 @@ def test_submit(team: Served, project: Path) -> None:
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
     assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
-    assert team.ask("GET", watch.partition(str(team.port))[2]).headers["location"] == "/login"
+    login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
+    assert login == "/login?to=%2Fjobs%2F1"
     again = told(advisor(project, *SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
@@ -260,6 +277,13 @@ def test_submit(team: Served, project: Path) -> None:
         "job 3 queued; to follow it: advisor logs -f 3",
         watch.replace("jobs/1", "jobs/3"),
     ]
+
+
+def test_a_runs_own_options_travel(team: Served, project: Path) -> None:
+    words = ("submit", "--device", "cpu", "--map", "batch=--batch-size", "--json", *RUN)
+    assert told(advisor(project, *words))["new"]
+    one = claimed(team, gpus=0)
+    assert one is not None and one.asked.words() == ["--map", "batch=--batch-size"]
 
 
 def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> None:
@@ -316,6 +340,7 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("submit --gpu ! -- python train.py", "gpu '!': expected a part of a GPU's name"),
         ("submit --gpus 99 -- python train.py", "99"),
         ("submit --device cpu --gpus 2 -- python train.py", "give gpus 0 for the CPU"),
+        ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': the CPU is asked for"),
         ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
         ("submit -- python none.py", "there is no file none.py"),
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),

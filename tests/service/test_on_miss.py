@@ -19,6 +19,7 @@ from advisor.finding import job as filing
 from advisor.finding.job import THREAD
 from advisor.opening import open_records
 from tests.cache import servers
+from tests.face import test_why
 from tests.face.commands import MODEL
 from tests.face.commands import advisor as command
 from tests.runs.test_apply import Net, trained
@@ -89,6 +90,16 @@ def test_what_is_not_found_is_asked_for_once(
         missed(steps=500, precisions=["bf16", "default"], model_args={"width": 4})
     assert "no tuning is asked for: it was 0 min ago" in caplog.text
     assert len(asked(team)) == 1
+
+
+def test_a_batch_that_a_record_lacks_is_asked_for(
+    team: Served, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_why.keep(test_why.made(), f"dir:{project}/local")
+    monkeypatch.setenv("ADVISOR_CACHE", f"dir:{project}/local,{team.url}")
+    said = missed(shape=(7, 3, 8, 8), device="cpu")
+    assert "was not measured at batch 7" in said and "; a tuning is asked for at" in said
+    assert [job["options"]["shape"] for job in asked(team)] == [[[7, 3, 8, 8]]]
 
 
 def test_the_model_in_hand_is_asked_for_by_its_class(team: Served, project: Path) -> None:

@@ -117,6 +117,27 @@ def test_a_login_is_a_cookie_that_scripts_and_other_sites_do_not_get(served: Ser
     assert wrong.status == 401 and "set-cookie" not in wrong.headers
 
 
+def test_who_logs_in_goes_on_to_the_page_that_was_asked_for(served: Served) -> None:
+    login = served.ask("GET", "/jobs?state=done&most=2").headers["location"]
+    (field,) = [
+        one
+        for one in Read(served.ask("GET", login).data.decode()).all("input")
+        if one["name"] == "to"
+    ]
+    token = served.tokens["read"]
+    for to, goes in {
+        str(field["value"]): "/jobs?state=done&most=2",
+        "//elsewhere.example": "/",
+        "/\\elsewhere.example": "/",
+        "/\t/elsewhere.example": "/",
+        "https://elsewhere.example": "/",
+        "": "/",
+    }.items():
+        assert post(served, "/login", {"token": token, "to": to}).headers["location"] == goes
+    wrong = post(served, "/login", {"token": "x", "to": "/jobs"}).data.decode()
+    assert 'value="/jobs"' in wrong
+
+
 def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     browser = Browser(served, "admin")
     assert browser.get("/tokens").status == 200
@@ -220,7 +241,8 @@ def test_the_fleet_and_a_record(served: Served, monkeypatch: pytest.MonkeyPatch)
         assert "advice = advisor.apply(&#34;model.py:Net&#34;, shape=(64, 3, 256, 256)" in text
     assert browser.get("/records/000000000000@64").status == 404
     assert b"there is no record" in browser.get("/records/000000000000@64").data
-    assert browser.get("/records/x").status == 422
+    wrong = browser.get("/records/x")
+    assert wrong.status == 422 and "To the fleet" in wrong.data.decode()
     monkeypatch.setattr(site, "ON_A_PAGE", 2)
     assert "Older" in browser.get("/").data.decode()
     last = browser.get("/?page=1").data.decode()

@@ -92,8 +92,7 @@ def submit(
     try:
         with here.database.writing() as session:
             found = jobs.submit(session, asked, caller)
-            job = found.job
-            said = {"id": job.id, "state": job.state, "what": job.what, "new": found.new}
+            said = jobs.answered(session, found)
     except archives.NoCode as exc:
         raise HTTPException(NEEDS_CODE, str(exc)) from exc
     response.status_code = 201 if found.new else 200
