@@ -17,10 +17,9 @@ demo: $(USE)
 	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests: a file's tests share what they set up, so a file stays with one process. In their
-## own order: otherwise files of few tests come last, and the longest have few. One process more
-## than two cores: a sixth of the time is waiting, for budgets and for what is started.
+## own order: otherwise files of few tests come last, and the longest have few.
 test: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 ## Everything that CI checks.
 check: lint test
