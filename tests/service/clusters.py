@@ -88,8 +88,7 @@ class Cluster:
         """The head, then a node for each name, which are waited for."""
         words = ["--head", "--port", str(self._port), "--num-cpus", "0", "--num-gpus", "0"]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
-        words += ["--ray-client-server-port", str(self._client)]
-        self.head = Node(self._new(), *words, "--no-monitor")  # nothing adds nodes
+        self.head = Node(self._new(), *words, "--ray-client-server-port", str(self._client))
         until(lambda: answers(self._port))  # long before its dashboard does
         for gpu in gpus:
             self.add(gpu)
