@@ -683,10 +683,10 @@ def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
     key = record.key
     versions = records.versions(record)
     held = records.held(Sought(model=key.model, id=key.id, batch=record.batch)) if versions else []
-    records_of_others = [
-        one.record for one in held if one.record.key.task.baseline != key.task.baseline
-    ]
-    others = {called(one.target) for one in records_of_others}
+    of_run = bool(key.task.command)
+    others = {
+        called(one.record.target) for one in held if bool(one.record.key.task.command) != of_run
+    }
     return [(store, name) for store, name in versions if name.called not in others]
 
 
