@@ -52,6 +52,7 @@ class Measurement:
         steps: how many were timed.
         blocks: raw seconds per step of each block that was timed.
         waited: share of the time in which a run waited for its data, from 0 to 1.
+        warm_s: seconds until the steps of a run settled, its first aside: each turn begins with it.
     """
 
     outcome: str
@@ -66,6 +67,7 @@ class Measurement:
     steps: Count = 0
     blocks: tuple[Span, ...] = ()
     waited: Share = 0.0
+    warm_s: Span = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:

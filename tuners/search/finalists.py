@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Trial
+from advisor.cache.record import LOOP, Measurement, Trial
 from advisor.tuners import knobs
 from advisor.tuners.search.plan import WARM, Part
 from advisor.tuners.search.race import MIN_ROUNDS, TURN_S
@@ -76,14 +76,19 @@ def affordable(found: Sequence[Config], trials: Sequence[Trial], part: Part) -> 
     left = part.left_s + part.reserve_s
     taken: list[Config] = []
     for config in found:
-        step_s = measured[config].step_s
-        # Built and warmed up; then one warm and one timed step a turn at least.
-        build_s = measured[config].first_step_s / WARM + 4 * step_s
-        turns_s = MIN_ROUNDS * max(TURN_S + step_s, 2 * step_s)
-        cost_s = build_s + turns_s
+        # Built and warmed up; then turns.
+        build_s = measured[config].first_step_s / WARM + 4 * measured[config].step_s
+        cost_s = build_s + MIN_ROUNDS * _turn_s(measured[config])
         # What was searched or compiled in this process before is quicker to build: one is tried.
         first = len(taken) == 1 and cost_s <= part.clock.left_s
         if not taken or first or cost_s <= left:
             taken.append(config)
             left -= cost_s
     return taken
+
+
+def _turn_s(measured: Measurement) -> float:
+    """Seconds of a turn at least: one warm and one timed step, or in a run as many steps as settle
+    it and two blocks of them, which are long where it waits for its data."""
+    block_s = measured.step_s * measured.steps / max(1, len(measured.blocks))
+    return measured.warm_s + max(TURN_S + measured.step_s, 2 * block_s)

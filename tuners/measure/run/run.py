@@ -321,7 +321,9 @@ class Run:
         self, session: Flight, config: Config, seconds: float, floor: float, until: float
     ) -> Measurement:
         first = self._lap(session, config, 1, until)
+        began = time.monotonic()
         warm = self._warm(session, config, until)
+        warm_s = time.monotonic() - began
         steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config, warm.turn)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
@@ -345,6 +347,7 @@ class Run:
             steps=sum(one.steps for one in blocks),
             blocks=tuple(one.step_s for one in blocks),
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
+            warm_s=warm_s,
         )
 
     def _lap(self, session: Flight, config: Config, steps: int, until: float) -> Block:
