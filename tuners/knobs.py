@@ -359,18 +359,19 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
-    # In place, not torch.compile(model): the names in state_dict() stay what they are.
+    # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by a
+    # method of its own: timm's task puts what it compiles in the place of its model.
     if value == "cudagraphs":
-        model.compile(backend="cudagraphs")
+        torch.nn.Module.compile(model, backend="cudagraphs")
     elif value != "none":
-        model.compile(mode=str(value))
+        torch.nn.Module.compile(model, mode=str(value))
     return model
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
-        model.compile(dynamic=True)
+        torch.nn.Module.compile(model, dynamic=True)
     return model
 
 
