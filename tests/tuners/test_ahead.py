@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -11,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.config import Config
+from advisor.cache.record import Measurement
 from advisor.tuners import host
-from advisor.tuners.measure.worker.ahead import CONTEXT_BYTES, HOST_BYTES, Ahead
+from advisor.tuners.measure.runner import Built
+from advisor.tuners.measure.worker.ahead import (
+    CONTEXT_BYTES,
+    HOST_BYTES,
+    LATE,
+    LATE_LEAST_S,
+    Ahead,
+    _patience_s,
+)
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
 from tests.tuners.test_worker import MEAN, config, ended, job
@@ -100,6 +110,18 @@ def test_a_worker_finds_what_was_built_compiled(
         measured = worker.measure(compiled, seconds=0.05)
     assert measured.ok and (tmp_path / "counts").read_text() == "2 0"
     assert measured.first_step_s < built.measurement.first_step_s
+
+
+def test_what_takes_far_longer_than_the_others_is_given_up() -> None:
+    ok, failed = Measurement(outcome="ok"), Measurement(outcome="failed")
+    took = {
+        config(n): Built(measurement=ok if n < 5 else failed, seconds=s)
+        for n, s in ((1, 20.0), (2, 26.0), (5, 2.0))
+    }
+    assert _patience_s(took, 5) == math.inf, "what failed tells nothing"
+    assert _patience_s(took, 4) == LATE * 26.0
+    assert _patience_s(took, 3) == LATE * 26.0
+    assert _patience_s({config(1): Built(measurement=ok, seconds=3.0)}, 2) == LATE_LEAST_S
 
 
 class Free(Worker):

@@ -376,8 +376,8 @@ def test_finalists_are_of_every_use_and_of_the_batches_that_lead() -> None:
     for config in (TF32, compiled, GRAPHED, TF32.at(256), compiled.at(128), compiled.at(256)):
         assert config in found
     runner = Steady({})
-    assert affordable(found, trials, runner.part(1000.0)) == found
-    short = affordable(found, trials, runner.part(6.0))
+    assert affordable(found, trials, runner.part(1000.0), {}) == found
+    short = affordable(found, trials, runner.part(6.0), {})
     assert short == found[: len(short)] and 2 <= len(short) < len(found)
 
 

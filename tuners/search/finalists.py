@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Trial
@@ -70,15 +70,20 @@ def _free(space: Space, rate: dict[Config, float], use: str) -> list[Config]:
     return [top, *near[:2]]
 
 
-def affordable(found: Sequence[Config], trials: Sequence[Trial], part: Part) -> list[Config]:
-    """The default, and the others, in order, for which the least race leaves time."""
+def affordable(
+    found: Sequence[Config], trials: Sequence[Trial], part: Part, again: Mapping[Config, float]
+) -> list[Config]:
+    """The default, and the others, in order, for which the least race leaves time.
+
+    `again`: seconds of building a config again, where they are known.
+    """
     measured = {trial.config: trial.measurement for trial in trials}
     left = part.left_s + part.reserve_s
     taken: list[Config] = []
     for config in found:
         step_s = measured[config].step_s
         # Built and warmed up; then one warm and one timed step a turn at least.
-        build_s = measured[config].first_step_s / WARM + 4 * step_s
+        build_s = again.get(config, measured[config].first_step_s / WARM) + 4 * step_s
         turns_s = MIN_ROUNDS * max(TURN_S + step_s, 2 * step_s)
         cost_s = build_s + turns_s
         # What was searched or compiled in this process before is quicker to build: one is tried.

@@ -7,7 +7,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
@@ -23,6 +23,8 @@ HOST_BYTES = 4 * 2**30
 CONTEXT_BYTES = 2**30
 """Of the device's memory, beside what a step takes: a CUDA context and what libraries keep."""
 MOST = 8
+LATE, LATE_LEAST_S = 3.0, 30.0
+"""Once half of them are built, the others are given up after so many times as long, and this."""
 TELL_S = 1.0
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
@@ -69,19 +71,29 @@ class Ahead:
                     config, environment=environment, memory=host.memory_limit() // len(configs)
                 )
                 begun[worker.fileno()] = worker, config
-            while begun and (spent_s := time.monotonic() - began) < deadline_s:
+            until_s = deadline_s
+            while begun and (spent_s := time.monotonic() - began) < until_s:
                 tell([config for _, config in begun.values()], spent_s)
-                for pipe in select.select(begun, [], [], min(TELL_S, deadline_s - spent_s))[0]:
+                for pipe in select.select(begun, [], [], min(TELL_S, until_s - spent_s))[0]:
                     worker, config = begun[pipe]
                     if measured := worker.heard():
                         del begun[pipe]
                         worker.stop()
                         seconds = time.monotonic() - began
                         built[config] = Built(measurement=measured, seconds=seconds)
-        late = Measurement(outcome="timed_out", reason=f"not built within {deadline_s:.0f} s")
+                        until_s = min(until_s, _patience_s(built, len(configs)))
+        late = Measurement(outcome="timed_out", reason=f"not built within {until_s:.0f} s")
         for _, config in begun.values():
-            built[config] = Built(measurement=late, seconds=deadline_s)
+            built[config] = Built(measurement=late, seconds=until_s)
         return built
+
+
+def _patience_s(built: Mapping[Config, Built], most: int) -> float:
+    """Seconds after which what is not built is given up, by those that are."""
+    took = sorted(one.seconds for one in built.values() if one.measurement.ok)
+    if 2 * len(took) < most:
+        return math.inf
+    return max(LATE_LEAST_S, LATE * took[(most - 1) // 2])
 
 
 _: type[Builder] = Ahead
