@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
+    from advisor.tuners.measure.runner import Builder
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
@@ -108,8 +109,9 @@ def tune(
             advice.capture.
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             its loss; 0 leaves the comparison out.
-        effort: 'quick' (a minute, nothing compiled), 'normal' (five) or 'exhaustive' (an hour: also
-            what is known to be bad, as cuDNN off, or takes minutes, as max-autotune).
+        effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
+            'exhaustive' (an hour: also what is known to be bad, as cuDNN off, or takes minutes, as
+            max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
         trials: search trials at most.
@@ -174,8 +176,8 @@ def measured_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
+    """What is tuned, as its worker describes it; `builder` as in `Scope`, `process_s`: what
+    starting that took, and `compare_s`, `compare_steps` and `draws` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -186,6 +188,7 @@ class _Subject:
     compare_s: float = 0.0
     compare_steps: int = 0
     draws: bool = False
+    builder: Builder | None = None
 
     @property
     def task(self) -> Task:
@@ -305,6 +308,7 @@ class _Tuning(ABC):
                 memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
+                builder=subject.builder,
             )
             search = Search(subject.worker, space, study, scope, self._progress)
             self._progress.started(facts, subject.key, space, len(search.trials))
@@ -381,6 +385,7 @@ class _OfTarget(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
+        from advisor.tuners.measure.worker.ahead import Ahead
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import Job
         from advisor.tuners.search.space import Space
@@ -407,6 +412,7 @@ class _OfTarget(_Tuning):
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
                 space=Space.of(_situation(key, self._plan, facts, batches)),
                 process_s=process_s,
+                builder=Ahead(job, worker),
             )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
@@ -634,7 +640,8 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         deterministic=task.deterministic,
         precisions=task.precisions,
         full=much.full,
-        compiles=task.compile and much.compiles,
+        compiles=task.compile,
+        quick=much.quick,
         step_graph=task.step_graph,
     )
 

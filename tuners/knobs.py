@@ -52,6 +52,8 @@ class Situation:
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
     compiles: bool = False
+    quick: bool = False
+    """Whether only what takes seconds is compiled."""
     step_graph: bool = True
     """Whether the script can have its whole step captured."""
     use: str = USES[-1]
@@ -190,6 +192,12 @@ class Knob:
     dear: Callable[[Value], float] | None = None
     """Seconds that a trial of a value must have: each costs many before its first step, and is
     tried on leaders only. None: they cost few."""
+    ahead: Callable[[Value], bool] = _never
+    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
+    before they are measured."""
+    compiled: bool = True
+    """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
+    the choice among kernels of libraries alone does not."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -353,9 +361,17 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     """Triton comes with CUDA; the CPU needs a C++ compiler."""
     if not here.compiles or here.deterministic:
         return ()
+    if here.quick:
+        return ("none", "cudagraphs") if here.device == "cuda" else ()
     if here.device == "cuda":
         return ("none", *(COMPILE_MODES_FULL if here.full else COMPILE_MODES))
     return ("none", "default") if shutil.which(os.environ.get("CXX", "g++")) else ()
+
+
+def _compile_seconds(value: Value) -> float:
+    if value == "cudagraphs":
+        return 15.0
+    return 300.0 if str(value).startswith("max-autotune") else 40.0
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
@@ -468,6 +484,7 @@ KNOBS: tuple[Knob, ...] = (
         ),
         needs=lambda _value: FLAGS,
         first_step=True,
+        compiled=False,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
@@ -508,6 +525,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
@@ -525,7 +543,8 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=lambda value: 15.0 if value == "cudagraphs" else 40.0,
+        dear=_compile_seconds,
+        ahead=lambda value: value not in ("none", "cudagraphs"),
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
@@ -552,6 +571,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
         needs=lambda _value: CAPTURE,
+        compiled=False,
         numerics=_always,
         memory=True,
         # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
@@ -725,6 +745,22 @@ def is_half(config: Config) -> bool:
         for knob in KNOBS
         if knob.name in config
     )
+
+
+def is_ahead(config: Config) -> bool:
+    """Whether what a config compiles is kept in caches on disk."""
+    return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
+
+
+def code(config: Config) -> Config:
+    """What of a config decides the code that a compiler makes for it."""
+    return config.without(*(k.name for k in KNOBS if k.feeds or not k.compiled))
+
+
+def is_captured(config: Mapping[str, Value]) -> bool:
+    """Whether the whole step is captured as a CUDA graph."""
+    rows = ((BY_NAME[name].captured, value) for name, value in config.items() if name in BY_NAME)
+    return any(captured is not None and captured(value) for captured, value in rows)
 
 
 def doubts(config: Config) -> set[tuple[str, Value]]:

@@ -377,8 +377,8 @@ def test_finalists_are_of_every_use_and_of_the_batches_that_lead() -> None:
     for config in (TF32, compiled, GRAPHED, TF32.at(256), compiled.at(128), compiled.at(256)):
         assert config in found
     runner = Steady({})
-    assert affordable(found, trials, runner.part(1000.0)) == found
-    short = affordable(found, trials, runner.part(6.0))
+    assert affordable(found, trials, runner.part(1000.0), {}) == found
+    short = affordable(found, trials, runner.part(6.0), {})
     assert short == found[: len(short)] and 2 <= len(short) < len(found)
 
 
@@ -391,8 +391,8 @@ def test_fewer_race_where_each_turn_takes_long_to_settle() -> None:
         for one in quick
     ]
     part = Steady({}).part
-    assert affordable(found, quick, part(30.0)) == found
-    assert affordable(found, slow, part(30.0)) == found[:2]
+    assert affordable(found, quick, part(30.0), {}) == found
+    assert affordable(found, slow, part(30.0), {}) == found[:2]
 
 
 def test_of_many_that_are_near_the_first_race() -> None:

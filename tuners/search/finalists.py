@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Measurement, Trial
@@ -70,15 +70,21 @@ def _free(space: Space, rate: dict[Config, float], use: str) -> list[Config]:
     return [top, *near[:2]]
 
 
-def affordable(found: Sequence[Config], trials: Sequence[Trial], part: Part) -> list[Config]:
-    """The default, and the others, in order, for which the least race leaves time."""
+def affordable(
+    found: Sequence[Config], trials: Sequence[Trial], part: Part, again: Mapping[Config, float]
+) -> list[Config]:
+    """The default, and the others, in order, for which the least race leaves time.
+
+    `again`: seconds of building a config again, where they are known.
+    """
     measured = {trial.config: trial.measurement for trial in trials}
     left = part.left_s + part.reserve_s
     taken: list[Config] = []
     for config in found:
         # Built and warmed up; then turns.
-        build_s = measured[config].first_step_s / WARM + 4 * measured[config].step_s
-        cost_s = build_s + MIN_ROUNDS * _turn_s(measured[config])
+        one = measured[config]
+        build_s = again.get(config, one.first_step_s / WARM) + 4 * one.step_s
+        cost_s = build_s + MIN_ROUNDS * _turn_s(one)
         # What was searched or compiled in this process before is quicker to build: one is tried.
         first = len(taken) == 1 and cost_s <= part.clock.left_s
         if not taken or first or cost_s <= left:

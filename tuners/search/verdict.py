@@ -120,7 +120,7 @@ class _Decision:
         self, worker: Tester, space: Space, search: Search, terms: Terms, progress: Progress
     ) -> None:
         self.worker, self.space, self.terms, self.progress = worker, space, terms, progress
-        self.clock = search.clock
+        self.clock, self.again = search.clock, search.again
         self.default = space.default
         self.trials = list(search.trials)
         self.tried = search.known(space.default)
@@ -189,7 +189,8 @@ class _Decision:
             min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
         )
         if part.left_s > self.tried.measurement.first_step_s:
-            found = affordable(finalists(self.space, self.trials), self.trials, part)
+            found = finalists(self.space, self.trials)
+            found = affordable(found, self.trials, part, self.again)
             self.rates = self._heats(found, part)
         else:
             part = self.clock.part(0.0)
@@ -324,7 +325,8 @@ class _Decision:
         """Seconds that comparing a config takes, its steps aside."""
         seen = self.starts.seen(config)
         # What was compiled for the search is in the compiler's cache on disk.
-        return self.terms.compare_s + (seen if self.terms.draws else seen / plan.WARM)
+        again = self.again.get(config, seen / plan.WARM)
+        return self.terms.compare_s + (seen if self.terms.draws else again)
 
     def _least_s(self, config: Config) -> float:
         """The same, with as few steps as can be."""

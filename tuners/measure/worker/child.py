@@ -194,6 +194,17 @@ class Bench:
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
 
+    def build(self, config: Config) -> Measurement:
+        """As `start`, after a step as torch does by default: what every process loads at its first
+        is no part of it, as it is none of a trial's."""
+        try:
+            self._build(self._default, "compute").step()
+            self._clock.synchronize()
+        except Exception as exc:  # beside others it may find no memory; the outcome names it
+            return _failure(exc)
+        self.release()
+        return self.start(config)
+
     def _beside(self, config: Config, stage: str) -> Workload | None:
         """What is kept already of a config that differs in its input pipeline alone."""
         batch = config.batch
@@ -334,6 +345,10 @@ class Bench:
         if self._cuda:
             torch.cuda.empty_cache()
 
+    def free_bytes(self) -> int:
+        """Of the device's memory, whoever holds the rest."""
+        return int(torch.cuda.mem_get_info(self._device)[0]) if self._cuda else host.free_bytes()
+
     def _came_back(self) -> bool:
         """Whether the device still works and the trial's memory is free again."""
         if not self._cuda:
@@ -388,6 +403,10 @@ class Answers:
         if what == "load":
             self._bench = Bench(from_plain(Job, message["job"]))
             return {}
+        if what == "build":
+            gc.enable()  # as a script has it
+            bench = Bench(from_plain(Job, message["job"]))
+            return {"measurement": to_plain(bench.build(Config(message["config"])))}
         assert self._bench is not None
         answer: Callable[..., dict[str, Any] | None] = getattr(self, f"_{what}")
         return answer(self._bench, **message)
@@ -403,6 +422,9 @@ class Answers:
     def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
         gc.enable()  # as a script has it
         return {"measurement": to_plain(bench.start(Config(config)))}
+
+    def _free(self, bench: Bench) -> dict[str, Any]:
+        return {"bytes": bench.free_bytes()}
 
     def _measure(self, bench: Bench, *, config: dict[str, Any], **how: Any) -> dict[str, Any]:
         measured = bench.measure(Config(config), **how)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
@@ -62,6 +63,7 @@ class Worker:
         self.deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = 0
+        self._permitted = 0
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
@@ -166,6 +168,51 @@ class Worker:
             finally:
                 self._kill()
 
+    def begin(self, config: Config, *, environment: Mapping[str, str], memory: int) -> None:
+        """Have a process of its own run the first steps of a config, with the caches on disk that
+        are there; what becomes of it is `heard`.
+
+        Args:
+            environment: more of it, for that process.
+            memory: bytes of the host that it and what it starts may hold, 0 for no limit.
+        """
+        self._spawn(environment, memory)
+        assert self._pipe is not None
+        build = {"do": "build", "job": to_plain(self._job), "config": dict(config)}
+        with contextlib.suppress(OSError):  # it is gone already, as will be heard
+            send(self._pipe, build)
+
+    def heard(self) -> Measurement | None:
+        """What has become of the config that was begun; None for what says nothing of that."""
+        try:
+            reply = self._receive(0.0, 0.0)
+        except _Gone as exc:
+            return Measurement(outcome=exc.outcome, reason=str(exc))
+        if "error" in reply:
+            return Measurement(outcome="failed", reason=reply["message"][:300])
+        try:
+            return from_plain(Measurement, reply["measurement"]) if "measurement" in reply else None
+        except RecordDamaged as exc:
+            return Measurement(outcome="crashed", reason=f"its answer made no sense: {exc}")
+
+    def fileno(self) -> int:
+        """Of what it is heard by: a begun worker can be waited for."""
+        assert self._pipe is not None
+        return self._pipe.fileno()
+
+    def free_bytes(self) -> int:
+        """Of the device's memory now; 0 where that cannot be told.
+
+        Raises:
+            WorkerError: no worker can be started any more.
+        """
+        self._ensure()
+        try:
+            return int(self._ask({"do": "free"}, self.deadline_s)["bytes"])
+        except _Gone:
+            self._kill()
+            return 0
+
     def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
         began = time.monotonic()
         self._ensure()
@@ -224,8 +271,13 @@ class Worker:
     def _load(self, deadline_s: float) -> dict[str, Any]:
         return self._ask({"do": "load", "job": to_plain(self._job)}, deadline_s)
 
-    def _launch(self, environment: dict[str, str]) -> None:
+    def _launch(self, environment: Mapping[str, str]) -> None:
+        self._spawn(environment)
+        self._receive(START_S, START_S)
+
+    def _spawn(self, environment: Mapping[str, str], memory: int = 0) -> None:
         self._kill()
+        self._permitted = min((one for one in (memory, self._most()) if one), default=0)
         ours, theirs = Pipe()
         lifeline_theirs, lifeline_ours = os.pipe()
         self._output.seek(0)
@@ -236,12 +288,12 @@ class Worker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
-                    *(lifeline, pipe, str(self._most()), ""),
+                    *(lifeline, pipe, str(self._permitted), ""),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
                     *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker.child", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
-                env=os.environ | environment,
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -252,7 +304,6 @@ class Worker:
             theirs.close()
             os.close(lifeline_theirs)
         self._pipe, self._lifeline = ours, lifeline_ours
-        self._receive(START_S, START_S)
 
     def _most(self) -> int:
         """Bytes of host memory for the worker and all that it starts, 0 for no limit."""
@@ -295,7 +346,7 @@ class Worker:
             return "crashed", "the worker closed its pipe"
         code, over = report["code"], report["over"]
         if over:
-            held = f"it held {size(over)} of the {size(self._most())} permitted"
+            held = f"it held {size(over)} of the {size(self._permitted)} permitted"
             return "out_of_memory", held
         ended = how(code)
         outcome = "crashed"
