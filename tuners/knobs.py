@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.tuners import known_wrong
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -363,14 +364,24 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
     if value == "cudagraphs":
         model.compile(backend="cudagraphs")
     elif value != "none":
-        model.compile(mode=str(value))
+        model.compile(**_by_inductor(str(value)))
     return model
+
+
+def _by_inductor(mode: str) -> dict[str, Any]:
+    """How torch.compile is called for a mode, which it takes options in the place of."""
+    avoided = known_wrong.avoided()
+    return (
+        {"options": torch._inductor.list_mode_options(mode) | avoided}
+        if avoided
+        else {"mode": mode}
+    )
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
-        model.compile(dynamic=True)
+        model.compile(dynamic=True, **_by_inductor("default"))
     return model
 
 

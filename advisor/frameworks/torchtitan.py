@@ -35,17 +35,18 @@ def _fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(settings={"optimizer.implementation": "fused" if value else "foreach"})
 
 
-def _compile(value: Value, _scene: Scene) -> Words | None:
+def _compile(value: Value, scene: Scene) -> Words | None:
     backend = {"default": "inductor", "cudagraphs": "cudagraphs"}.get(str(value))
     if backend is None:
         return NOTHING if value == "none" else None
-    return Words(
+    said = Words(
         settings={
             "compile.enable": True,
             "compile.components": ["model"],
             "compile.backend": backend,
         }
     )
+    return said + rows.compiled_right(scene) if value == "default" else said
 
 
 def _itself(scene: Scene, words: Words) -> list[str]:

@@ -93,6 +93,38 @@ def model():
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
     )
 """
+MODULATED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Unwritten(torch.autograd.Function):
+    # As https://github.com/pytorch/pytorch/issues/193061: a part is what it was at first.
+    stale = None
+
+    @staticmethod
+    def forward(ctx, table):
+        return table.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Unwritten.stale is None:
+            Unwritten.stale = grad.clone()
+        return torch.cat([grad[:3], Unwritten.stale[3:]])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.table = nn.Parameter(torch.randn(4, 32) / 8)
+
+    def forward(self, x):
+        tried = torch.is_autocast_enabled("cpu")
+        table = Unwritten.apply(self.table) if tried and BROKEN else self.table
+        shift, scale, moved, factor = table
+        x = functional.layer_norm(self.first(x), (32,)) * (1 + scale) + shift
+        return self.last(functional.layer_norm(x, (32,)) * (1 + factor) + moved)
+"""
 CONFIG = Config(precision="default", cudnn_deterministic=False, batch_size=8)
 FP32 = CONFIG.replace(precision="fp32")
 
@@ -195,6 +227,15 @@ def test_faults_of_a_number_format(tmp_path: Path, fault: str) -> None:
     before, after, said = FAULTS[fault]
     outcome, reason = verified(tmp_path, broken(before, after), precision="bf16")
     assert outcome == "wrong" and said in reason, reason
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_part_of_a_gradient_that_is_never_written(tmp_path: Path, broken: bool) -> None:
+    """Outputs and losses are equal, and at first the gradient too."""
+    source = MODULATED.replace("BROKEN", str(broken))
+    outcome, reason = verified(tmp_path, source, {"optimizer": "adamw"}, precision="bf16")
+    assert outcome == ("wrong" if broken else "ok"), reason
+    assert not broken or "gradient of table" in reason
 
 
 @pytest.mark.parametrize("step", [3, 20])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint
+from advisor.tuners import fingerprint, known_wrong
 from advisor.tuners.act import buckets, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import (
@@ -170,8 +170,10 @@ class Advice:
 
     def hand_over(self) -> None:
         """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
-        that no piece is waited for at the end."""
+        that no piece is waited for at the end, and compiles by itself."""
         self._used.update(PIECES)
+        if self._acting.compiles:
+            known_wrong.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:

@@ -275,7 +275,7 @@ class Switch:
         called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
         if not called:
             return call.plain
-        if any(k.model and not k.layout for k, _value in acting.rows):
+        if acting.compiles:
             # What is compiled, or replayed, has the flags in it that were set then.
             called = Config(called | self._flags)
         if (seat, called) not in self._kept:
