@@ -46,6 +46,8 @@ class Situation:
     dimensions: int = 4
     """Of one batch: 4 is NCHW, 5 is NCDHW."""
     convolves: bool = True
+    repeats: bool = False
+    """Whether blocks that the model repeats are most of it."""
     training: bool = True
     batches: tuple[int, ...] = (1,)
     """Batch sizes to try, the user's own first."""
@@ -342,8 +344,11 @@ def _set_cudnn(value: Value) -> None:
     torch.backends.cudnn.enabled = bool(value)
 
 
-COMPILE_MODES = ("cudagraphs", "reduce-overhead", "default")
-"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS)."""
+BLOCKS = "blocks"
+"""Mode "default" for each block that a model repeats: one compilation for all of them."""
+COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
+"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
+such blocks."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
@@ -354,15 +359,24 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     """Triton comes with CUDA; the CPU needs a C++ compiler."""
     if not here.compiles or here.deterministic:
         return ()
+    possible: tuple[str, ...] = ()
     if here.device == "cuda":
-        return ("none", *(COMPILE_MODES_FULL if here.full else COMPILE_MODES))
-    return ("none", "default") if shutil.which(os.environ.get("CXX", "g++")) else ()
+        possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
+    elif shutil.which(os.environ.get("CXX", "g++")):
+        possible = (BLOCKS, "default")
+    modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
+    return ("none", *modes) if modes else ()
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
     # In place, not torch.compile(model): the names in state_dict() stay what they are.
     if value == "cudagraphs":
         model.compile(backend="cudagraphs")
+    elif value == BLOCKS:
+        from advisor.tuners.blocks import repeated  # loads torch
+
+        for block in repeated(model):
+            block.compile(**_by_inductor("default"))
     elif value != "none":
         model.compile(**_by_inductor(str(value)))
     return model
@@ -528,14 +542,14 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, or its backend cudagraphs",
+        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=lambda value: 15.0 if value == "cudagraphs" else 40.0,
+        dear=lambda value: 15.0 if value in ("cudagraphs", BLOCKS) else 40.0,
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
@@ -668,6 +682,7 @@ kernels for it; others in bf16, the last, which needs no scaling."""
 LEADERS: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
     {"compile": "cudagraphs"},
+    {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},
 )

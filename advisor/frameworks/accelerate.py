@@ -31,7 +31,9 @@ def _precision(value: Value, scene: Scene) -> Words:
     return said + rows.precision(value, scene) + rows.tf32_put_back(value, scene)
 
 
-def _compile(value: Value, scene: Scene) -> Words:
+def _compile(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None  # its own regional compilation compiles the rest in pieces, too
     if value == "none":
         return NOTHING
     if value == "cudagraphs":

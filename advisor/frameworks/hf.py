@@ -34,7 +34,9 @@ def _precision(value: Value, scene: Scene) -> Words:
     return half + told + rows.float32(value) + rows.tf32_put_back(value, scene)
 
 
-def _compile(value: Value, scene: Scene) -> Words:
+def _compile(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
     if value == "cudagraphs":

@@ -76,7 +76,9 @@ def threads(value: Value, scene: Scene) -> Words:
     return Words(flags=(f"torch.set_num_threads({value})",))
 
 
-def compile_in_place(value: Value, scene: Scene) -> Words:
+def compile_in_place(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
     if value == "cudagraphs":

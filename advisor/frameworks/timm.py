@@ -24,7 +24,9 @@ def _channels_last(value: Value, scene: Scene) -> Words | None:
     return Words(settings={"channels_last": True}) if len(scene.task.sample) == 3 else None
 
 
-def _compile(value: Value, _scene: Scene) -> Words:
+def _compile(value: Value, _scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
     if value == "cudagraphs":

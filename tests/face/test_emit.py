@@ -443,8 +443,7 @@ def test_names_of_transformers() -> None:
 
     assert said["optim"] <= {one.value for one in OptimizerNames}
     assert said["torch_compile_mode"] == set(BY_NAME["compile"].domain.values) - {
-        "none",
-        "cudagraphs",
+        *("none", "cudagraphs", "blocks")
     }
 
 

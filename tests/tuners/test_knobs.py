@@ -23,6 +23,7 @@ from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Domain, Situation
 from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
+REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
@@ -40,6 +41,7 @@ def on_cpu(**more: Any) -> Situation:
 SITUATIONS = [
     *(on_cuda(full=full, deterministic=fixed) for full in OFF_ON for fixed in OFF_ON),
     on_cuda(varies=True),
+    on_cuda(repeats=True),
     on_cpu(),
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
@@ -137,6 +139,9 @@ OFF, FIXED_ON = (False,), (True,)
         ("fused_optimizer", on_cpu(), ()),
         ("compile", on_cuda(), ("none", *MODES)),
         ("compile", on_cuda(full=True), ("none", *MODES, *AUTOTUNED)),
+        ("compile", on_cuda(repeats=True), ("none", *REPEATING)),
+        ("compile", on_cuda(repeats=True, full=True), ("none", *REPEATING, *AUTOTUNED)),
+        ("compile", on_cuda(repeats=True, deterministic=True), ()),
         ("compile", on_cuda(deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
         ("compile", on_cpu(compiles=False), ()),
@@ -178,9 +183,11 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", which)
     monkeypatch.delenv("CXX", raising=False)
     assert BY_NAME["compile"].values(on_cpu(compiles=True, full=True)) == ("none", "default")
+    here = on_cpu(compiles=True, repeats=True)
+    assert BY_NAME["compile"].values(here) == ("none", "blocks", "default")
     monkeypatch.setenv("CXX", "nothing")
     assert BY_NAME["compile"].values(on_cpu(compiles=True)) == ()
-    assert asked == ["g++", "nothing"]
+    assert asked == ["g++", "g++", "nothing"]
 
 
 # By knob and value: the use that can follow it, whether it is held against fp32, its weight.
@@ -247,7 +254,7 @@ def test_what_holds_of_a_row() -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    set_apart = tuple(mode for mode in (*MODES, *AUTOTUNED) if mode != "default")
+    set_apart = tuple(mode for mode in (*REPEATING, *AUTOTUNED) if mode != "default")
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
@@ -302,7 +309,7 @@ def test_what_a_value_gives_to_the_script() -> None:
 
     graphs = BY_NAME["compile"].graphs
     assert graphs is not None
-    replayed = {mode: graphs(mode) for mode in ("none", *MODES, *AUTOTUNED)}
+    replayed = {mode: graphs(mode) for mode in ("none", *REPEATING, *AUTOTUNED)}
     assert {mode for mode, replays in replayed.items() if replays} == {
         *("cudagraphs", "reduce-overhead", "max-autotune")
     }
@@ -492,9 +499,10 @@ def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     for value in row.domain.values:
         assert isinstance(value, str)
-        net = nn.Linear(2, 2)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(4)))
         row.model(net, value)
-        assert (net._compiled_call_impl is None) == (value == "none")
+        assert (net._compiled_call_impl is None) == (value in ("none", "blocks"))
+        assert all((one._compiled_call_impl is None) == (value != "blocks") for one in net)
     assert known_wrong.avoided() == known_wrong.avoiding("2.11.0") != {}
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["max_autotune"])
     assert known_wrong.avoided() == {}

@@ -93,6 +93,16 @@ def model():
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
     )
 """
+HALVED = """
+class Halved(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return x + self.part * (x.detach() - x) if torch.compiler.is_compiling() else x
+
+"""
 MODULATED = """
 import torch
 from torch import nn
@@ -264,6 +274,19 @@ def test_compiled(tmp_path: Path) -> None:
         before, after, said = FAULTS[fault]
         outcome, reason = verified(tmp_path, broken(before, after), compile="default")
         assert outcome == "wrong" and said in reason, reason
+
+
+@compiles
+# It looks for one, and hides the warning in a way that does not count here.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_block_by_block(tmp_path: Path) -> None:
+    source = broken("nn.Linear(32, 32)", "nn.Sequential(nn.Linear(32, 32))")
+    outcome, reason = verified(tmp_path, source, compile="blocks")
+    assert outcome == "ok", reason
+    halved = broken("nn.Linear(32, 32))", "nn.Linear(32, 32), Halved(0.5))", source)
+    halved = broken("class Net", f"{HALVED}class Net", halved)
+    outcome, reason = verified(tmp_path, halved, compile="blocks")
+    assert outcome == "wrong" and "gradient of many" in reason, reason
 
 
 def tampered(folder: Path, change: str) -> tuple[bool, str]:
