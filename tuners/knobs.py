@@ -578,9 +578,9 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: CAPTURE,
         numerics=_always,
         memory=True,
-        # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
-        # is part of it: it alone reads its learning rate from the device.
-        conflicts={"precision": ("fp16",), "compile": GRAPHED_MODES, "fused_optimizer": (True,)},
+        # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
+        # from the device, and from a GradScaler whether to step at all.
+        conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=lambda value: {"fused": True} if value else {},
         captured=bool,

@@ -259,7 +259,6 @@ def test_what_does_not_go_together() -> None:
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
         "step_graph": {
-            "precision": ("fp16",),
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
         },

@@ -49,7 +49,7 @@ def test_of_a_cpu() -> None:
         ({"precision": "fp16"}, True),
         ({"precision": "bf16", "fused_optimizer": True}, True),
         ({"precision": "fp16", "fused_optimizer": True}, False),
-        ({"precision": "fp16", "step_graph": True}, False),
+        ({"precision": "fp16", "step_graph": True}, True),
         ({"compile": "reduce-overhead", "step_graph": True}, False),
         ({"compile": "default", "step_graph": True}, True),
         ({"compile": "blocks", "step_graph": True}, True),

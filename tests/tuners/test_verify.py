@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from advisor.cache.config import Config
+from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import (
     MOST_STEPS,
@@ -24,6 +25,7 @@ from advisor.tuners.measure.observe import Observer, Point, Trace
 from advisor.tuners.measure.randomness import Rounding, SameDraws, amplitude
 from advisor.tuners.measure.worker.child import Bench
 from advisor.tuners.measure.workload import Workload
+from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling on a CPU needs g++")
@@ -287,6 +289,17 @@ def test_compiled_block_by_block(tmp_path: Path) -> None:
     halved = broken("class Net", f"{HALVED}class Net", halved)
     outcome, reason = verified(tmp_path, halved, compile="blocks")
     assert outcome == "wrong" and "gradient of many" in reason, reason
+
+
+def test_a_scaled_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are still scaled where a fused optimizer's step begins."""
+    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+    outcome, reason = verified(tmp_path, SOUND, precision="fp16", step_graph=True)
+    assert outcome == "ok", reason
+    before, after, said = FAULTS["a parameter that gets no gradient"]
+    source = broken(before, after)
+    outcome, reason = verified(tmp_path, source, precision="fp16", step_graph=True)
+    assert outcome == "wrong" and said in reason, reason
 
 
 def tampered(folder: Path, change: str) -> tuple[bool, str]:
