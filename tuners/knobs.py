@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.tuners import known_wrong
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -45,6 +46,8 @@ class Situation:
     dimensions: int = 4
     """Of one batch: 4 is NCHW, 5 is NCDHW."""
     convolves: bool = True
+    repeats: bool = False
+    """Whether blocks that the model repeats are most of it."""
     training: bool = True
     batches: tuple[int, ...] = (1,)
     """Batch sizes to try, the user's own first."""
@@ -349,8 +352,11 @@ def _set_cudnn(value: Value) -> None:
     torch.backends.cudnn.enabled = bool(value)
 
 
-COMPILE_MODES = ("cudagraphs", "reduce-overhead", "default")
-"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS)."""
+BLOCKS = "blocks"
+"""Mode "default" for each block that a model repeats: one compilation for all of them."""
+COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
+"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
+such blocks."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
@@ -363,13 +369,17 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
         return ()
     if here.quick:
         return ("none", "cudagraphs") if here.device == "cuda" else ()
+    possible: tuple[str, ...] = ()
     if here.device == "cuda":
-        return ("none", *(COMPILE_MODES_FULL if here.full else COMPILE_MODES))
-    return ("none", "default") if shutil.which(os.environ.get("CXX", "g++")) else ()
+        possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
+    elif shutil.which(os.environ.get("CXX", "g++")):
+        possible = (BLOCKS, "default")
+    modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
+    return ("none", *modes) if modes else ()
 
 
 def _compile_seconds(value: Value) -> float:
-    if value == "cudagraphs":
+    if value in ("cudagraphs", BLOCKS):
         return 15.0
     return 300.0 if str(value).startswith("max-autotune") else 40.0
 
@@ -377,17 +387,33 @@ def _compile_seconds(value: Value) -> float:
 def _compile(model: nn.Module, value: Value) -> nn.Module:
     # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by a
     # method of its own: timm's task puts what it compiles in the place of its model.
+    compile_ = torch.nn.Module.compile
     if value == "cudagraphs":
-        torch.nn.Module.compile(model, backend="cudagraphs")
+        compile_(model, backend="cudagraphs")
+    elif value == BLOCKS:
+        from advisor.tuners.blocks import repeated  # loads torch
+
+        for block in repeated(model):
+            compile_(block, **_by_inductor("default"))
     elif value != "none":
-        torch.nn.Module.compile(model, mode=str(value))
+        compile_(model, **_by_inductor(str(value)))
     return model
+
+
+def _by_inductor(mode: str) -> dict[str, Any]:
+    """How torch.compile is called for a mode, which it takes options in the place of."""
+    avoided = known_wrong.avoided()
+    return (
+        {"options": torch._inductor.list_mode_options(mode) | avoided}
+        if avoided
+        else {"mode": mode}
+    )
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
-        torch.nn.Module.compile(model, dynamic=True)
+        torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
     return model
 
 
@@ -536,7 +562,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, or its backend cudagraphs",
+        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
@@ -574,9 +600,9 @@ KNOBS: tuple[Knob, ...] = (
         compiled=False,
         numerics=_always,
         memory=True,
-        # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
-        # is part of it: it alone reads its learning rate from the device.
-        conflicts={"precision": ("fp16",), "compile": GRAPHED_MODES, "fused_optimizer": (True,)},
+        # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
+        # from the device, and from a GradScaler whether to step at all.
+        conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=lambda value: {"fused": True} if value else {},
         captured=bool,
@@ -678,6 +704,7 @@ kernels for it; others in bf16, the last, which needs no scaling."""
 LEADERS: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
     {"compile": "cudagraphs"},
+    {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},
 )

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint
-from advisor.tuners.act import buckets, ranks
+from advisor.tuners import fingerprint, known_wrong
+from advisor.tuners.act import buckets, momentum, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import (
     AUTOCAST,
@@ -90,6 +91,8 @@ class Advice:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scaler: torch.amp.GradScaler | None = None
         self._unscaled = Unscaled(self._models) if self._acting.scaled else None
+        if self._acting.scaled and self._acting.optimizer():
+            weakref.finalize(self, register_optimizer_step_pre_hook(momentum.begin).remove)
         self._replays = Replays()
         self._copies: torch.cuda.Stream | None = None
         self._step_graph: StepGraph | None = None
@@ -170,8 +173,10 @@ class Advice:
 
     def hand_over(self) -> None:
         """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
-        that no piece is waited for at the end."""
+        that no piece is waited for at the end, and compiles by itself."""
         self._used.update(PIECES)
+        if self._acting.compiles:
+            known_wrong.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
@@ -251,8 +256,9 @@ class Advice:
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
+        scaler = self.scaler if self._acting.scaled else None
         self._step_graph = StepGraph(
-            train_step, self.place(example_batch), self._models, recorder()
+            train_step, self.place(example_batch), self._models, recorder(), scaler
         )
         return self._step_graph
 

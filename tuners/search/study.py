@@ -372,7 +372,7 @@ class Search:
         """What dear knobs are tried on, at the user's batch.
 
         Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
-        for the device at every step, and shuts graphs out. Where no other batch shows what the
+        for the device at every step that no graph holds. Where no other batch shows what the
         device could do, what leads there usually is: half precision, which the host may hide.
         """
         user, default = self._space.batch, self._space.default

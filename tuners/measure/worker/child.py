@@ -23,6 +23,7 @@ from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, host, target
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import INPUT, KNOBS, plain
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.made_up import Feed
@@ -154,6 +155,7 @@ class Bench:
             modules=modules,
             parameters=parameters,
             convolves=sees.seen,
+            repeats=bool(repeated(built)),
             threads=self._threads,
             device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
             memory_bytes=int(properties.total_memory) if properties else 0,
