@@ -92,6 +92,7 @@ class Reach:
     Attributes:
         places: what holds values.
         tensors: those in places and modules, each once, by id.
+        modules: those that are met.
         complete: False where there was too much to look at.
     """
 
@@ -103,6 +104,7 @@ class Reach:
     ) -> None:
         self.places: list[Place] = []
         self.tensors: dict[int, Tensor] = {}
+        self.modules: list[nn.Module] = []
         self.complete = True
         self._names: set[str] = set()
         self._direct: set[str] = set()  # x.name
@@ -208,6 +210,7 @@ class Reach:
                 self.places.append(Place(label, one, names=tuple(plain), ways=ways or [()]))
 
     def _module(self, module: nn.Module, label: str, way: Way, ways: list[Way]) -> None:
+        self.modules.append(module)
         if library(type(module).__module__):
             self.places.append(Place(label, vars(module), settings=True, library=True, ways=ways))
         else:
