@@ -65,10 +65,14 @@ class Settings:
         self.scale = 1.0
 
 
-def train(how: str, graph: bool, rank: int, folder: Path) -> None:
+def train(how: str, graph: bool, rank: int, folder: Path, where: str) -> None:
     """A rank's script; what came of it is in a file of its number."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    device, backend = where, "gloo"
+    if where == "cuda":
+        device, backend = f"cuda:{rank}", "nccl"
+        torch.cuda.set_device(rank)
+    store = f"file://{folder}/store-{graph}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2)
     second = rank == 1
     recorder = RECORDERS_OF.get(how, AtenRecorder)() if second else AtenRecorder()
     RECORDERS["cpu"] = lambda: recorder
@@ -80,7 +84,7 @@ def train(how: str, graph: bool, rank: int, folder: Path) -> None:
         step_graph.ENDS_S, step_graph.ENDS_STEPS = 2.0, 0
     torch.manual_seed(0)
     settings = Settings()
-    advice = Advice(Config(precision="default", step_graph=graph), device="cpu")
+    advice = Advice(Config(precision="default", step_graph=graph), device=device)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     model = DistributedDataParallel(advice.prepare(layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
@@ -104,7 +108,8 @@ def train(how: str, graph: bool, rank: int, folder: Path) -> None:
                 settings.scale = 0.5
             if how == "crowded" and second and number == WARM_STEPS_PARALLEL:
                 recorder.exhausted = True
-            losses.append(float(step(batch_of(number, rank, 5 if odd else 16)).detach()))
+            batch = advice.place(batch_of(number, rank, 5 if odd else 16))
+            losses.append(float(step(batch).detach()))
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     said = [str(one.message) for one in caught if issubclass(one.category, AdvisorWarning)]
     found = {
@@ -112,11 +117,16 @@ def train(how: str, graph: bool, rank: int, folder: Path) -> None:
         "weights": weights.tolist(),
         "failure": step.failure if isinstance(step, StepGraph) else "",
         "warnings": len(said),
-        "replays": recorder.replays,
+        "kept": isinstance(step, StepGraph) and step._recorded is not None,
         "recordings": recorder.recordings,
     }
     (folder / f"{graph}-{rank}").write_text(json.dumps(found))
     dist.barrier()
+    ends = dist.destroy_process_group
+    dist.destroy_process_group()
+    if isinstance(step, StepGraph):  # NCCL would wait for a graph
+        assert step.failure and step._recorded is None
+        assert (ends is dist.destroy_process_group) == (how == "absent")
     os._exit(0)  # gloo's own end is now and then one by SIGABRT
 
 
@@ -126,9 +136,9 @@ def batch_of(number: int, rank: int, size: int = 16) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 6, generator=draw) + labels[:, None], labels
 
 
-def ran(how: str, folder: Path, *, graph: bool = True) -> list[int | None]:
+def ran(how: str, folder: Path, *, graph: bool = True, where: str = "cpu") -> list[int | None]:
     """Exit codes of a job's ranks."""
-    ranks = [FORKS.Process(target=train, args=(how, graph, n, folder)) for n in range(2)]
+    ranks = [FORKS.Process(target=train, args=(how, graph, n, folder, where)) for n in range(2)]
     for one in ranks:
         one.start()
     for one in ranks:
@@ -139,8 +149,8 @@ def ran(how: str, folder: Path, *, graph: bool = True) -> list[int | None]:
     return codes
 
 
-def found_in(how: str, folder: Path, *, graph: bool = True) -> list[Any]:
-    assert ran(how, folder, graph=graph) == [0, 0]
+def found_in(how: str, folder: Path, *, graph: bool = True, where: str = "cpu") -> list[Any]:
+    assert ran(how, folder, graph=graph, where=where) == [0, 0]
     return [json.loads((folder / f"{graph}-{n}").read_text()) for n in range(2)]
 
 
@@ -181,10 +191,22 @@ def test_ranks_train_as_without(
         assert ours["weights"] == pytest.approx(theirs["weights"], rel=1e-3, abs=1e-5)
         assert ours["failure"].startswith(failure) and bool(ours["failure"]) == bool(failure)
         assert ours["warnings"] == (bool(failure) or how == "absent")
+        assert ours["kept"] == (not first)
         if not first:
-            assert ours["replays"] >= STEPS - EARLY - 3 + CHECKED
             assert ours["recordings"] == 1 + (how == "changed")
     assert found[0]["weights"] == pytest.approx(found[1]["weights"], abs=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["alike", "odd", "changed", "looks", "absent"])
+def test_ranks_on_gpus_train_as_without(how: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = found_in(how, tmp_path, where="cuda")
+    plain = found_in(how, tmp_path, where="cuda", graph=False)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours["kept"] == (how not in ("looks", "absent")), ours["failure"]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
 
 
 def test_a_rank_that_breaks_off_in_the_middle_of_a_step_ends_them_all(tmp_path: Path) -> None:

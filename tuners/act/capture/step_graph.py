@@ -141,6 +141,11 @@ class StepGraph:
         with self._unison.ending(max(ENDS_S, ENDS_STEPS * self._step_s)):
             return self._on_trial(leaves, batch)
 
+    def release(self) -> None:
+        """Train without the graph from now on: what it exchanges gradients by is to be gone."""
+        self.failure = self.failure or "its process group is destroyed"
+        self._recorded, self._written = None, []
+
     def _on_trial(self, leaves: list[Any], batch: Any) -> Any:
         """A step that captures where that is not done, and is compared with its replay."""
         if self._recorded is None:
@@ -169,9 +174,14 @@ class StepGraph:
         self._warm_steps = WARM_STEPS_PARALLEL
         self._parallels = parallels
         self._exchange_anew()
+        from advisor.tuners.act.capture.outlived import release_first
+
+        release_first(self)
 
     def _exchange_anew(self) -> None:
         """Of gradients, where a reducer is not made for captures, or one broke off in it."""
+        if not self._parallels:
+            return
         with self._recorder.beside():
             for parallel in self._parallels:
                 buckets.move(parallel)
