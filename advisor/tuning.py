@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.runner import Builder
-    from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.measure.worker.fleet import Fleet
+    from advisor.tuners.measure.worker.parent import Worker
+    from advisor.tuners.measure.worker.wire import Facts, Job
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -97,7 +99,8 @@ def tune(
             whose inputs alternate between them: they are measured as one mix, at these batches.
         dtype: of the input, default 'float32'. `vocab` bounds integer inputs.
         mode: 'train' or 'infer'.
-        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
+        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU. 'cuda:0-3',
+            'cuda:0,2' or 'all': one study on several GPUs that are alike.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
         precisions: those permitted; default: default, tf32, bf16, fp16.
@@ -176,8 +179,9 @@ def measured_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is tuned, as its worker describes it; `builder` as in `Scope`, `process_s`: what
-    starting that took, and `compare_s`, `compare_steps` and `draws` as in `Terms`."""
+    """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
+    `process_s`: what starting that took, and `compare_s`, `compare_steps` and `draws` as in
+    `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -189,6 +193,7 @@ class _Subject:
     compare_steps: int = 0
     draws: bool = False
     builder: Builder | None = None
+    fleet: Fleet | None = None
 
     @property
     def task(self) -> Task:
@@ -310,7 +315,7 @@ class _Tuning(ABC):
                 seed=plan.seed,
                 builder=subject.builder,
             )
-            search = Search(subject.worker, space, study, scope, self._progress)
+            search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
             try:
                 tried = len(search.run())
@@ -374,28 +379,35 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect
+        from advisor.tuners.environment import default_device, detect, devices
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
-        self._device = task.device or default_device()
+        self._devices = devices(task.device or default_device())
+        self._device = self._devices[0]
         self._environment = detect(self._device)
+        if len(self._devices) > 1:  # the record is that of one of them
+            own = "" if self._device == default_device() else self._device
+            task = dataclasses.replace(task, device=own)
         self._task = task
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
         from advisor.tuners.measure.worker.ahead import Ahead
-        from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import Job
+        from advisor.tuners.measure.worker.fleet import Fleet
         from advisor.tuners.search.space import Space
 
-        job = Job(task=self._task, device=self._device, seed=self._plan.seed)
-        with Worker(job, deadline_s=self._deadline_s) as worker:
+        with contextlib.ExitStack() as workers:
+            members = {name: workers.enter_context(self._worker(name)) for name in self._devices}
+            worker = members[self._device]
+            fleet = workers.enter_context(Fleet(members, self._progress.notice))
             began = time.monotonic()
-            facts = worker.describe()
+            described = fleet.describe()
             process_s = time.monotonic() - began
-            _same_device(self._device, facts.device_uuid)
+            for name, one in described.items():
+                _same_device(name, one.device_uuid)
+            facts = described[self._device]
             key = Key(
                 environment=self._environment,
                 model=facts.model,
@@ -412,8 +424,19 @@ class _OfTarget(_Tuning):
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
                 space=Space.of(_situation(key, self._plan, facts, batches)),
                 process_s=process_s,
-                builder=Ahead(job, worker),
+                builder=Ahead(self._job(self._device), worker),
+                fleet=fleet if len(described) > 1 else None,
             )
+
+    def _worker(self, device: str) -> Worker:
+        from advisor.tuners.measure.worker.parent import Worker
+
+        return Worker(self._job(device), deadline_s=self._deadline_s)
+
+    def _job(self, device: str) -> Job:
+        from advisor.tuners.measure.worker.wire import Job
+
+        return Job(task=self._task, device=device, seed=self._plan.seed)
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command

@@ -86,7 +86,7 @@ def apply(
         batch: another batch size than shape's, or 'free' for the best one that was found
             (`advice.batch_size` says which).
         capture: the script gives its step to `advice.capture`: one CUDA graph over the whole step
-            may be advised too. Without it, and under torchrun, what is best without is served.
+            may be advised too. Without it what is best without is served.
         dtype: of the input, e.g. 'int64'; `vocab` bounds integer inputs.
         mode: 'train' (the default) or 'infer'.
         device: 'cuda:0', 'cpu', ...; default: this rank's CUDA device, else the CPU.

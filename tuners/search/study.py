@@ -9,16 +9,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.record import RACED, Measurement, Trial
+from advisor.cache.record import CAPTURE, RACED, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
+from advisor.tuners.measure.worker.fleet import Ask, Done, Fleet, one_by_one
 from advisor.tuners.search import guesses
 from advisor.tuners.search.ahead import Builds, is_short, order, together
 from advisor.tuners.search.journal import Journal
@@ -104,6 +105,7 @@ class Search:
     Args:
         study: where trials are kept; it is the one that is asked.
         progress: told of each trial once it is over, never during one.
+        fleet: what measures several configs at once, in the place of the runner.
     """
 
     def __init__(
@@ -113,8 +115,9 @@ class Search:
         study: optuna.Study,
         scope: Scope,
         progress: Progress | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
-        self._runner = runner
+        self._runner, self._fleet = runner, fleet
         self._space = space
         self._scope = scope
         self._progress = progress or Progress()
@@ -124,7 +127,7 @@ class Search:
         self._aim = _Aim(space.uses[0], None)
         self._left: list[Config] = []
         self._builds = Builds(scope.builder)
-        self._asked: dict[Config, optuna.Trial] = {}
+        self._begun: dict[Config, optuna.Trial] = {}
         self._loading = space.default.only(*knobs.FEEDS)
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
@@ -133,6 +136,7 @@ class Search:
         self.trials: list[Trial] = []
         self._known: dict[Config, Trial] = {}
         self._attempts: collections.Counter[Config] = collections.Counter()
+        self._running: dict[Config, tuple[optuna.Trial, str]] = {}
         self._resume()
 
     def _resume(self) -> None:
@@ -176,16 +180,13 @@ class Search:
         most = self._reach_s(kept_s)
         if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):
             self._kept_s = kept_s
-        for near in dict.fromkeys(self._space.near(config) for config in self._scope.first):
-            if self._space.holds(near):
-                self._try(near, "near record")
+        near = dict.fromkeys(self._space.near(config) for config in self._scope.first)
+        self._try_each(filter(self._space.holds, near), "near record")
         self._feed(self._space.default)
         guessed = [config | self._loading for config in guesses.first(self._space)]
-        for config in guessed[:LEADING]:
-            self._try(config, "guess")
+        self._try_each(guessed[:LEADING], "guess")
         self._probe_large()
-        for config in guessed[LEADING:]:
-            self._try(config, "guess")
+        self._try_each(guessed[LEADING:], "guess")
         self._settle_batch()
         self._kept_s = 0.0
         self._feed(self.best(self._space.batch).config)
@@ -247,8 +248,8 @@ class Search:
         ]
         if not sure:
             return
-        for config in guesses.at_large_batch(self._space, self.best(user).config, max(sure)):
-            self._try(config, "large")
+        large = guesses.at_large_batch(self._space, self.best(user).config, max(sure))
+        self._try_each(large, "large")
 
     def _settle_batch(self) -> None:
         """From the fastest batch up while that gains, then down while it costs nothing.
@@ -331,12 +332,10 @@ class Search:
     def _try_group(self, configs: Sequence[Config], room: int) -> None:
         """Try what is dear, as many as there is room for built at once."""
         self._build(self._builds.open(filter(self._may_be_dear, configs))[:room])
-        for config in configs:
-            if self._may_be_dear(config):
-                self._try(config, "leader")
-        for asked in self._asked.values():
+        self._try_each(filter(self._may_be_dear, configs), "leader")
+        for asked in self._begun.values():
             self._journal.pass_over(asked)
-        self._asked.clear()
+        self._begun.clear()
 
     def _build(self, configs: Sequence[Config]) -> None:
         """Build configs before they are measured; one that fails has had its trial."""
@@ -350,14 +349,15 @@ class Search:
         self._builds.keep(built, self.clock.now() - start)
         for config, one in built.items():
             if one.measurement.ok:
-                self._asked[config] = asked[config]
+                self._begun[config] = asked[config]
             else:
-                self._told(asked[config], "leader", one.measurement, one.seconds)
+                self._running[config] = asked[config], "leader"
+                self._told(Done(config=config, measured=one.measurement, seconds=one.seconds))
 
     def _try_on_leaders(self) -> None:
         for use in self._space.uses:
-            for config in guesses.on_leader(self._space, self.best(self._space.batch, use).config):
-                self._try(config, "guess")
+            best = self.best(self._space.batch, use)
+            self._try_each(guesses.on_leader(self._space, best.config), "guess")
 
     def _dear_values(self) -> list[tuple[str, Value]]:
         space = self._space
@@ -457,17 +457,31 @@ class Search:
             patience[_Aim(widest, None)] = PATIENCE
         patience |= {_Aim(use, user): PATIENCE_LESS for use in lesser}
         # Two of its trials at the user's batch for each one beside: that is what is served.
-        turns = collections.deque([_Aim(widest, user), *patience])
-        while turns and self._affords(self._space.default):
-            self._aim = aim = turns[0]
-            turns.rotate(-1)
-            before = self._rate(aim)
-            tried = self._sampled()
+        turns = [_Aim(widest, user), *patience]
+        asked: dict[Config, tuple[_Aim, float]] = {}
+
+        def drop(aim: _Aim) -> None:
+            turns[:] = [one for one in turns if one != aim]
+
+        def proposals() -> Iterator[Ask]:
+            while turns and self._affords(self._space.default):
+                self._aim = aim = turns.pop(0)
+                turns.append(aim)
+                proposed = self._proposed()
+                if proposed is None:
+                    drop(aim)
+                    continue
+                ask = self._ask(proposed, "sampler")
+                asked[ask.config] = aim, self._rate(aim)
+                yield ask
+
+        for trial in self._measured(proposals()):
+            aim, before = asked[trial.config]
             patience[aim] -= 1
-            if tried and self._rate(aim) > before:
+            if self._rate(aim) > before:
                 patience[aim] = PATIENCE if aim.use == widest else PATIENCE_LESS
-            if not tried or patience[aim] <= 0:
-                turns = collections.deque(one for one in turns if one != aim)
+            if patience[aim] <= 0:
+                drop(aim)
 
     def _rate(self, aim: _Aim) -> float:
         return self.best(aim.batch, aim.use).measurement.samples_per_s
@@ -481,6 +495,7 @@ class Search:
             for batch in batches
             for config in self._space.configs(batch, dear=dear)
             if config not in self._known
+            and config not in self._running
             and self._attempts[config] < TRIES
             and self._loading.items() <= config.items()
             and self._covers(self._aim, config)
@@ -489,26 +504,23 @@ class Search:
             and self._has_time(config)
         ]
 
-    def _sampled(self) -> bool:
-        """Measure what the sampler proposes; False where nothing is left."""
+    def _proposed(self) -> optuna.Trial | None:
+        """What the sampler proposes; None where nothing is left."""
         self._left = left = self._open()
         if not left:
-            return False
+            return None
         if self._scope.sampler is None:
-            self._measure(self._journal.ask("sampler"))
-            return True
+            return self._journal.ask("sampler")
         fixed = {name: self._space.choices[name][0] for name in self._space.dear}
         if self._aim.batch is not None:
             fixed[BATCH] = self._aim.batch
         for _ in range(REPEATS):
             asked = self._journal.ask("sampler", fixed)
             if Config(asked.params) in left:
-                self._measure(asked)
-                return True
+                return asked
             self._journal.pass_over(asked)
         drawn = random.Random(self._scope.seed + len(self.trials)).choice(left)
-        self._measure(self._journal.ask("sampler", drawn))
-        return True
+        return self._journal.ask("sampler", drawn)
 
     def _hopeless(self, config: Config) -> float:
         """Samples/s with which a config could be neither a finalist nor a leader."""
@@ -522,7 +534,8 @@ class Search:
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
-        if self._scope.trials is not None and len(self.trials) >= self._scope.trials:
+        tried = len(self.trials) + len(self._running)
+        if self._scope.trials is not None and tried >= self._scope.trials:
             return False
         left_s = self._left_s(config)
         if left_s <= 0:
@@ -538,12 +551,22 @@ class Search:
 
     def _try(self, config: Config, origin: str, *, always: bool = False) -> Trial | None:
         """Measure a config, once; None where it is not to be tried."""
-        if config in self._known:
-            return self._known[config]
-        if not always and not self._may_be_tried(config):
-            return None
-        asked = self._asked.pop(config, None) or self._journal.ask(origin, config)
-        return self._measure(asked, origin)
+        if config not in self._known:
+            self._try_each([config], origin, always=always)
+        return self._known.get(config)
+
+    def _try_each(self, configs: Iterable[Config], origin: str, *, always: bool = False) -> None:
+        """Measure those that are to be tried, each once, and several at once where there is room:
+        whether one is, is asked when its turn comes."""
+
+        def asks() -> Iterator[Ask]:
+            for config in configs:
+                tried = config in self._known or config in self._running
+                if not tried and (always or self._may_be_tried(config)):
+                    begun = self._begun.pop(config, None)
+                    yield self._ask(begun or self._journal.ask(origin, config), origin)
+
+        collections.deque(self._measured(asks()), maxlen=0)
 
     def _may_be_tried(self, config: Config) -> bool:
         return (
@@ -552,34 +575,54 @@ class Search:
             and self._affords(config)
         )
 
-    def _measure(self, asked: optuna.Trial, origin: str = "sampler") -> Trial:
+    def _ask(self, asked: optuna.Trial, origin: str) -> Ask:
         config = Config(asked.params)
         if self._space.is_dear(config):
             self._progress.building([config], 0.0)
-        start = self.clock.now()
-        measured = self._runner.measure(
-            config,
+        self._running[config] = asked, origin
+        return Ask(
+            config=config,
             seconds=self.clock.trial_s,
             floor=self._hopeless(config),
             deadline_s=self._limit_s(config),
+            alone=self._is_host_bound(config),
+            first=self._builds.built(config),
         )
-        seconds = self.clock.now() - start
-        if self._builds.built(config):
-            seconds += self._builds.measured(config, measured)
+
+    def _is_host_bound(self, config: Config) -> bool:
+        """Whether the host is sure to be the limit, as it is of the default: what changes neither
+        that, as compiling and graphs do, only has the device wait longer."""
+        default = self._known.get(self._space.default)
+        if default is None:
+            return True
+        frees = (
+            self._space.is_dear(config)
+            or config.batch > self._space.batch
+            or knobs.use_of(config, self._space.default) == CAPTURE
+        )
+        return default.measurement.host_bound and not frees
+
+    def _measured(self, asks: Iterable[Ask]) -> Iterator[Trial]:
+        """The trials as they end, each told to the study."""
+        if self._fleet is None:
+            found = one_by_one(self._runner, asks, self.clock.now)
+        else:
+            found = self._fleet.each(asks, self._space.default)
+        return map(self._told, found)
+
+    def _told(self, done: Done) -> Trial:
+        """Keep and report what a trial gave."""
+        asked, origin = self._running.pop(done.config)
+        measured, seconds = done.measured, done.seconds
+        if self._builds.built(done.config):
+            seconds += self._builds.measured(done.config, measured)
             if measured.ok:
                 # What it takes with nothing compiled yet, as other trials have it.
-                first_step_s = max(measured.first_step_s, self._builds.first_step_s(config))
+                first_step_s = max(measured.first_step_s, self._builds.first_step_s(done.config))
                 measured = dataclasses.replace(measured, first_step_s=first_step_s)
-        return self._told(asked, origin, measured, seconds)
-
-    def _told(
-        self, asked: optuna.Trial, origin: str, measured: Measurement, seconds: float
-    ) -> Trial:
-        """Keep and report what a trial gave."""
-        config = Config(asked.params)
         trial = Trial(
             number=asked.number,
-            config=config,
+            config=done.config,
             measurement=measured,
             stage="compute",
             origin=origin,
@@ -587,9 +630,9 @@ class Search:
         )
         if measured.reason == TOO_SOON:  # which says nothing of the config
             self._journal.pass_over(asked)
-            self._known[config] = trial
+            self._known[trial.config] = trial
         else:
-            self._journal.tell(asked, trial)
+            self._journal.tell(asked, trial, beside=done.beside)
             self._remember(trial)
         self._progress.tried(trial, self.clock.spent_s)
         return trial

@@ -326,6 +326,7 @@ class Bench:
             high=samples / timing.low_s,
             step_s=timing.step_s,
             gpu_s=timing.gpu_s,
+            behind_s=timing.behind_s,
             first_step_s=timing.first_step_s,
             peak_bytes=peak,
             steps=timing.steps,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
@@ -66,6 +67,7 @@ class Worker:
         self._permitted = 0
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
+        self._cutting = threading.Lock()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
 
     def __enter__(self) -> Worker:
@@ -248,6 +250,13 @@ class Worker:
             with contextlib.suppress(OSError):
                 send(self._pipe, {"do": "release"})
 
+    def interrupt(self) -> None:
+        """From another thread: what it does now is over at once, as crashed."""
+        with self._cutting:
+            if self._lifeline is not None:
+                os.close(self._lifeline)
+                self._lifeline = None
+
     def stop(self) -> None:
         """End the worker and everything it started."""
         self._kill()
@@ -362,9 +371,7 @@ class Worker:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+        self.interrupt()
         if self._process is not None:
             # Its lifeline is closed: the guard ends the worker and whatever that has started.
             try:
