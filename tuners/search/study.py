@@ -297,7 +297,9 @@ class Search:
         leaders = list(dict.fromkeys(self._leaders(uses)))
         behind = [one for one in leaders if self._is_behind(one, leaders[0])]
         dear = self._try_on([one for one in leaders if one not in behind], values)
-        free = self.best().config.batch
+        # Not the batch of what was compiled: at the user's it may lead by that alone.
+        eager = [t for t in self.trials if t.measurement.ok and not space.is_dear(t.config)]
+        free = max(eager, key=lambda trial: trial.measurement.samples_per_s).config.batch
         if free != user:
             best = [config.at(free) for config in self._best_of(dear)]
             room = self._room(free)
