@@ -117,7 +117,7 @@ class Shown(Progress):
     def building(self, configs: Sequence[Config], seconds: float) -> None:
         listed = "; ".join(described(one, self._default) for one in configs)
         at_once = f" {len(configs)} configs at once" if len(configs) > 1 else ""
-        self._status = f"compiling{at_once}: {listed} ... {seconds:.0f} s"
+        self._status = f"compiling{at_once}: {listed}" + f" ... {seconds:.0f} s" * (seconds >= 1)
         before, self._building = self._building, tuple(configs)
         if self._live is not None:
             self._draw()

@@ -64,6 +64,6 @@ def test_what_is_compiled_is_told_when_it_changes() -> None:
             progress.building([compiled, compiled.replace(precision="bf16")], at)
         progress.building([compiled], 23.4)
     assert said.getvalue().splitlines() == [
-        "compiling 2 configs at once: compile=default; compile=default, bf16 ... 0 s",
+        "compiling 2 configs at once: compile=default; compile=default, bf16",
         "compiling: compile=default ... 23 s",
     ]

@@ -140,7 +140,7 @@ class Free(Worker):
     [
         (16, 200, 60, 8),
         (16, 200, 20, 5),  # 3 GiB of steps and 1 of a context each
-        (16, 9, 60, 2),
+        (16, 13, 60, 2),
         (2, 200, 60, 1),
         (64, 500, 500, 8),
         (16, 200, 2, 1),
@@ -152,7 +152,7 @@ def test_as_many_at_once_as_cores_and_memory_allow(
     monkeypatch.setattr(host, "cores", lambda: cores)
     monkeypatch.setattr(host, "free_bytes", lambda: host_gib * 2**30)
     on_gpu = job(Path("model.py"), device="cuda:0")
-    assert (HOST_BYTES, CONTEXT_BYTES) == (4 * 2**30, 2**30)
+    assert (HOST_BYTES, CONTEXT_BYTES) == (6 * 2**30, 2**30)
     with Free(on_gpu, free * 2**30) as worker:
         assert Ahead(on_gpu, worker).room(3 * 2**30) == most
     limited = job(Path("model.py"), device="cuda:0", max_memory=8 * 2**30)

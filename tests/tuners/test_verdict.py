@@ -388,11 +388,11 @@ def test_a_race_that_cannot_tell_says_so(tmp_path: Path) -> None:
 
 
 def test_a_short_job_is_not_compiled_for(tmp_path: Path) -> None:
-    machine = Machine(first_s=2.0)
+    machine = Machine(first_s=1.5)
     decided = tuned(machine, tmp_path, length=Length(steps=100, batch=64))
     assert won(decided)["loop", False] == DEFAULT.replace(precision="bf16")
     assert DEFAULT in machine.started
-    long = tuned(Machine(first_s=2.0), tmp_path, length=Length(steps=10**6, batch=64))
+    long = tuned(Machine(first_s=1.5), tmp_path, length=Length(steps=10**6, batch=64))
     assert won(long)["loop", False]["compile"] == "default"
 
 

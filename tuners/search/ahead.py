@@ -124,7 +124,8 @@ class Builds:
 
     def expected_s(self, config: Config) -> float:
         """Seconds until a built config starts in the worker."""
-        seen = [s / self.first_step_s(c) for c, s in self.again.items()]
+        cold = {c: self.first_step_s(c) for c in self.again}
+        seen = [seconds / cold[c] for c, seconds in self.again.items() if cold[c]]
         return self.again.get(config, self.first_step_s(config) * max(seen, default=1 / QUICKER))
 
     def measured(self, config: Config, measured: Measurement) -> float:

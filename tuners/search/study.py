@@ -295,18 +295,43 @@ class Search:
         ]
         if not uses:
             return
-        leaders = dict.fromkeys(self._leaders(uses))
-        groups = order(space, leaders, values, lambda leader: is_short(self.trials, leader))
-        dear = list(dict.fromkeys(config for group in groups for config in group))
-        room = self._room(user)
-        for group in together(dear, room, self._needs_s) if room > 1 else groups:
-            self._try_group(group, room)
-            self._try_on_leaders()  # a compiler has done most of its work for these
-        free = self.best().config.batch
+        leaders = list(dict.fromkeys(self._leaders(uses)))
+        behind = [one for one in leaders if self._is_behind(one, leaders[0])]
+        dear = self._try_on([one for one in leaders if one not in behind], values)
+        # Not the batch of what was compiled: at the user's it may lead by that alone.
+        eager = [t for t in self.trials if t.measurement.ok and not space.is_dear(t.config)]
+        free = max(eager, key=lambda trial: trial.measurement.samples_per_s).config.batch
         if free != user:
             best = [config.at(free) for config in self._best_of(dear)]
             room = self._room(free)
             self._try_group(best if room > 1 else best[:1], room)
+        self._try_on(behind, values)
+
+    def _try_on(
+        self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
+    ) -> list[Config]:
+        """Try dear knobs on leaders; the configs that this is about."""
+        groups = order(self._space, leaders, values, lambda one: is_short(self.trials, one))
+        dear = list(dict.fromkeys(config for group in groups for config in group))
+        room = self._room(self._space.batch)
+        for group in together(dear, room, self._needs_s) if room > 1 else groups:
+            self._try_group(group, room)
+            self._try_on_leaders()  # a compiler has done most of its work for these
+        return dear
+
+    def _is_behind(self, config: Config, first: Config) -> bool:
+        """Whether one leader is far slower than the first at the largest batch of both: what is
+        compiled waits for the host no more than that does."""
+        ours, theirs = (
+            {
+                t.config.batch: t.measurement.samples_per_s
+                for t in self.trials
+                if t.measurement.ok and t.config.knobs == one.knobs
+            }
+            for one in (config, first)
+        )
+        largest = max(ours.keys() & theirs.keys(), default=0)
+        return largest > 0 and ours[largest] < LIGHT * theirs[largest]
 
     def _best_of(self, configs: Sequence[Config]) -> list[Config]:
         """The fastest that ran for each use, the widest first."""

@@ -18,7 +18,7 @@ from advisor.tuners.measure.worker.wire import Job
 
 CORES = 2
 """For each process: one that traces and lowers, and at times all of them for kernels."""
-HOST_BYTES = 4 * 2**30
+HOST_BYTES = 6 * 2**30
 """Of the host's memory: PyTorch with CUDA, Inductor, and the processes that compile kernels."""
 CONTEXT_BYTES = 2**30
 """Of the device's memory, beside what a step takes: a CUDA context and what libraries keep."""
@@ -60,7 +60,8 @@ class Ahead:
     ) -> dict[Config, Built]:
         """As `Builder.build`."""
         began = time.monotonic()
-        threads = str(max(1, host.cores() // len(configs)))
+        # Twice as many as there are cores for: they seldom all compile kernels at a time.
+        threads = str(max(1, 2 * host.cores() // len(configs)))
         environment = {} if _THREADS in os.environ else {_THREADS: threads}
         built: dict[Config, Built] = {}
         with contextlib.ExitStack() as stack:
