@@ -726,6 +726,11 @@ def is_half(config: Config) -> bool:
     )
 
 
+def compiles(config: Config) -> bool:
+    """Whether code is made for a config, which can be kept: the backend cudagraphs makes none."""
+    return config.get("compile", "none") not in ("none", "cudagraphs")
+
+
 def doubts(config: Config) -> set[tuple[str, Value]]:
     """The values of a config that change what is computed, by knob."""
     return {
