@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
+from advisor.cache.artifacts import Purpose
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
@@ -22,6 +24,8 @@ from advisor.cache.name import Name, called, command_part
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
+from advisor.cache.settings import max_artifacts
+from advisor.cache.shown import size
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
@@ -235,6 +239,7 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
+        max_artifacts()  # where it is none, that is said before anything is measured
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
             akin = self._records.akin(subject.key, subject.facts.family)
@@ -317,21 +322,24 @@ class _Tuning(ABC):
             )
             search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
-            try:
-                tried = len(search.run())
-                terms = self._terms(subject)
-                decided = decide(subject.worker, space, search, terms, self._progress)
-            except WorkerError:
-                search.settle()
-                raise
-            made = self._provenance(facts, name, tried, scope.clock.spent_s)
-            record = _record(subject, decided, made)
-            if not record.compares:
-                search.settle()
-            _keep(self._records, record, before.fresh or before.unfinished, self._progress)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                try:
+                    tried = len(search.run())
+                    terms = self._terms(subject, Path(folder))
+                    decided = decide(subject.worker, space, search, terms, self._progress)
+                except WorkerError:
+                    search.settle()
+                    raise
+                made = self._provenance(facts, name, tried, scope.clock.spent_s)
+                record = _record(subject, decided, made)
+                if not record.compares:
+                    search.settle()
+                anew = before.fresh or before.unfinished
+                store = _keep(self._records, record, anew, self._progress)
+                _keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
         return record
 
-    def _terms(self, subject: _Subject) -> Terms:
+    def _terms(self, subject: _Subject, folder: Path) -> Terms:
         from advisor.tuners.search.verdict import Terms
 
         return Terms(
@@ -343,6 +351,7 @@ class _Tuning(ABC):
             compare_steps=subject.compare_steps,
             draws=subject.draws,
             baseline=subject.task.baseline,
+            folder=folder if max_artifacts() else None,
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
@@ -691,11 +700,14 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> None:
+def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
     """Put it where it can be put, and say where that is if it is not where it should be.
 
     What is measured anew on purpose, or finished, counts there, also where there was a record of
     more effort.
+
+    Returns:
+        Where it is.
     """
     before = _versions(records, record) if anew else []
     kept = records.put(record)
@@ -708,6 +720,37 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
                 f"{fault}; the record is kept in {kept.url}. To push it later: "
                 f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
             )
+    return kept
+
+
+def _keep_artifacts(
+    records: Records,
+    record: Record,
+    files: Mapping[Config, Path],
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Put what was compiled for a record's configs beside it. Without it, it is compiled anew."""
+    from advisor.tuners import knobs
+    from advisor.tuners.act.artifacts import saved
+
+    artifacts, where = records.artifacts, record.key.environment
+    for config, file in files.items():
+        if (found := saved(file)) is None:
+            continue
+        tools, data = found
+        what = knobs.described(config, record.baseline.config)
+        try:
+            kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
+        except StoreError as exc:
+            progress.warning(f"what was compiled is not kept: {exc}")
+            return
+        progress.notice(
+            f"compiled for {what}: {size(kept)} are kept with the record"
+            if kept
+            else f"compiled for {what}: not kept: no key signs it, or it is over "
+            f"{size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
+        )
 
 
 def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:

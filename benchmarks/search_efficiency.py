@@ -43,7 +43,7 @@ from rich.table import Table
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import RACED, Measurement
-from advisor.tuners.knobs import BY_NAME, code, is_ahead
+from advisor.tuners.knobs import BY_NAME, code, compiles
 from advisor.tuners.measure.runner import Built, ReplayRunner
 from advisor.tuners.measure.timing import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
 from advisor.tuners.search.ahead import QUICKER
@@ -173,7 +173,7 @@ class Clocked(ReplayRunner):
             if config not in self._built:
                 self.time += self.first_step_s(config)
         self._built.add(config)
-        if measured.ok and is_ahead(config):
+        if measured.ok and compiles(config):
             self._compiled.add(code(config))
         self.log.append((self.time, config))
         return measured

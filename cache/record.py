@@ -112,7 +112,8 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
     `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step in a fresh process with empty caches, 0 where that was not measured."""
+    step in a fresh process with empty caches, and `loaded_step_s` those with its artifacts loaded,
+    0 where that was not measured."""
 
     config: Config
     batch: Positive
@@ -125,6 +126,7 @@ class Choice:
     peak_bytes: Bytes
     rounds: tuple[Rate, ...] = ()
     first_step_s: Span = 0.0
+    loaded_step_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

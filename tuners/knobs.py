@@ -774,8 +774,9 @@ def is_half(config: Config) -> bool:
     )
 
 
-def is_ahead(config: Config) -> bool:
-    """Whether what a config compiles is kept in caches on disk."""
+def compiles(config: Config) -> bool:
+    """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
+    none."""
     return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
 
 

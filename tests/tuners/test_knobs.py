@@ -787,8 +787,8 @@ def test_a_winner_that_needs_more_than_its_use_is_refused() -> None:
 def test_what_compiles_the_same_code_is_built_once() -> None:
     eager = Config(precision="bf16", compile="none", step_graph=False, num_workers=0, batch_size=8)
     compiled = eager.replace(compile="default")
-    assert not knobs.is_ahead(eager) and knobs.is_ahead(compiled)
-    assert not knobs.is_ahead(eager.replace(compile="cudagraphs"))
+    assert not knobs.compiles(eager) and knobs.compiles(compiled)
+    assert not knobs.compiles(eager.replace(compile="cudagraphs"))
     same = compiled.replace(step_graph=True, cudnn_benchmark=True, num_workers=4)
     assert knobs.code(compiled) == knobs.code(same)
     for other in ({"precision": "fp16"}, {"compile": "reduce-overhead"}, {BATCH: 16}):

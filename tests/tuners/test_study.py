@@ -311,9 +311,9 @@ class Built(Simulated):
         found = super().measure(config)
         compile_ = str(config["compile"])
         first_s = FIRST_S.get(compile_, 0.1)
-        if knobs.is_ahead(config) and knobs.code(config) in self.codes:
+        if knobs.compiles(config) and knobs.code(config) in self.codes:
             first_s = AGAIN_S
-        self.codes |= {knobs.code(config)} if knobs.is_ahead(config) else set()
+        self.codes |= {knobs.code(config)} if knobs.compiles(config) else set()
         self.time += first_s
         graphed = config["step_graph"] or compile_ in ("cudagraphs", "reduce-overhead")
         rate = found.samples_per_s * (2 if graphed else 1) * (1.3 if "ul" in compile_ else 1)

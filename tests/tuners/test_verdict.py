@@ -15,6 +15,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Measurement
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
+from advisor.tuners.measure.first_step import ANEW, Compiled
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
@@ -130,7 +131,7 @@ class Machine:
                 return Measurement(outcome=outcome, reason=f"{part} is {outcome}")
         return Measurement(outcome="ok")
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         self.started.append(config)
         self.alive = False
         took = self.process_s + 2 * self.first_step_s(config)
@@ -138,6 +139,9 @@ class Machine:
         if took > deadline_s:
             return Measurement(outcome="timed_out", reason="simulated")
         return Measurement(outcome="ok", first_step_s=took - self.process_s)
+
+    def save(self, config: Config, file: Path) -> None:
+        raise AssertionError("nothing is kept")
 
 
 class Notices(Progress):

@@ -63,13 +63,13 @@ def together(
         group = []
         for config in left:
             code, long_s = knobs.code(config), needs_s(config)
-            if knobs.is_ahead(config) and code not in codes:
+            if knobs.compiles(config) and code not in codes:
                 if len(codes) == room or any(long_s != seconds for seconds in codes.values()):
                     continue
                 codes[code] = long_s
             group.append(config)
         left = [config for config in left if config not in group]
-        found.append(sorted(group, key=lambda config: not knobs.is_ahead(config)))
+        found.append(sorted(group, key=lambda config: not knobs.compiles(config)))
     return found
 
 
@@ -97,7 +97,7 @@ class Builds:
         """Of these what is to be built: one for each code that was not."""
         heads: dict[Config, Config] = {}
         for config in configs:
-            if knobs.is_ahead(config) and knobs.code(config) not in self._built:
+            if knobs.compiles(config) and knobs.code(config) not in self._built:
                 heads.setdefault(knobs.code(config), config)
         return list(heads.values())
 
@@ -135,5 +135,5 @@ class Builds:
         return self._owed_s.pop(knobs.code(config), 0.0)
 
     def _of(self, config: Config) -> Measurement | None:
-        built = self._built.get(knobs.code(config)) if knobs.is_ahead(config) else None
+        built = self._built.get(knobs.code(config)) if knobs.compiles(config) else None
         return built.measurement if built else None

@@ -40,9 +40,6 @@ NUMERICS = 0.75
 INPUT = 0.4
 """Of what that left: the input pipeline. First steps have the rest."""
 
-WARM = 3.0
-"""As many times quicker a config is built again: what it compiled is in caches on disk."""
-
 TRIAL_S = (0.3, 2.0)
 """Timed seconds of one trial, least and most."""
 SLACK_S, SLACK = 5.0, 0.1

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from advisor.cache.record import Measurement
 from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, host, target
+from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.served import Served
 from advisor.tuners.blocks import repeated
-from advisor.tuners.knobs import INPUT, KNOBS, plain
+from advisor.tuners.knobs import INPUT, KNOBS, TORCH, compiles, plain
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.observe import BATCHES
@@ -53,6 +56,8 @@ OUT_OF_MEMORY = (
 
 
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
+
+NOTHING = Config()
 
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a trial."""
@@ -187,11 +192,24 @@ class Bench:
         self.healthy = self._came_back()
         return result
 
-    def start(self, config: Config) -> Measurement:
-        """What a config pays before its steps settle, in a process that has run none before."""
+    def start(self, config: Config, loads: str = "", saves: str = "") -> Measurement:
+        """What a config pays before its steps settle, in a process that has run none before.
+
+        Args:
+            loads, saves: files of artifacts; loading them is part of the first step.
+        """
         try:
-            workload = self._build(config, "compute")
-            first, settled = first_steps(workload.step, self._clock, workload.start)
+            # As a script has it: what is torch's default already is left alone, and not set.
+            workload = self._build(config, "compute", default=Config(TORCH | self._default))
+
+            def start() -> None:
+                if loads and (found := artifacts.saved(Path(loads))):
+                    artifacts.load(found[1])
+                workload.start()
+
+            first, settled = first_steps(workload.step, self._clock, start)
+            if saves:
+                artifacts.save(Path(saves))
         except Exception as exc:  # a config may fail in any way; the outcome names it
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
@@ -217,10 +235,19 @@ class Bench:
         return None
 
     def _build(
-        self, config: Config, stage: str, *, count: int = 1, watch: bool = False
+        self,
+        config: Config,
+        stage: str,
+        *,
+        count: int = 1,
+        watch: bool = False,
+        default: Config = NOTHING,
     ) -> Workload:
+        if compiles(config):
+            artifacts.have_stable_keys()
         batch = config.batch
-        advice = Advice(config, device=self._job.device, batch_size=batch)
+        served = Served(default=default)
+        advice = Advice(config, device=self._job.device, batch_size=batch, served=served)
         feed = Feed(batch=batch, seed=self._job.seed, count=count, from_loader=stage == INPUT)
         return Workload(self._loaded, self._task, advice, feed, watch=watch)
 
@@ -422,9 +449,13 @@ class Answers:
         gc.enable()
         return {"facts": to_plain(bench.describe())}
 
-    def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, bench: Bench, *, config: dict[str, Any], **files: str) -> dict[str, Any]:
         gc.enable()  # as a script has it
-        return {"measurement": to_plain(bench.start(Config(config)))}
+        return {"measurement": to_plain(bench.start(Config(config), **files))}
+
+    def _save(self, _bench: Bench, *, file: str) -> dict[str, Any]:
+        artifacts.save(Path(file))
+        return {}
 
     def _free(self, bench: Bench) -> dict[str, Any]:
         return {"bytes": bench.free_bytes()}
@@ -448,6 +479,8 @@ def main() -> int:
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
+    # Pickle would name it where it writes what is compiled, and no script has such a module.
+    sys.modules.pop("__mp_main__", None)
     gc.disable()  # until it has imported what it will: all of it stays
     answers = Answers()
     send(pipe, {"ready": True})

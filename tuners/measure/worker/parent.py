@@ -27,6 +27,7 @@ from advisor.errors import (
     WorkerError,
 )
 from advisor.tuners import host
+from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
@@ -35,6 +36,8 @@ START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
+SAVE_S = 30.0
+"""For putting what was compiled into a file."""
 END_S = 30.0
 """For ending a worker: a process that a driver holds on to ends when the driver lets go."""
 
@@ -144,22 +147,22 @@ class Worker:
         }
         return self._measured(request, 2 * self.deadline_s if deadline_s is None else deadline_s)
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         """The first steps of a config in a process of its own, as a training script has them.
 
         `first_step_s` is what they take once: kernels are loaded, algorithms searched, code
-        compiled with empty caches on disk. The worker is ended for it; the next one to measure
-        starts anew.
+        compiled, or loaded as artifacts. The worker is ended for it; the next one to measure starts
+        anew.
         """
+        files = {"loads": compiled.loads, "saves": compiled.saves}
+        request: dict[str, Any] = {name: str(file) for name, file in files.items() if file}
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
-            caches = {
-                f"{name}_CACHE_DIR": f"{empty}/{name}" for name in ("TORCHINDUCTOR", "TRITON")
-            }
             try:
-                self._launch(caches)
+                self._launch(empty_caches(empty) if compiled.anew else {})
                 reply = self._load(deadline_s)
                 if "error" not in reply:
-                    reply = self._ask({"do": "start", "config": dict(config)}, deadline_s)
+                    request |= {"do": "start", "config": dict(config)}
+                    reply = self._ask(request, deadline_s)
                 else:
                     return Measurement(outcome="failed", reason=reply["message"][:300])
                 return from_plain(Measurement, reply["measurement"])
@@ -214,6 +217,16 @@ class Worker:
         except _Gone:
             self._kill()
             return 0
+
+    def save(self, config: Config, file: Path) -> None:
+        """As `Starter.save`: whatever this worker has measured."""
+        del config
+        if self._process is None:
+            return
+        try:
+            self._ask({"do": "save", "file": str(file)}, SAVE_S)
+        except _Gone:
+            self._kill()
 
     def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
         began = time.monotonic()
