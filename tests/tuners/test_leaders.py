@@ -47,6 +47,13 @@ def test_what_leads_at_a_large_batch_is_compiled_first_what_needs_a_scaler_last(
     assert leaders((TF32, 1500.0), (BF16, 1200.0), space=alone).found(["pilot"])[0] == BF16
 
 
+def test_what_one_graph_shows_counts_where_no_other_batch_does() -> None:
+    alone = Space({name: v[:1] if name == "batch_size" else v for name, v in SPACE.choices.items()})
+    last = BF16.replace(channels_last=True)
+    rates = ((BF16, 1250.0), (last, 1200.0), (last.replace(step_graph=True), 4000.0))
+    assert leaders(*rates, space=alone).found(["pilot"]) == [last, BF16]
+
+
 def test_what_is_far_slower_where_the_device_is_the_limit_is_behind() -> None:
     table = leaders(
         *((TF32, 1500.0), (BF16, 1200.0), (FP16, 1100.0)),

@@ -34,22 +34,32 @@ class Leaders:
     def found(self, uses: Sequence[str]) -> list[Config]:
         """The leaders for some uses, at the user's batch.
 
-        Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
-        for the device at every step, and shuts graphs out. Where no other batch shows what the
-        device could do, what leads there usually is: half precision, which the host may hide.
+        Of what leads at any batch, or as one graph, first what asks nothing special of a script:
+        fp16's scaler waits for the device at every step, and shuts graphs out. Where no other batch
+        shows what the device could do, what leads there usually is: half precision, which the host
+        may hide.
         """
         default, user = self.space.default, self.space.batch
         any_batch = self._following(uses[0], self.trials)
-        best = max(any_batch, key=_rate)
+        reach: dict[Config, float] = {}
+        for trial in self.trials:
+            code = knobs.code(trial.config)
+            reach[code] = max(reach.get(code, 0.0), _rate(trial))
+
+        def reached(trial: Trial) -> tuple[float, float]:
+            return reach[knobs.code(trial.config)], _rate(trial)
+
+        best = max(any_batch, key=reached)
         light = [
             trial
             for trial in any_batch
-            if _rate(trial) >= LIGHT * _rate(best) and not knobs.heavy(trial.config, default)
+            if reached(trial)[0] >= LIGHT * reached(best)[0]
+            and not knobs.heavy(trial.config, default)
         ]
         if len(self.space.batches) == 1:
             light = [t for t in light if knobs.is_half(t.config)] or light
         mine = [trial for trial in self.trials if trial.config.batch == user]
-        found = [max(light, key=_rate)] if light else []
+        found = [max(light, key=reached)] if light else []
         found += [max(self._following(use, mine), key=_rate) for use in uses]
         return list(dict.fromkeys(trial.config.at(user) for trial in (*found, best)))
 
