@@ -6,29 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import Measurement, Trial
+from advisor.cache.record import Measurement
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import Builder, Built
 from advisor.tuners.search.space import Space
 
-SHORT_S = 0.005
-"""Steps of less are taken to wait for the host, where no graph has shown it."""
-SHORT = 1.1
-"""As many times faster as one graph, steps wait for the host."""
 QUICKER = 6.0
 """As many times quicker a built config is expected to start in the worker, until one has: measured
 were 4 to 12 (FACTS)."""
-
-
-def is_short(trials: Iterable[Trial], config: Config) -> bool:
-    """Whether the host is the limit of a config's steps, as far as trials of the same code tell:
-    one graph made them faster, or they take a few milliseconds."""
-    alike = [t for t in trials if t.measurement.ok and knobs.code(t.config) == knobs.code(config)]
-    graphed = [t.measurement.step_s for t in alike if knobs.is_captured(t.config)]
-    plain = [t.measurement.step_s for t in alike if not knobs.is_captured(t.config)]
-    if graphed and plain:
-        return min(plain) >= SHORT * min(graphed)
-    return min(plain + graphed, default=SHORT_S) < SHORT_S
 
 
 def order(

@@ -21,8 +21,9 @@ from advisor.tuners import knobs
 from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
 from advisor.tuners.measure.worker.fleet import Ask, Done, Fleet, one_by_one
 from advisor.tuners.search import guesses
-from advisor.tuners.search.ahead import Builds, is_short, order, together
+from advisor.tuners.search.ahead import Builds, order, together
 from advisor.tuners.search.journal import Journal
+from advisor.tuners.search.leaders import Leaders
 from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.sampler import GainPerSecond
@@ -50,8 +51,6 @@ DEAR_LEAST_S = 45.0
 the budget is."""
 TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
 """Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
-LIGHT = 0.7
-"""Of the best at any batch: what is as fast is tried compiled before what needs a scaler."""
 REBUILT = 2
 """Times that what leads is built, and compiled, again once the search is over: to hold it against
 fp32, and through a DataLoader."""
@@ -295,56 +294,28 @@ class Search:
         ]
         if not uses:
             return
-        leaders = list(dict.fromkeys(self._leaders(uses)))
-        behind = [one for one in leaders if self._is_behind(one, leaders[0])]
-        dear = self._try_on([one for one in leaders if one not in behind], values)
-        # Not the batch of what was compiled: at the user's it may lead by that alone.
-        eager = [t for t in self.trials if t.measurement.ok and not space.is_dear(t.config)]
-        free = max(eager, key=lambda trial: trial.measurement.samples_per_s).config.batch
+        leaders = Leaders.among(space, self.trials)
+        found, free = leaders.found(uses), leaders.batch
+        behind = [one for one in found if leaders.is_behind(one, found[0])]
+        dear = self._try_on([one for one in found if one not in behind], values)
         if free != user:
-            best = [config.at(free) for config in self._best_of(dear)]
+            best = Leaders.among(space, self.trials).of_each_use(dear)
             room = self._room(free)
-            self._try_group(best if room > 1 else best[:1], room)
+            self._try_group([config.at(free) for config in best[:room]], room)
         self._try_on(behind, values)
 
     def _try_on(
         self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
     ) -> list[Config]:
         """Try dear knobs on leaders; the configs that this is about."""
-        groups = order(self._space, leaders, values, lambda one: is_short(self.trials, one))
+        short = Leaders.among(self._space, self.trials).is_short
+        groups = order(self._space, leaders, values, short)
         dear = list(dict.fromkeys(config for group in groups for config in group))
         room = self._room(self._space.batch)
         for group in together(dear, room, self._needs_s) if room > 1 else groups:
             self._try_group(group, room)
             self._try_on_leaders()  # a compiler has done most of its work for these
         return dear
-
-    def _is_behind(self, config: Config, first: Config) -> bool:
-        """Whether one leader is far slower than the first at the largest batch of both: what is
-        compiled waits for the host no more than that does."""
-        ours, theirs = (
-            {
-                t.config.batch: t.measurement.samples_per_s
-                for t in self.trials
-                if t.measurement.ok and t.config.knobs == one.knobs
-            }
-            for one in (config, first)
-        )
-        largest = max(ours.keys() & theirs.keys(), default=0)
-        return largest > 0 and ours[largest] < LIGHT * theirs[largest]
-
-    def _best_of(self, configs: Sequence[Config]) -> list[Config]:
-        """The fastest that ran for each use, the widest first."""
-        rate = {
-            config: trial.measurement.samples_per_s
-            for config in configs
-            if (trial := self._known.get(config)) and trial.measurement.ok
-        }
-        mine = (
-            [config for config in rate if self._covers(_Aim(use, None), config)]
-            for use in self._space.uses
-        )
-        return list(dict.fromkeys(max(some, key=lambda c: rate[c]) for some in mine if some))
 
     def _room(self, batch: int) -> int:
         """How many configs may be built at once, by the memory that the default takes."""
@@ -392,31 +363,6 @@ class Search:
         """Seconds that a trial of these values of knobs must have."""
         rows = ((knobs.BY_NAME[name].dear, value) for name, value in self._dear(values))
         return max((needs(value) for needs, value in rows if needs), default=0.0)
-
-    def _leaders(self, uses: Sequence[str]) -> list[Config]:
-        """What dear knobs are tried on, at the user's batch.
-
-        Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
-        for the device at every step that no graph holds. Where no other batch shows what the
-        device could do, what leads there usually is: half precision, which the host may hide.
-        """
-        user, default = self._space.batch, self._space.default
-        best = self.best(None, uses[0])
-        floor = LIGHT * best.measurement.samples_per_s
-        light = [
-            t
-            for t in self.trials
-            if t.measurement.ok
-            and t.measurement.samples_per_s >= floor
-            and self._covers(_Aim(uses[0], None), t.config)
-            and not knobs.heavy(t.config, default)
-        ]
-        if len(self._space.batches) == 1:
-            half = [t for t in light if knobs.is_half(t.config)]
-            light = half or light
-        found = [max(light, key=lambda t: t.measurement.samples_per_s)] if light else []
-        found += [self.best(user, use) for use in uses]
-        return [trial.config.at(user) for trial in (*found, best)]
 
     def _may_be_dear(self, config: Config) -> bool:
         return (
