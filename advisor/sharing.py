@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.cache import exchange
+from advisor.cache.artifacts import Label
 from advisor.cache.exchange import Carried, Waste
+from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls
+from advisor.cache.shown import size
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.opening import Cache, open_records
 
-GC_KINDS = ("superseded", "stale")
+GC_KINDS = SUPERSEDED, _STALE = "superseded", "stale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,8 @@ def import_(file: Path, only: Only, *, cache: Cache = None) -> tuple[str, Iterat
 
 
 def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
-    """Put every version of what one store has into another; what became of each.
+    """Put every version of what one store has into another, and its artifacts as far as you or your
+    team signed them; what became of each.
 
     Nothing in the other store is changed or lost, so stores may be synced in any order.
 
@@ -87,22 +92,31 @@ def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
     if not here.keys():
         raise UsageError(f"sync: there is nothing in {here.url}")
     there.check_writable()
-    yield from exchange.carry(exchange.contents(here), records, there, only)
+    places: set[str] = set()
+    for carried in exchange.carry(exchange.contents(here), records, there, only):
+        name = Name.parse(carried.name)
+        if name is not None and carried.outcome != "refused":
+            places.add(name.place)
+        yield carried
+    yield from exchange.carry_artifacts(records, here, there, places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Going:
-    """What `gc` would take from a store: a record's version, a mark, or a file left behind."""
+    """What `gc` would take from a store: a record's version, a mark, artifacts, or a file left
+    behind."""
 
     store: Store
     what: str
     reason: str
     waste: Waste | None = None
+    artifacts: Label | None = None
     file: Path | None = None
 
 
 def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records, list[Going]]:
-    """What may go from each store: see `exchange.waste`. Nothing is removed yet; `remove` does.
+    """What may go from each store, as `exchange.waste` and `exchange.idle` have it. Nothing is
+    removed yet; `remove` does.
 
     Stores that cannot be read are in the records' `unreachable`.
 
@@ -115,6 +129,7 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
     for store in records.stores:
         try:
             listed = exchange.waste(records, store)
+            idle = exchange.idle(records, store)
             left = exchange.leavings(store)
         except StoreError as exc:
             failed.append(exc)
@@ -123,6 +138,16 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
             Going(store=store, what=one.name.record_id, reason=one.reason, waste=one)
             for one in listed
             if one.reason.partition(":")[0] in kinds
+        ]
+        found += [
+            Going(
+                store=store,
+                what=one.label.record_id,
+                reason=f"{SUPERSEDED}: {size(one.size)} of artifacts: {one.reason}",
+                artifacts=one.label,
+            )
+            for one in idle
+            if SUPERSEDED in kinds
         ]
         found += [
             Going(store=store, what=path.name, reason="left by a writer that was killed", file=path)
@@ -138,6 +163,7 @@ def remove(records: Records, going: Sequence[Going]) -> list[str]:
     """Remove exactly these; a line for each that stays."""
     records.remove((one.store, one.waste.name) for one in going if one.waste)
     stuck = list(records.stuck)
+    stuck += remove_artifacts((one.store, one.artifacts) for one in going if one.artifacts)
     for one in going:
         if one.file is not None:
             try:
@@ -145,3 +171,35 @@ def remove(records: Records, going: Sequence[Going]) -> list[str]:
             except OSError as exc:
                 stuck.append(f"{one.file}: {exc.strerror or exc}")
     return stuck
+
+
+def remove_artifacts(going: Iterable[tuple[Store, Label]]) -> list[str]:
+    """Remove exactly these; a line for each that stays."""
+    stuck = []
+    for store, label in going:
+        try:
+            if store.shelf is not None:
+                store.shelf.delete(label.text)
+        except StoreError as exc:
+            stuck.append(f"{label.record_id}: {exc}")
+    return stuck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelved:
+    """How many artifacts a store has, and their bytes."""
+
+    store: Store
+    number: int
+    size: int
+
+
+def shelved(records: Records) -> list[Shelved]:
+    """What each store that can be read has of artifacts, where it has any."""
+    found = []
+    for store in records.stores:
+        with contextlib.suppress(StoreError):
+            sizes = {} if store.shelf is None else store.shelf.sizes()
+            if sizes:
+                found.append(Shelved(store=store, number=len(sizes), size=sum(sizes.values())))
+    return found

@@ -28,7 +28,8 @@ from advisor.cache.stores import Remote, Store
 from advisor.errors import RecordDamaged, StoreError
 
 _START = b"advisor artifacts 1\n"
-_MAC_BYTES = 32
+_BODY = len(_START) + 32
+"""Where it begins, behind the signature."""
 _LEVEL = 1
 """Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
 _MOST_TIMES = 32
@@ -70,7 +71,7 @@ class Purpose:
     def of(cls, record: Record, config: Config, where: Environment, tools: Tools) -> Purpose:
         """To run a config of a record somewhere."""
         return cls(
-            record=f"{record.key.model[:12]}/{record.key.id}/{record.batch}",
+            record=place_of(record),
             config=compiled_of(record, config),
             kind=where.device.kind,
             device=where.device.name,
@@ -96,6 +97,11 @@ class Purpose:
             for name, (there, now) in differ
             if there != now
         )
+
+
+def place_of(record: Record) -> str:
+    """As names have it."""
+    return f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
 
 
 def compiled_of(record: Record, config: Config) -> str:
@@ -137,21 +143,24 @@ def sealed(data: bytes, purpose: Purpose, seal: Seal) -> bytes:
     return _START + seal.mac(body, ARTIFACTS) + body
 
 
+def is_signed(sealed: bytes, seal: Seal) -> bool:
+    """Whether one of the seal's keys signed all of what a shelf keeps."""
+    return seal.made(sealed[len(_START) : _BODY], sealed[_BODY:], ARTIFACTS)
+
+
 def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
     """The artifacts in what a shelf keeps, if they may be loaded for a purpose.
 
     Raises:
         RecordDamaged: why they may not.
     """
-    start = len(_START) + _MAC_BYTES
-    mac, body = sealed[len(_START) : start], sealed[start:]
     if not sealed.startswith(_START):
         raise RecordDamaged("artifacts: none that this version reads; refused")
-    if not seal.made(mac, body, ARTIFACTS):
+    if not is_signed(sealed, seal):
         raise RecordDamaged("artifacts: not signed by you or your team, or changed since; refused")
     # From here on it is what the owner of a key wrote; another version of advisor may have.
     try:
-        found = msgpack.unpackb(body, max_bin_len=len(body))
+        found = msgpack.unpackb(sealed[_BODY:], max_bin_len=len(sealed))
         if apart := from_plain(Purpose, found["purpose"]).apart(purpose):
             raise RecordDamaged(f"artifacts: made for {apart}; refused")
         inflating = zlib.decompressobj()
@@ -237,15 +246,26 @@ class Artifacts:
                     store.shelf.put(name, packed)
                     return
 
-    def listed(self, record: Record) -> Iterator[tuple[Store, Label, int]]:
-        """Where there are artifacts of a record, and their size; stores that cannot be read are
+    def listed(self, places: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
+        """Where there are artifacts of some records, and their size; stores that cannot be read are
         passed over."""
-        place = f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
         for store in self._stores:
             with contextlib.suppress(StoreError):
                 for label, size in labels(store, self._seal).items():
-                    if label.record == place:
+                    if label.record in places:
                         yield store, label, size
+
+    def signed(self, store: Store, places: Collection[str]) -> Iterator[tuple[Label, bytes]]:
+        """What a store's shelf has of some records that the reader or their team signed.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        for label in labels(store, self._seal):
+            if store.shelf is not None and label.trusted and label.record in places:
+                packed = store.shelf.get(label.text, self._most)
+                if packed is not None and is_signed(packed, self._seal):
+                    yield label, packed
 
     def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
         """What of a store's shelf, and of the reader's or their team's, is good for nothing.
@@ -259,7 +279,7 @@ class Artifacts:
         """
         for label, size in labels(store, self._seal).items():
             if label.trusted and (reason := self._useless(label, size, advised)):
-                yield Idle(store=store, label=label, size=size, reason=f"superseded: {reason}")
+                yield Idle(store=store, label=label, size=size, reason=reason)
 
     def _useless(self, label: Label, size: int, advised: Mapping[str, Collection[str]]) -> str:
         if label.record not in advised:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from advisor.cache.artifacts import Idle, compiled_of
 from advisor.cache.codec import content
 from advisor.cache.match import place_of
 from advisor.cache.name import MARKS, Mark, Name, ranked
 from advisor.cache.reader import AT_ONCE, Marks, Reader, stale_of
 from advisor.cache.record import Record
 from advisor.cache.records import Records
+from advisor.cache.shown import size
 from advisor.cache.stores import Store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.pack import read, write
+from advisor.cache.stores.shelf import FolderShelf
 from advisor.errors import RecordDamaged, StoreError
 
 Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
@@ -134,6 +137,26 @@ def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
     return data
 
 
+def carry_artifacts(
+    records: Records, source: Store, store: Store, places: Collection[str]
+) -> Iterator[Carried]:
+    """Put the artifacts of some records into another store, as they are: those that the reader or
+    their team signed, and no others.
+
+    Raises:
+        StoreError: one of the stores cannot be read or written.
+    """
+    there = {} if store.shelf is None else store.shelf.sizes()
+    for label, packed in records.artifacts.signed(source, places):
+        if store.shelf is None:
+            return
+        known = there.get(label.text) == len(packed)
+        if not known:
+            store.shelf.put(label.text, packed)
+        outcome: Outcome = "known" if known else "added"
+        yield Carried(name=label.text, outcome=outcome, target=f"{size(len(packed))} of artifacts")
+
+
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
     """Every version of every record in a store, and every mark."""
     names = [text for text in store.keys() if Name.parse(text) or Mark.parse(text)]
@@ -224,6 +247,21 @@ def waste(records: Records, store: Store) -> list[Waste]:
     return [*found, *_outlived(counting)]
 
 
+def idle(records: Records, store: Store) -> list[Idle]:
+    """Artifacts on a store's shelf that no record there leads to any more, of what the reader or
+    their team signed.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    advised: dict[str, set[str]] = {name.place: set() for name in records.names(store)}
+    if store.shelf is not None and store.shelf.sizes():
+        for one in records.look_into(store).held:
+            configs = (winner.choice.config for winner in one.record.winners)
+            advised[one.name.place] |= {compiled_of(one.record, config) for config in configs}
+    return list(records.artifacts.idle(store, advised))
+
+
 def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[Waste]:
     """Records of a GPU that runs under another driver by now, and was measured again."""
     machines: dict[str, list[tuple[Name, Record]]] = {}
@@ -251,4 +289,6 @@ def _driver(record: Record) -> str:
 
 def leavings(store: Store) -> list[Path]:
     """What killed writers left in a folder of files."""
-    return store.leavings() if isinstance(store, DirStore) else []
+    shelf = store.shelf
+    found = store.leavings() if isinstance(store, DirStore) else []
+    return [*found, *(shelf.leavings() if isinstance(shelf, FolderShelf) else ())]

@@ -67,7 +67,14 @@ def own_surroundings(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in (
         *("ADVISOR_DISABLE", "ADVISOR_LOG", "ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY"),
-        *("ADVISOR_SECRET", "ADVISOR_SECRET_FILE", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        *(
+            "ADVISOR_MAX_ARTIFACTS",
+            "ADVISOR_SECRET",
+            "ADVISOR_SECRET_FILE",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+        ),
     ):
         monkeypatch.delenv(name, raising=False)
     return folder

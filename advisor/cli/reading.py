@@ -13,11 +13,13 @@ import click
 from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
+from advisor.cache.artifacts import compiled_of, place_of
 from advisor.cache.name import Mark, Name
 from advisor.cache.reader import Held, Sought
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
+from advisor.cache.shown import size
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
@@ -34,6 +36,7 @@ from advisor.cli.options import (
 )
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
+from advisor.sharing import remove_artifacts
 
 MOST = 200
 """Records that are read for a list."""
@@ -59,9 +62,10 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
     if key is not None:
         held = records.one(key)
         if as_json:
-            click.echo(json.dumps(data.as_data(held.record, cache) | {"signed": held.trusted}))
+            more = {"signed": held.trusted, "artifacts": _artifacts(records, held.record)}
+            click.echo(json.dumps(data.as_data(held.record, cache) | more))
         else:
-            _show(held, cache)
+            _show(held, cache, _artifacts(records, held.record))
         return
     newest = records.newest(most)
     older = records.left + len(newest[most:])
@@ -85,7 +89,19 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
 
 
-def _show(held: Held, cache: str | None) -> None:
+def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:
+    """What is kept of what was compiled for a record: for which uses, how large, where."""
+    uses: dict[str, list[str]] = {}
+    for winner in record.winners:
+        uses.setdefault(compiled_of(record, winner.choice.config), []).append(winner.use)
+    listed = records.artifacts.listed({place_of(record)})
+    return [
+        {"uses": sorted({*uses.get(label.config, ())}), "bytes": bytes_, "store": store.url}
+        for store, label, bytes_ in listed
+    ]
+
+
+def _show(held: Held, cache: str | None, artifacts: list[dict[str, Any]]) -> None:
     from advisor.report.sections import report
 
     out, shown = console(), report(held.record, cache)
@@ -97,6 +113,9 @@ def _show(held: Held, cache: str | None) -> None:
     signed = "" if held.trusted else f"  {UNSIGNED}"
     say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(*(f"  {name:<16}{value}" for name, value in shown.facts))
+    for one in artifacts:
+        uses = ", ".join(one["uses"]) or "nothing that is advised"
+        say(f"  {'artifacts':<16}{size(one['bytes'])} for {uses}, in {one['store']}")
     for section in shown.sections:
         say("", section.title, style="bold")
         if section.table:
@@ -225,8 +244,11 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     for record in readable.values():
         forget_studies(records, record)
     records.remove(going)
+    places = {name.place for _store, name in going}
+    kept = records.artifacts.listed(places)
+    without = remove_artifacts([(store, label) for store, label, _size in kept])
     stuck = [f"{line}; nothing was removed there" for line in away]
-    stuck += [f"{line}; it stays" for line in records.stuck]
+    stuck += [f"{line}; it stays" for line in [*records.stuck, *without]]
     for line in stuck:
         click.echo(f"advisor: {line}", err=True)
     if as_json:

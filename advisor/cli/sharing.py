@@ -10,8 +10,10 @@ from typing import Any
 import click
 
 from advisor import sharing
+from advisor.cache.artifacts import Label
 from advisor.cache.exchange import Carried
 from advisor.cache.name import Mark, Name
+from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
 
@@ -76,7 +78,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name) or Mark.parse(row.name)
+        name = Name.parse(row.name) or Mark.parse(row.name) or Label.parse(row.name)
         id = name.record_id if name else ascii(row.name[:60])
         what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
@@ -94,12 +96,15 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show what may go of what you measured: superseded records, and outlived ones."""
+    """Show what may go of what you measured: superseded records, outlived ones, artifacts."""
     records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
     for line in records.unreachable:
         click.echo(f"advisor: {line}", err=True)
+    there = sharing.shelved(records)
     said = "removing" if remove else "would go"
     if not as_json:
+        for shelf in there:
+            click.echo(f"artifacts  {shelf.number}, {size(shelf.size)}  ({shelf.store.url})")
         for one in going:
             click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
     stuck = sharing.remove(records, going) if remove else []
@@ -109,14 +114,23 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": one.waste.name.text if one.waste else one.what,
+                "name": _name_of(one),
                 "reason": one.reason,
             }
             for one in going
         ]
-        click.echo(json.dumps({"removed": remove, "records": rows, "stuck": stuck}))
+        artifacts = [
+            {"store": one.store.url, "number": one.number, "bytes": one.size} for one in there
+        ]
+        said_of = {"records": rows, "artifacts": artifacts, "stuck": stuck}
+        click.echo(json.dumps({"removed": remove} | said_of))
     elif not going:
         click.echo("nothing to remove")
     elif not remove:
         click.echo("nothing was removed; to remove, add --yes")
     click.get_current_context().exit(FAILED if stuck else DONE)
+
+
+def _name_of(going: sharing.Going) -> str:
+    named = going.waste.name if going.waste else going.artifacts
+    return named.text if named else going.what

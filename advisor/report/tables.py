@@ -105,6 +105,8 @@ def said(record: Record) -> Iterator[str]:
         yield f"Chosen for a job of {duration(made.duration_s)}."
     if paying := pays(record, break_even(record)):
         yield paying
+    if loading := first_step(record):
+        yield loading
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY:
         yield (
@@ -241,6 +243,16 @@ def pays(record: Record, rows: Sequence[Row]) -> str:
             after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
             return f"The advice pays from step {row.steps:,} on{after}."
     return ""
+
+
+def first_step(record: Record) -> str:
+    """What the advice takes before its first step, with its artifacts and without; '' where that
+    was not measured."""
+    advised = record.winner(record.use)
+    if not advised.loaded_step_s or not advised.first_step_s:
+        return ""
+    fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
+    return f"Its first step takes {fresh}, {loaded} with what is kept of its compilation."
 
 
 def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:

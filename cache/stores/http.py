@@ -19,13 +19,15 @@ from advisor.cache.name import MARKS, PREFIX
 from advisor.cache.stores import by_many
 from advisor.cache.stores.link import BYTES, JSON, Link
 from advisor.cache.stores.patience import go_on
-from advisor.cache.stores.shelf import ARTIFACTS, is_plain, plain
+from advisor.cache.stores.shelf import ARTIFACTS, is_plain, plain, too_large
 from advisor.errors import RecordDamaged, StoreError
 
 if TYPE_CHECKING:
     from advisor.cache.stores import Narrowing, Shelf
 
 _ARTIFACTS = f"/api/{ARTIFACTS}"
+_REFUSAL = 2**12
+"""Bytes that a refusal may have."""
 MOST = 64
 """Records asked for in one request."""
 _KEY = re.compile(rf"(?:{PREFIX}|{MARKS})[0-9a-fs./]{{1,200}}")
@@ -194,9 +196,13 @@ class HttpShelf:
 
     def get(self, name: str, most: int) -> bytes | None:
         status, _headers, data = self._store.ask(
-            "GET", f"{_ARTIFACTS}/{plain(name)}", accepts=(404,), most=most
+            "GET", f"{_ARTIFACTS}/{plain(name)}", accepts=(404,), most=most + _REFUSAL
         )
-        return None if status == 404 else data
+        if status == 404:
+            return None
+        if len(data) > most:
+            raise too_large(name, most)
+        return data
 
     def put(self, name: str, data: bytes) -> None:
         self._store.ask("PUT", f"{_ARTIFACTS}/{plain(name)}", body=data, kind=BYTES)

@@ -29,6 +29,7 @@ from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 
+LABEL = f"{'ab' * 6}-{'cd' * 6}-64-{'ef' * 6}.{'09' * 6}"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -77,6 +78,23 @@ class TestContract:
         assert not store.delete("b")
         assert store.keys() == ["a"]
         assert store.health() == "ok"
+
+    def test_shelf(self, store: Store, url: str, tmp_path: Path) -> None:
+        """Artifacts lie beside the records, and are none of them."""
+        assert store.shelf is not None
+        assert store.shelf.sizes() == {} and store.shelf.get(LABEL, 10) is None
+        assert not store.shelf.delete(LABEL) and list(tmp_path.iterdir()) == []
+        store.shelf.put(LABEL, b"before")
+        store.shelf.put(LABEL, b"\0" * 2**21)
+        shelf = open_store(url).shelf
+        assert shelf is not None
+        assert shelf.sizes() == {LABEL: 2**21} and store.keys() == []
+        assert shelf.get(LABEL, 2**21) == b"\0" * 2**21
+        with pytest.raises(StoreError, match="larger than"):
+            shelf.get(LABEL, 2**21 - 1)
+        with pytest.raises(StoreError, match="no name"):
+            shelf.put("../elsewhere", b"")
+        assert shelf.delete(LABEL) and not shelf.delete(LABEL) and shelf.sizes() == {}
 
     def test_url_opens_it_again(self, store: Store) -> None:
         store.put("a", b"1")

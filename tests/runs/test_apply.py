@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import advisor
+from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import USES, Provenance, Record, Target, Winner
 from advisor.finding.inside import own_command
-from advisor.finding.piloted import Found
+from advisor.finding.piloted import Found, Terms
 from advisor.opening import open_records
 from advisor.tuners.act import following
 from advisor.tuners.act.advice import Advice
@@ -33,7 +34,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import ELSEWHERE, UNADVISED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.served import Served
-from advisor.tuners.environment import detect
+from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from tests.cache.examples import choice, trial
 from tests.runs.forked import left_behind, space_of
@@ -183,6 +184,32 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     trained(net, 1)
     assert net.dtypes[-1] == torch.float32
+
+
+def test_artifacts_are_loaded_before_the_advice_is_in_force(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Or refused, where they are not what was signed."""
+    guide, charge = Looks(), InCharge()
+    charge.bring(guide)
+    trained(Net())
+    charge.release()
+    found = record_of(guide.seen, Config(compile="default"))
+    base = choice(found.baseline.config.replace(compile="none"))
+    winners = [replace(w, choice=base) if w.use == USES[0] else w for w in found.winners]
+    found = replace(found, baseline=base, winners=tuple(winners))
+    records = open_records(None)
+    store = records.put(found)
+    purpose = Purpose.of(found, found.winner("pilot").config, detect("cpu"), tools())
+    assert records.artifacts.keep(b"no pickle", purpose, store) and store.shelf is not None
+    (name,) = store.shelf.sizes()
+    store.shelf.put(name, b"rubbish")
+    with caplog.at_level("INFO", "advisor"):
+        order = Found(["python", "train.py"], Terms()).known(guide.seen)
+    assert order is not None and order.config["compile"] == "default"
+    refused = "artifacts: none that this version reads; refused; compiled anew"
+    said = [one.getMessage() for one in caplog.records]
+    assert refused in said and said[-1].endswith(f"; {refused}")
 
 
 @pytest.mark.usefixtures("known")

@@ -68,6 +68,7 @@ def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
     known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    known |= {"{label}": "-".join(["ab" * 6, "ab" * 6, "64", "ab" * 6]) + "." + "ab" * 6}
     known |= {"{digest}": "ab" * 32, "{name}": "ab@1", "{file}": "icon.svg"}
     return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
 

@@ -1,0 +1,198 @@
+"""What was compiled for a record: read only where one's own key signed it, for the very same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from advisor.cache import exchange
+from advisor.cache.artifacts import Artifacts, Label, Purpose, Tools, opened, place_of, sealed
+from advisor.cache.config import Config
+from advisor.cache.record import Record
+from advisor.cache.records import Records
+from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.settings import max_artifacts
+from advisor.cache.stores import Shelf, Store, open_store
+from advisor.cache.stores.pack import PackStore
+from advisor.errors import RecordDamaged, UsageError
+from tests.cache.examples import DEFAULT, ENVIRONMENT, record
+
+MINE = Seal(own=b"m" * 32)
+THEIRS = Seal(own=b"t" * 32)
+TEAM = Seal(b"a secret of a team", own=b"m" * 32)
+TOOLS = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
+RECORD = record()
+PURPOSE = Purpose.of(RECORD, DEFAULT, ENVIRONMENT, TOOLS)
+DATA = b"code " * 1000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(f"dir:{tmp_path}/store")
+
+
+def shelf(store: Store) -> Shelf:
+    assert store.shelf is not None
+    return store.shelf
+
+
+def artifacts(*stores: Store, seal: Seal = MINE, most: int = 2**20) -> Artifacts:
+    return Artifacts(stores, seal, most)
+
+
+def text(purpose: Purpose, seal: Seal) -> str:
+    return f"{purpose.label}.{seal.tag(purpose.label)}"
+
+
+def test_what_was_kept_is_found(store: Store) -> None:
+    size = artifacts(store).keep(DATA, PURPOSE, store)
+    found = artifacts(store).find(PURPOSE)
+    assert found is not None and (found.data, found.size, found.store) == (DATA, size, store.url)
+    assert size < len(DATA)
+    assert artifacts(store, seal=TEAM).find(PURPOSE) is not None  # by one's own key too
+    assert artifacts(store, seal=THEIRS).find(PURPOSE) is None
+    assert artifacts(store, most=0).find(PURPOSE) is None
+    assert artifacts(store).find(replace(PURPOSE, config="ab" * 6)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "now"),
+    [
+        *(("torch", "2.15.0"), ("triton", ""), ("python", "3.12.1"), ("driver", "590.2")),
+        *(("device", "NVIDIA H100"), ("capability", "10.0"), ("kind", "cpu")),
+        *(("record", "ab/cd/64"), ("config", "ab" * 6)),
+    ],
+)
+def test_of_anything_else_they_are_refused(field: str, now: str) -> None:
+    here = replace(PURPOSE, **{field: now})
+    with pytest.raises(RecordDamaged, match=f"made for {field} .*, here {now or 'none'}"):
+        opened(sealed(DATA, PURPOSE, MINE), here, MINE)
+
+
+@pytest.mark.parametrize("at", [0, 25, 60, -1])
+def test_what_was_changed_is_refused_before_it_is_read(at: int) -> None:
+    good = sealed(DATA, PURPOSE, MINE)
+    bad = bytearray(good)
+    bad[at] ^= 1
+    with pytest.raises(RecordDamaged, match=r"none that this version reads|not signed by you"):
+        opened(bytes(bad), PURPOSE, MINE)
+    assert opened(good, PURPOSE, MINE) == DATA
+
+
+@pytest.mark.parametrize("seal", [UNSEALED, THEIRS, Seal(b"a secret of another team")])
+def test_nobody_plants_them(store: Store, seal: Seal) -> None:
+    """A name can be copied from a listing, and what is signed from one place to another."""
+    shelf(store).put(text(PURPOSE, MINE), sealed(DATA, PURPOSE, seal))
+    with pytest.raises(RecordDamaged, match="not signed by you or your team"):
+        artifacts(store).find(PURPOSE)
+    other = replace(PURPOSE, config="ab" * 6)
+    shelf(store).put(text(PURPOSE, MINE), sealed(DATA, other, MINE))
+    with pytest.raises(RecordDamaged, match="made for config"):
+        artifacts(store).find(PURPOSE)
+
+
+def test_a_signed_record_is_no_signed_code() -> None:
+    good = sealed(DATA, PURPOSE, MINE)
+    start, body = good[:20], good[52:]
+    with pytest.raises(RecordDamaged, match="not signed"):
+        opened(start + MINE.mac(body) + body, PURPOSE, MINE)
+
+
+def test_what_is_too_large_or_unsigned_is_not_kept(store: Store, tmp_path: Path) -> None:
+    assert artifacts(store, most=10).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, most=0).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, seal=UNSEALED).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store).keep(DATA, PURPOSE, PackStore(tmp_path / "pack")) == 0
+    assert shelf(store).sizes() == {}
+    artifacts(store).keep(DATA, PURPOSE, store)
+    with pytest.raises(RecordDamaged, match="larger than 10 bytes"):
+        artifacts(store, most=10).find(PURPOSE)
+
+
+def test_what_unpacks_without_end_is_refused() -> None:
+    with pytest.raises(RecordDamaged, match="too large when unpacked"):
+        opened(sealed(b"\0" * 10**6, PURPOSE, MINE), PURPOSE, MINE)
+
+
+def test_stores_are_looked_through_in_order_and_the_first_keeps_it(
+    store: Store, tmp_path: Path
+) -> None:
+    first = open_store(f"disk:{tmp_path}/first")
+    artifacts(store).keep(DATA, PURPOSE, store)
+    shelf(first).put(text(PURPOSE, MINE), b"rubbish")
+    found = artifacts(first, store).find(PURPOSE)
+    assert found is not None and found.store == store.url
+    again = artifacts(first, store).find(PURPOSE)
+    assert again is not None and again.store == first.url
+
+
+def put(store: Store, one: Record, seal: Seal = MINE) -> Purpose:
+    Records(store, seal=seal).put(one)
+    purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)
+    artifacts(store, seal=seal).keep(DATA, purpose, store)
+    return purpose
+
+
+def test_gc_takes_what_no_record_leads_to(store: Store) -> None:
+    purpose = put(store, RECORD)
+    records = Records(store, seal=MINE)
+    assert exchange.idle(records, store) == []
+    gone, other = replace(purpose, record="ab/cd/1"), replace(purpose, config="ab" * 6)
+    for one in (replace(gone, record=f"{'ab' * 6}/{'cd' * 6}/1"), other):
+        artifacts(store).keep(DATA, one, store)
+    artifacts(store, seal=THEIRS).keep(DATA, other, store)
+    found = {one.label.text: one.reason for one in exchange.idle(records, store)}
+    assert sorted(found.values()) == ["their config is advised no more", "their record is gone"]
+    assert text(other, MINE) in found and text(other, THEIRS) not in found
+
+
+def test_gc_takes_what_is_larger_than_permitted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, RECORD)
+    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
+    (one,) = exchange.idle(Records(store, seal=MINE), store)
+    assert one.reason == "larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)"
+
+
+def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
+    purpose = put(store, RECORD)
+    artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
+    changed = replace(purpose, config="ab" * 6)
+    shelf(store).put(text(changed, MINE), b"changed since")
+    there = open_store(f"dir:{tmp_path}/there")
+    records = Records([store, there], seal=MINE)
+    for outcome in ("added", "known"):
+        places = {place_of(RECORD)}
+        (carried,) = exchange.carry_artifacts(records, store, there, places)
+        assert (carried.name, carried.outcome) == (text(purpose, MINE), outcome)
+    assert list(exchange.carry_artifacts(records, store, there, set())) == []
+    assert artifacts(there).find(purpose) is not None
+
+
+def test_how_the_input_comes_is_not_compiled() -> None:
+    fed = replace(RECORD, input=Config(pin_memory=True))
+    advised = DEFAULT.replace(pin_memory=True)
+    assert Purpose.of(fed, advised, ENVIRONMENT, TOOLS) == Purpose.of(
+        fed, DEFAULT, ENVIRONMENT, TOOLS
+    )
+
+
+def test_labels() -> None:
+    label = Label.parse(text(PURPOSE, MINE), MINE)
+    assert label is not None and label.trusted and label.record_id == RECORD.id
+    assert (label.record, label.config) == (PURPOSE.record, PURPOSE.config)
+    theirs = Label.parse(text(PURPOSE, THEIRS), MINE)
+    assert theirs is not None and not theirs.trusted
+    assert Label.parse("elsewhere") is None
+
+
+@pytest.mark.parametrize(("said", "most"), [("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)])
+def test_how_large_they_may_be(said: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
+    assert max_artifacts() == most
+    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
+    with pytest.raises(UsageError, match="ADVISOR_MAX_ARTIFACTS 'much': expected"):
+        max_artifacts()

@@ -1,0 +1,211 @@
+"""What was compiled for a record, in a script: loaded, or refused and compiled anew."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import advisor
+from advisor.cache.artifacts import Found, Purpose
+from advisor.cache.record import FLAGS, USES, Record, Winner
+from advisor.cache.records import Records
+from advisor.cache.stores import Shelf
+from advisor.errors import StoreError
+from advisor.opening import open_records
+from advisor.tuners.act import artifacts as acting
+from advisor.tuners.act.artifacts import Fetch, before_first_call, saved
+from advisor.tuners.environment import detect, tools
+from advisor.tuners.measure.first_step import Compiled, empty_caches
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import Job
+from tests.cache.examples import choice
+from tests.face import test_apply
+from tests.face.test_apply import compared, measured
+
+SHAPE = (4, 3, 8, 8)
+DEFAULT = test_apply.DEFAULT.replace(compile="none")
+COMPILED = DEFAULT.replace(compile="default")
+SMALL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(x.mean((2, 3)))
+"""
+"""Of as few kernels as can be: a C++ compiler takes seconds for each."""
+SCRIPT = """
+import multiprocessing  # before torch, as its pickles would tell
+
+from model import Net
+
+import torch
+
+import advisor
+
+advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8))
+net = advice.prepare(Net())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **advice.optimizer)
+for _ in range(2):
+    loss = net(advice.place(torch.randn(4, 3, 8, 8))).square().mean()
+    advice.step(loss, optimizer)
+
+from torch._dynamo.utils import counters
+
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+print(advice.report())
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "model.py").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    advisor.release()
+
+
+@pytest.fixture
+def record(here: Path) -> Record:
+    """Of model.py:Net, which is best compiled."""
+    fast, base = choice(COMPILED, 150.0, 1.5), choice(DEFAULT, 100.0)
+    winners = [Winner(use=u, free=False, choice=base if u == FLAGS else fast) for u in USES]
+    found = replace(
+        test_apply.remember(),
+        baseline=base,
+        winners=tuple(winners),
+        trials=(measured(DEFAULT, 100.0), measured(COMPILED, 150.0), compared(COMPILED)),
+    )
+    kept = open_records(None)
+    kept.remove(kept.named())
+    kept.put(found)
+    return found
+
+
+def purpose(record: Record) -> Purpose:
+    return Purpose.of(record, COMPILED, detect("cpu"), tools())
+
+
+def keep(data: bytes, what: Purpose) -> tuple[Shelf, str]:
+    """Where it is kept, and as what."""
+    records: Records = open_records(None)
+    (store,) = records.stores
+    assert records.artifacts.keep(data, what, store) and store.shelf is not None
+    (name,) = store.shelf.sizes()
+    return store.shelf, name
+
+
+def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
+    file = tmp_path / "saved"
+    with Worker(Job(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
+        started = worker.start(COMPILED, deadline_s=240, compiled=Compiled(saves=file))
+    assert started.ok, started.reason
+    found = saved(file)
+    assert found is not None and found[0] == tools()
+    keep(found[1], purpose(record))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = subprocess.run(
+        [sys.executable, "train.py"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | empty_caches(str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert said[0] == "2 0"  # forward and backward; its own cache is empty
+    assert "of artifacts loaded from disk:" in said[-1]
+
+
+def spoil(shelf: Shelf, name: str) -> None:
+    data = bytearray(shelf.get(name, 2**20) or b"")
+    data[-1] ^= 1
+    shelf.put(name, bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("torch_", "spoilt", "why"),
+    [
+        (torch.__version__, True, "artifacts: not signed by you or your team, or changed since"),
+        ("2.0.0", False, f"artifacts: made for torch 2.0.0, here {torch.__version__}"),
+    ],
+)
+def test_what_is_foreign_or_changed_is_refused_in_one_line(
+    record: Record, torch_: str, spoilt: bool, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = keep(b"no pickle", replace(purpose(record), torch=torch_))
+    if spoilt:
+        spoil(*where)
+    advice = advisor.lookup("model.py:Net", shape=SHAPE)
+    assert advice.config["compile"] == "default" and advice.artifacts is not None
+    with caplog.at_level(logging.WARNING, "advisor"):
+        advice.artifacts.load()
+        advice.artifacts.load()
+    assert [one.getMessage() for one in caplog.records] == [f"{why}; refused; compiled anew"]
+    assert f"{why}; refused; compiled anew" in advice.report()
+
+
+@pytest.mark.usefixtures("record")
+def test_where_there_is_nothing_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    advice = advisor.apply("model.py:Net", shape=SHAPE)
+    assert advice.artifacts is not None
+    advice.artifacts.load()
+    assert advice.artifacts.said == "" and not caplog.records
+
+
+def test_what_is_not_compiled_needs_none(here: Path) -> None:
+    test_apply.remember()
+    advice = advisor.lookup("model.py:Net", shape=SHAPE)
+    assert advice.status == "exact" and advice.artifacts is None
+    with pytest.warns(advisor.AdvisorWarning):
+        assert advisor.lookup("model.py:Net", shape=(4, 3, 9, 9)).artifacts is None
+
+
+def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    def find() -> Found | None:
+        answers.wait(60)
+        return None
+
+    monkeypatch.setattr(acting, "WAIT_S", 0.01)
+    fetch = Fetch(find)
+    fetch.begin()
+    fetch.load()
+    answers.set()
+    assert fetch.said == "artifacts: not there within 0.01 s; compiled anew"
+
+    def fails() -> Found | None:
+        raise StoreError("cache redis://gone: refused")
+
+    monkeypatch.setattr(acting, "WAIT_S", 60.0)
+    fetch = Fetch(fails)
+    fetch.load()
+    assert fetch.said == "artifacts: cache redis://gone: refused; compiled anew"
+    assert len(caplog.records) == 2
+
+
+def test_it_is_loaded_right_before_the_first_call() -> None:
+    model, order = nn.Identity(), []
+    before_first_call(model, lambda: order.append("load"))
+    assert model._compiled_call_impl is None  # nothing of it is compiled
+    model._compiled_call_impl = lambda x: order.append("call")
+    before_first_call(model, lambda: order.append("load"))
+    assert order == []
+    model(torch.ones(1))
+    model(torch.ones(1))
+    assert order == ["load", "call", "call"]

@@ -1,0 +1,66 @@
+"""What was compiled for records, on a server that cannot read it."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import update
+
+from advisor.cache import settings
+from advisor.cache.artifacts import place_of
+from advisor.service import access, artifacts
+from advisor.service.schema import Artifacts
+from tests.cache.examples import record
+from tests.service.serving import Served
+from tests.service.test_records import named, put
+
+ONE = f"{place_of(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
+ALONE = f"{'ab' * 6}-{'cd' * 6}-1-{'ef' * 6}.{'09' * 6}"
+LARGE = b"\0" * 2**21
+
+
+def place(name: str) -> str:
+    return f"/api/artifacts/{name}"
+
+
+def sizes(served: Served) -> dict[str, int]:
+    answer = served.ask("GET", "/api/artifacts", "read").json
+    assert answer["more"] is False
+    found: dict[str, int] = answer["sizes"]
+    return found
+
+
+def test_they_are_kept_replaced_and_removed(served: Served) -> None:
+    assert served.ask("PUT", place(ONE), "worker", b"before").status == 201
+    assert served.ask("PUT", place(ONE), "worker", LARGE).json == {"outcome": "replaced"}
+    assert served.ask("GET", place(ONE), "read").data == LARGE
+    assert sizes(served) == {ONE: len(LARGE)}
+    assert served.ask("GET", f"/api/artifacts?after={ONE}", "read").json["sizes"] == {}
+    served.ask("PUT", place(ONE), "admin", LARGE)
+    assert served.ask("DELETE", place(ONE), "worker").status == 403  # another's by now
+    assert served.ask("DELETE", place(ONE), "admin").status == 200
+    assert served.ask("GET", place(ONE), "read").status == 404 and sizes(served) == {}
+    said = served.ask("GET", "/api/audit", "admin").json["events"]
+    assert said[0]["action"] == "artifacts deleted" and said[0]["subject"] == ONE
+
+
+def test_who_may_send_how_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for role, status in (("read", 413), ("submit", 413)):
+        assert served.ask("PUT", place(ONE), role, LARGE).status == status
+        assert served.ask("PUT", place(ONE), role, b"little").status == 403
+    assert served.ask("PUT", place("elsewhere"), "worker", b"").status == 422
+    assert access.MAX_ARTIFACTS == settings.MAX_ARTIFACTS
+    monkeypatch.setattr(access, "MAX_ARTIFACTS", 2**20 + 1)
+    assert served.ask("PUT", place(ONE), "worker", LARGE).status == 413
+    assert sizes(served) == {}
+
+
+def test_they_go_a_day_after_their_record(served: Served) -> None:
+    put(served, *named(record()))
+    for name in (ONE, ALONE):
+        served.ask("PUT", place(name), "worker", b"code")
+    for kept in ({ONE: 4, ALONE: 4}, {ONE: 4}):
+        with served.database.writing() as session:
+            artifacts.tidy(session)
+        assert sizes(served) == kept
+        with served.database.writing() as session:
+            session.execute(update(Artifacts).values(stored=0.0))
