@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
+from advisor.cache.artifacts import Purpose
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
@@ -22,6 +24,8 @@ from advisor.cache.name import Name, called, command_part
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
+from advisor.cache.settings import max_artifacts
+from advisor.cache.shown import size
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
@@ -35,7 +39,10 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
-    from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.measure.runner import Builder
+    from advisor.tuners.measure.worker.fleet import Fleet
+    from advisor.tuners.measure.worker.parent import Worker
+    from advisor.tuners.measure.worker.wire import Facts, Job
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -96,7 +103,8 @@ def tune(
             whose inputs alternate between them: they are measured as one mix, at these batches.
         dtype: of the input, default 'float32'. `vocab` bounds integer inputs.
         mode: 'train' or 'infer'.
-        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
+        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU. 'cuda:0-3',
+            'cuda:0,2' or 'all': one study on several GPUs that are alike.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
         precisions: those permitted; default: default, tf32, bf16, fp16.
@@ -108,8 +116,9 @@ def tune(
             advice.capture.
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             its loss; 0 leaves the comparison out.
-        effort: 'quick' (a minute, nothing compiled), 'normal' (five) or 'exhaustive' (an hour: also
-            what is known to be bad, as cuDNN off, or takes minutes, as max-autotune).
+        effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
+            'exhaustive' (an hour: also what is known to be bad, as cuDNN off, or takes minutes, as
+            max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
         trials: search trials at most.
@@ -174,8 +183,9 @@ def measured_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
+    """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
+    `process_s`: what starting that took, and `compare_s`, `compare_steps` and `draws` as in
+    `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -186,6 +196,8 @@ class _Subject:
     compare_s: float = 0.0
     compare_steps: int = 0
     draws: bool = False
+    builder: Builder | None = None
+    fleet: Fleet | None = None
 
     @property
     def task(self) -> Task:
@@ -227,6 +239,7 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
+        max_artifacts()  # where it is none, that is said before anything is measured
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
             akin = self._records.akin(subject.key, subject.facts.family)
@@ -305,24 +318,28 @@ class _Tuning(ABC):
                 memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
+                builder=subject.builder,
             )
-            search = Search(subject.worker, space, study, scope, self._progress)
+            search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
-            try:
-                tried = len(search.run())
-                terms = self._terms(subject)
-                decided = decide(subject.worker, space, search, terms, self._progress)
-            except WorkerError:
-                search.settle()
-                raise
-            made = self._provenance(facts, name, tried, scope.clock.spent_s)
-            record = _record(subject, decided, made)
-            if not record.compares:
-                search.settle()
-            _keep(self._records, record, before.fresh or before.unfinished, self._progress)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                try:
+                    tried = len(search.run())
+                    terms = self._terms(subject, Path(folder))
+                    decided = decide(subject.worker, space, search, terms, self._progress)
+                except WorkerError:
+                    search.settle()
+                    raise
+                made = self._provenance(facts, name, tried, scope.clock.spent_s)
+                record = _record(subject, decided, made)
+                if not record.compares:
+                    search.settle()
+                anew = before.fresh or before.unfinished
+                store = _keep(self._records, record, anew, self._progress)
+                _keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
         return record
 
-    def _terms(self, subject: _Subject) -> Terms:
+    def _terms(self, subject: _Subject, folder: Path) -> Terms:
         from advisor.tuners.search.verdict import Terms
 
         return Terms(
@@ -334,6 +351,7 @@ class _Tuning(ABC):
             compare_steps=subject.compare_steps,
             draws=subject.draws,
             baseline=subject.task.baseline,
+            folder=folder if max_artifacts() else None,
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
@@ -370,27 +388,35 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect
+        from advisor.tuners.environment import default_device, detect, devices
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
-        self._device = task.device or default_device()
+        self._devices = devices(task.device or default_device())
+        self._device = self._devices[0]
         self._environment = detect(self._device)
+        if len(self._devices) > 1:  # the record is that of one of them
+            own = "" if self._device == default_device() else self._device
+            task = dataclasses.replace(task, device=own)
         self._task = task
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
-        from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import Job
+        from advisor.tuners.measure.worker.ahead import Ahead
+        from advisor.tuners.measure.worker.fleet import Fleet
         from advisor.tuners.search.space import Space
 
-        job = Job(task=self._task, device=self._device, seed=self._plan.seed)
-        with Worker(job, deadline_s=self._deadline_s) as worker:
+        with contextlib.ExitStack() as workers:
+            members = {name: workers.enter_context(self._worker(name)) for name in self._devices}
+            worker = members[self._device]
+            fleet = workers.enter_context(Fleet(members, self._progress.notice))
             began = time.monotonic()
-            facts = worker.describe()
+            described = fleet.describe()
             process_s = time.monotonic() - began
-            _same_device(self._device, facts.device_uuid)
+            for name, one in described.items():
+                _same_device(name, one.device_uuid)
+            facts = described[self._device]
             key = Key(
                 environment=self._environment,
                 model=facts.model,
@@ -407,7 +433,19 @@ class _OfTarget(_Tuning):
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
                 space=Space.of(_situation(key, self._plan, facts, batches)),
                 process_s=process_s,
+                builder=Ahead(self._job(self._device), worker),
+                fleet=fleet if len(described) > 1 else None,
             )
+
+    def _worker(self, device: str) -> Worker:
+        from advisor.tuners.measure.worker.parent import Worker
+
+        return Worker(self._job(device), deadline_s=self._deadline_s)
+
+    def _job(self, device: str) -> Job:
+        from advisor.tuners.measure.worker.wire import Job
+
+        return Job(task=self._task, device=device, seed=self._plan.seed)
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command
@@ -636,7 +674,8 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         deterministic=task.deterministic,
         precisions=task.precisions,
         full=much.full,
-        compiles=task.compile and much.compiles,
+        compiles=task.compile,
+        quick=much.quick,
         step_graph=task.step_graph,
     )
 
@@ -661,11 +700,14 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> None:
+def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
     """Put it where it can be put, and say where that is if it is not where it should be.
 
     What is measured anew on purpose, or finished, counts there, also where there was a record of
     more effort.
+
+    Returns:
+        Where it is.
     """
     before = _versions(records, record) if anew else []
     kept = records.put(record)
@@ -678,6 +720,37 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
                 f"{fault}; the record is kept in {kept.url}. To push it later: "
                 f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
             )
+    return kept
+
+
+def _keep_artifacts(
+    records: Records,
+    record: Record,
+    files: Mapping[Config, Path],
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Put what was compiled for a record's configs beside it. Without it, it is compiled anew."""
+    from advisor.tuners import knobs
+    from advisor.tuners.act.artifacts import saved
+
+    artifacts, where = records.artifacts, record.key.environment
+    for config, file in files.items():
+        if (found := saved(file)) is None:
+            continue
+        tools, data = found
+        what = knobs.described(config, record.baseline.config)
+        try:
+            kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
+        except StoreError as exc:
+            progress.warning(f"what was compiled is not kept: {exc}")
+            return
+        progress.notice(
+            f"compiled for {what}: {size(kept)} are kept with the record"
+            if kept
+            else f"compiled for {what}: not kept: no key signs it, or it is over "
+            f"{size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
+        )
 
 
 def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:

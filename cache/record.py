@@ -39,6 +39,10 @@ RACED = USES
 """Uses for which the race names a winner: all."""
 
 
+LEAST_BEHIND = 0.2
+"""Of a step: what the device is behind, at least, where the host is not the limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What running a config gave.
@@ -46,12 +50,16 @@ class Measurement:
     Attributes:
         outcome: one of OUTCOMES; `reason` says why it is not 'ok'.
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
-        step_s: seconds per step; `gpu_s` of them on the GPU, 0 on the CPU.
+        step_s: seconds per step; `gpu_s` of them by the GPU's clock, gaps between its kernels
+            included, 0 on the CPU.
+        behind_s: seconds that the device works on once the host has issued some steps; small where
+            the host is the limit, as on the CPU.
         first_step_s: seconds of the first step, compilation and algorithm search included.
         peak_bytes: device memory at its peak.
         steps: how many were timed.
         blocks: raw seconds per step of each block that was timed.
         waited: share of the time in which a run waited for its data, from 0 to 1.
+        warm_s: seconds until the steps of a run settled, its first aside: each turn begins with it.
     """
 
     outcome: str
@@ -61,11 +69,13 @@ class Measurement:
     high: RateOr0 = 0.0
     step_s: Span = 0.0
     gpu_s: Span = 0.0
+    behind_s: Span = 0.0
     first_step_s: Span = 0.0
     peak_bytes: Bytes = 0
     steps: Count = 0
     blocks: tuple[Span, ...] = ()
     waited: Share = 0.0
+    warm_s: Span = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -75,6 +85,11 @@ class Measurement:
     def ok(self) -> bool:
         """The config ran, whole."""
         return self.outcome == "ok"
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host could not issue steps faster than the device takes them."""
+        return self.ok and self.behind_s < LEAST_BEHIND * self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +112,8 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
     `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step in a fresh process with empty caches, 0 where that was not measured."""
+    step in a fresh process with empty caches, and `loaded_step_s` those with its artifacts loaded,
+    0 where that was not measured."""
 
     config: Config
     batch: Positive
@@ -110,6 +126,7 @@ class Choice:
     peak_bytes: Bytes
     rounds: tuple[Rate, ...] = ()
     first_step_s: Span = 0.0
+    loaded_step_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

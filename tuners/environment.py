@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.lazily import torch
@@ -85,6 +86,40 @@ def detect(device: str) -> Environment:
         raise AdvisorError(
             f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
         ) from exc
+
+
+def devices(named: str) -> tuple[str, ...]:
+    """Those that 'cuda:0-3', 'cuda:0,2' or 'all' name, each once; any other is one device.
+
+    Raises:
+        UsageError: one of several is not there, or is not like the first.
+        AdvisorError: as `detect`.
+    """
+    if re.fullmatch(r"(cuda:)?all", named):
+        numbers = list(range(_cuda_count()))
+        if not numbers:
+            raise UsageError(f"device {named!r}: {_what_there_is(0)}")
+    elif re.fullmatch(r"cuda:[0-9]+[-,][-,0-9]*", named):
+        spans = [list(map(int, one.split("-"))) for one in named.removeprefix("cuda:").split(",")]
+        numbers = [n for span in spans for n in range(span[0], span[-1] + 1)]
+        if not numbers:
+            raise UsageError(f"device {named!r}: expected the lower number first")
+    else:
+        return (named,)
+    found = tuple(dict.fromkeys(f"cuda:{n}" for n in numbers))
+    first = detect(found[0]).device
+    for other in found[1:]:
+        if (device := detect(other).device) != first:
+            raise UsageError(
+                f"device {named!r}: {other} ({_shown(device)}) is not like {found[0]} "
+                f"({_shown(first)}), and one study needs GPUs that are alike; name those that are"
+            )
+    return found
+
+
+def _shown(device: Device) -> str:
+    slice_ = f" MIG {device.mig}" if device.mig else ""
+    return f"{device.name}{slice_}, {device.memory_gib} GiB"
 
 
 def cuda_index(device: str) -> int:
@@ -176,6 +211,26 @@ def host_cpu() -> str:
     """The CPU's model name."""
     named = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     return named.group(1).strip() if named else platform.processor() or platform.machine()
+
+
+@functools.cache
+def tools() -> Tools:
+    """What compiles in this process."""
+    return Tools(
+        torch=str(torch.__version__),
+        triton=_installed("triton") or _installed("pytorch-triton"),
+        python=platform.python_version(),
+    )
+
+
+def _installed(package: str) -> str:
+    """Its version, '' where it is not there. Triton itself takes a second to import."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_has_bf16() -> bool:

@@ -55,6 +55,8 @@ class Situation:
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
     compiles: bool = False
+    quick: bool = False
+    """Whether only what takes seconds is compiled."""
     step_graph: bool = True
     """Whether the script can have its whole step captured."""
     use: str = USES[-1]
@@ -193,6 +195,12 @@ class Knob:
     dear: Callable[[Value], float] | None = None
     """Seconds that a trial of a value must have: each costs many before its first step, and is
     tried on leaders only. None: they cost few."""
+    ahead: Callable[[Value], bool] = _never
+    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
+    before they are measured."""
+    compiled: bool = True
+    """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
+    the choice among kernels of libraries alone does not."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -359,6 +367,8 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     """Triton comes with CUDA; the CPU needs a C++ compiler."""
     if not here.compiles or here.deterministic:
         return ()
+    if here.quick:
+        return ("none", "cudagraphs") if here.device == "cuda" else ()
     possible: tuple[str, ...] = ()
     if here.device == "cuda":
         possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
@@ -368,17 +378,25 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     return ("none", *modes) if modes else ()
 
 
+def _compile_seconds(value: Value) -> float:
+    if value in ("cudagraphs", BLOCKS):
+        return 15.0
+    return 300.0 if str(value).startswith("max-autotune") else 40.0
+
+
 def _compile(model: nn.Module, value: Value) -> nn.Module:
-    # In place, not torch.compile(model): the names in state_dict() stay what they are.
+    # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by a
+    # method of its own: timm's task puts what it compiles in the place of its model.
+    compile_ = torch.nn.Module.compile
     if value == "cudagraphs":
-        model.compile(backend="cudagraphs")
+        compile_(model, backend="cudagraphs")
     elif value == BLOCKS:
         from advisor.tuners.blocks import repeated  # loads torch
 
         for block in repeated(model):
-            block.compile(**_by_inductor("default"))
+            compile_(block, **_by_inductor("default"))
     elif value != "none":
-        model.compile(**_by_inductor(str(value)))
+        compile_(model, **_by_inductor(str(value)))
     return model
 
 
@@ -395,7 +413,7 @@ def _by_inductor(mode: str) -> dict[str, Any]:
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
-        model.compile(dynamic=True, **_by_inductor("default"))
+        torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
     return model
 
 
@@ -492,6 +510,7 @@ KNOBS: tuple[Knob, ...] = (
         ),
         needs=lambda _value: FLAGS,
         first_step=True,
+        compiled=False,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
@@ -532,6 +551,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
@@ -549,7 +569,8 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=lambda value: 15.0 if value in ("cudagraphs", BLOCKS) else 40.0,
+        dear=_compile_seconds,
+        ahead=lambda value: value not in ("none", "cudagraphs"),
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
@@ -576,6 +597,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
         needs=lambda _value: CAPTURE,
+        compiled=False,
         numerics=_always,
         memory=True,
         # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
@@ -750,6 +772,23 @@ def is_half(config: Config) -> bool:
         for knob in KNOBS
         if knob.name in config
     )
+
+
+def compiles(config: Config) -> bool:
+    """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
+    none."""
+    return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
+
+
+def code(config: Config) -> Config:
+    """What of a config decides the code that a compiler makes for it."""
+    return config.without(*(k.name for k in KNOBS if k.feeds or not k.compiled))
+
+
+def is_captured(config: Mapping[str, Value]) -> bool:
+    """Whether the whole step is captured as a CUDA graph."""
+    rows = ((BY_NAME[name].captured, value) for name, value in config.items() if name in BY_NAME)
+    return any(captured is not None and captured(value) for captured, value in rows)
 
 
 def doubts(config: Config) -> set[tuple[str, Value]]:

@@ -91,7 +91,7 @@ class Request:
             given={name: value for name, value in given.items() if name != "device"},
             batch=named,
             free=batch == "free",
-            use=CAPTURE if capture and processes() == 1 else LOOP,
+            use=CAPTURE if capture else LOOP,
             device=given.get("device") or default_device(),
             steps=plan.steps or 0,
             seconds=plan.duration_s or 0.0,

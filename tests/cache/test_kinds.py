@@ -15,6 +15,11 @@ CHOICE = kinds.Choice(("sgd", "adamw"))
 SEVERAL = kinds.Several(("default", "tf32", "bf16"))
 MOST = 2**31 - 1
 
+DEVICES = (
+    "expected cpu, cuda or cuda:N, e.g. cuda:0; several that are tuned on as cuda:0-3, cuda:0,2 "
+    "or all"
+)
+
 
 @pytest.mark.parametrize(
     ("kind", "given", "held"),
@@ -34,6 +39,10 @@ MOST = 2**31 - 1
         (kinds.Device(), "cpu", "cpu"),
         (kinds.Device(), "cuda", "cuda"),
         (kinds.Device(), "cuda:9999", "cuda:9999"),
+        (kinds.Device(), "cuda:0-3", "cuda:0-3"),
+        (kinds.Device(), "cuda:0,2-3", "cuda:0,2-3"),
+        (kinds.Device(), "all", "all"),
+        (kinds.Device(), "cuda:all", "cuda:all"),
         (kinds.Numbers(), "16, 8,16", (8, 16)),
         (kinds.Numbers(), [3, "2"], (2, 3)),
         (kinds.Numbers(), [], ()),
@@ -109,13 +118,10 @@ NO_SHAPE = f": expected a batch and a sample, each number from 1 to {MOST}, e.g.
         (kinds.Fraction(), math.nan, "it nan: expected a fraction such as 0.02"),
         (kinds.Fraction(), None, "it None: expected a fraction such as 0.02"),
         (kinds.Fraction(), "x", "it 'x': expected a fraction such as 0.02"),
-        (kinds.Device(), "cuda:", "it 'cuda:': expected cpu, cuda or cuda:N, e.g. cuda:0"),
-        (kinds.Device(), "CPU", "it 'CPU': expected cpu, cuda or cuda:N, e.g. cuda:0"),
-        (
-            kinds.Device(),
-            "cuda:12345",
-            "it 'cuda:12345': expected cpu, cuda or cuda:N, e.g. cuda:0",
-        ),
+        (kinds.Device(), "cuda:", f"it 'cuda:': {DEVICES}"),
+        (kinds.Device(), "CPU", f"it 'CPU': {DEVICES}"),
+        (kinds.Device(), "cuda:12345", f"it 'cuda:12345': {DEVICES}"),
+        (kinds.Device(), "cuda:0-", f"it 'cuda:0-': {DEVICES}"),
         (kinds.Numbers(), 3, "it 3: expected numbers of at least 1, as 16,32,64"),
         (kinds.Numbers(), [0], f"it 0: expected a number from 1 to {MOST}"),
         (kinds.Numbers(), "", f"it '': expected a number from 1 to {MOST}"),

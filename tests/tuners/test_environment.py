@@ -271,6 +271,48 @@ def test_another_kind_of_device_is_refused(device: str) -> None:
     assert repr(device) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("cpu", ("cpu",)),
+        ("cuda", ("cuda",)),
+        ("cuda:1", ("cuda:1",)),
+        ("cuda:0-1", ("cuda:0", "cuda:1")),
+        ("cuda:1,0,1", ("cuda:1", "cuda:0")),
+        ("all", ("cuda:0", "cuda:1")),
+        ("cuda:all", ("cuda:0", "cuda:1")),
+    ],
+)
+def test_several_devices_that_are_alike(
+    machine: Machine, named: str, found: tuple[str, ...]
+) -> None:
+    machine(FakeNvml(h200("GPU-a"), h200("GPU-b")))
+    assert environment.devices(named) == found
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("cuda:0-2", r"cuda:2 \(NVIDIA H200, 70 GiB\) is not like cuda:0 \(NVIDIA H200, 1"),
+        ("all", "need(s|) GPUs that are alike"),
+        ("cuda:3-4", "use one of"),
+        ("cuda:1-0", "the lower number first"),
+    ],
+)
+def test_several_that_are_not_alike_or_not_there_are_refused(
+    machine: Machine, named: str, why: str
+) -> None:
+    machine(FakeNvml(h200("GPU-a"), h200("GPU-b"), h200("GPU-c", memory=70 * 2**30)))
+    with pytest.raises(UsageError, match=why):
+        environment.devices(named)
+
+
+def test_all_of_no_devices_is_refused(machine: Machine) -> None:
+    machine(FakeNvml())
+    with pytest.raises(UsageError, match="sees no CUDA device"):
+        environment.devices("all")
+
+
 def test_a_device_that_is_not_there_is_refused_naming_those_that_are(machine: Machine) -> None:
     machine(FakeNvml(h200(), h200("GPU-b")))
     with pytest.raises(UsageError, match=r"'cuda:3'.*2 CUDA devices \(cuda:0, cuda:1\)"):

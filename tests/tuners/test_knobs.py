@@ -145,9 +145,13 @@ OFF, FIXED_ON = (False,), (True,)
         ("compile", on_cuda(deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
         ("compile", on_cpu(compiles=False), ()),
+        ("compile", on_cuda(quick=True), ("none", "cudagraphs")),
+        ("compile", on_cuda(quick=True, compiles=False), ()),
+        ("compile", on_cpu(quick=True), ()),
         ("dynamic_shapes", on_cuda(), ()),
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
         ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),
+        ("dynamic_shapes", on_cuda(varies=True, quick=True), ()),
         ("step_graph", on_cuda(), OFF_ON),
         ("step_graph", on_cuda(training=False), ()),
         ("step_graph", on_cuda(step_graph=False), ()),
@@ -231,6 +235,9 @@ def test_what_holds_of_a_row() -> None:
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
+    assert names(lambda knob: not knob.compiled) == {
+        *("cudnn_benchmark", "fused_optimizer", "step_graph")
+    }
     assert names(lambda knob: knob.carries) == {
         *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
         *("fused_optimizer", "pin_memory"),
@@ -775,3 +782,14 @@ def test_a_fixed_choice_of_another_batch_is_refused() -> None:
 def test_a_winner_that_needs_more_than_its_use_is_refused() -> None:
     record = _winner(_sound(), "flags", examples.DEFAULT.replace(precision="bf16"))
     assert knobs.refusal(record) == "the winner for flags needs more than that"
+
+
+def test_what_compiles_the_same_code_is_built_once() -> None:
+    eager = Config(precision="bf16", compile="none", step_graph=False, num_workers=0, batch_size=8)
+    compiled = eager.replace(compile="default")
+    assert not knobs.compiles(eager) and knobs.compiles(compiled)
+    assert not knobs.compiles(eager.replace(compile="cudagraphs"))
+    same = compiled.replace(step_graph=True, cudnn_benchmark=True, num_workers=4)
+    assert knobs.code(compiled) == knobs.code(same)
+    for other in ({"precision": "fp16"}, {"compile": "reduce-overhead"}, {BATCH: 16}):
+        assert knobs.code(compiled) != knobs.code(compiled.replace(**other))

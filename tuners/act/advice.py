@@ -44,6 +44,7 @@ from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
+    from advisor.tuners.act.artifacts import Fetch
     from advisor.tuners.act.capture.step_graph import StepGraph
 
 _NOTHING = contextlib.nullcontext()
@@ -64,7 +65,10 @@ class Advice:
         device: where to train.
         served: what the lookup that served it says of it.
         status, record, explanation, use, gains: of `served`; see there.
+        artifacts: what was compiled for it, to be fetched; None where nothing was.
     """
+
+    artifacts: Fetch | None = None
 
     def __init__(
         self,
@@ -117,6 +121,8 @@ class Advice:
             self._used.add(STEP)
         if self._step_graph is not None:
             self._following.failed = self._step_graph.failure
+        if self.artifacts is not None:
+            self._following.compiled = self.artifacts.said
         return self._following
 
     def set_flags(self) -> None:
@@ -126,6 +132,8 @@ class Advice:
         the user has set, as OMP_NUM_THREADS, stays.
         """
         self._used.add(SET_FLAGS)
+        if self.artifacts is not None:
+            self.artifacts.begin()
         alone = self.served.flags if PREPARE not in self._used else None
         self._put(self.config if alone is None else alone)
 
@@ -168,6 +176,11 @@ class Advice:
                 buckets.rebuild(model)
         if self._acting.graphs:
             self._replays.attach(model)
+        if self.artifacts is not None:
+            self.artifacts.begin()
+            from advisor.tuners.act.artifacts import before_first_call
+
+            before_first_call(model, self.artifacts.load)
         self._models.add(model)
         return model
 

@@ -81,12 +81,16 @@ __: Callable[[torch.device], Clock] = CudaClock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds per step: the median over blocks, its confidence interval, the raw blocks."""
+    """Seconds per step: the median over blocks, its confidence interval, the raw blocks.
+
+    `behind_s`: for how long the device works on once the host has issued a block.
+    """
 
     step_s: float
     low_s: float
     high_s: float
     gpu_s: float
+    behind_s: float
     first_step_s: float
     steps: int
     blocks: tuple[float, ...]
@@ -160,15 +164,18 @@ def time_steps(
     per_block = max(1, round(BLOCK_S / max(expected_s, 1e-7)))
     blocks: list[float] = []
     gpu: list[float] = []
+    behind: list[float] = []
     clock.synchronize()
     began = clock.now()
     while True:
         start, mark = clock.now(), clock.mark()
         for _step in range(per_block):
             step()
-        end_mark = clock.mark()
+        end_mark, issued = clock.mark(), clock.now()
         clock.synchronize()
-        blocks.append((clock.now() - start) / per_block)
+        ended = clock.now()
+        blocks.append((ended - start) / per_block)
+        behind.append(ended - issued)
         gpu.append(clock.between(mark, end_mark) / per_block)
         if len(blocks) >= HOPELESS_BLOCKS and min(blocks) > slowest_s:
             break
@@ -184,6 +191,7 @@ def time_steps(
         low_s=low,
         high_s=high,
         gpu_s=statistics.median(gpu),
+        behind_s=statistics.median(behind),
         first_step_s=first_s,
         steps=per_block * len(blocks),
         blocks=tuple(blocks),

@@ -33,6 +33,8 @@ MOST_BYTES = 256 * 2**20
 OUT, SETTLED = "passed over", "settled"
 """Attributes: of a trial that was not measured; of a study, how many of its trials are of runs that
 ended before a race."""
+BESIDE = "beside"
+"""Attribute of a trial: as many ran while it did, on devices of their own."""
 MOST_DROPPED = 100
 """Lines that are JSON and make no sense; after as many nothing is taken from a journal."""
 
@@ -211,6 +213,7 @@ class Journal:
             name: CategoricalDistribution(values) for name, values in space.choices.items()
         }
         self._told: list[Trial] = []
+        self._beside: dict[int, int] = {}
 
     def resume(self) -> tuple[list[Trial], list[Config]]:
         """The trials of earlier runs, and what was in flight when one of them was interrupted."""
@@ -224,6 +227,8 @@ class Journal:
             self._forgo(exc)
         frozen_trials = self.study.get_trials(deepcopy=False)
         self._told = [one for frozen in frozen_trials if (one := self._trial(frozen))]
+        beside = ((frozen.number, frozen.user_attrs.get(BESIDE)) for frozen in frozen_trials)
+        self._beside = {at: n for at, n in beside if isinstance(n, int) and n > 1}
         failed = [t for t in frozen_trials if t.state == TrialState.FAIL]
         interrupted = [Config(t.params) for t in failed if not t.user_attrs.get(OUT)]
         return list(self._told), interrupted
@@ -232,7 +237,8 @@ class Journal:
     def spent_s(self) -> float:
         """Seconds of the trials that were told, but for those of runs that `settle`d."""
         settled = self.study.user_attrs.get(SETTLED, 0)
-        return sum(trial.seconds for trial in self._told if trial.number >= settled)
+        own = (trial for trial in self._told if trial.number >= settled)
+        return sum(trial.seconds / self._beside.get(trial.number, 1) for trial in own)
 
     def settle(self) -> None:
         """The time of what was tried until now is no later run's: this one ends without a race."""
@@ -276,11 +282,14 @@ class Journal:
         asked.set_user_attr("origin", origin)
         return asked
 
-    def tell(self, asked: optuna.Trial, trial: Trial) -> None:
-        """What the trial gave."""
+    def tell(self, asked: optuna.Trial, trial: Trial, *, beside: int = 1) -> None:
+        """What the trial gave; with it as many as `beside` ran at once."""
         measured = trial.measurement
         self._told.append(trial)
+        self._beside[trial.number] = beside
         try:
+            if beside > 1:
+                asked.set_user_attr(BESIDE, beside)
             asked.set_user_attr("measurement", to_plain(measured))
             asked.set_user_attr(SECONDS, trial.seconds)
             if not measured.ok:

@@ -26,7 +26,13 @@ Run = Callable[[], list[Tensor]]
 _Kept = dict[int, Tensor]
 
 
-def apart(ours: Run, theirs: Run, nudged: Run, start: list[Tensor]) -> tuple[int, float] | None:
+def apart(
+    ours: Run,
+    theirs: Run,
+    nudged: Run,
+    start: list[Tensor],
+    anyone: Callable[[bool], bool] = bool,
+) -> tuple[int, float] | None:
     """Which tensor comes out differently, and by what share of its move; None where none does.
 
     Args:
@@ -35,6 +41,7 @@ def apart(ours: Run, theirs: Run, nudged: Run, start: list[Tensor]) -> tuple[int
         nudged: theirs, from weights moved by rounding alone: the last resort, for kernels that
             were chosen differently.
         start: what tensors held before; those beyond its end did not exist.
+        anyone: whether any process that takes the step too has a doubt: it is taken by all.
     """
     left: list[_Kept] = []
     right: list[_Kept] = []
@@ -45,7 +52,7 @@ def apart(ours: Run, theirs: Run, nudged: Run, start: list[Tensor]) -> tuple[int
         found = theirs()
         live = {at: found[at] for at in left[-1]}
         doubted = [at for at in live if _gap(at, left, [*right, live], start) > 1]
-        if not doubted:
+        if not anyone(bool(doubted)):
             return None
         right.append(_kept(found, doubted))
         left = [_kept(one, doubted, copy=False) for one in left]

@@ -94,7 +94,7 @@ class Reach:
     Attributes:
         places: what holds values.
         tensors: those in places and modules, each once, by id.
-        optimizers, scalers: those met.
+        modules, optimizers, scalers: those met.
         complete: False where there was too much to look at.
     """
 
@@ -108,6 +108,7 @@ class Reach:
         self.tensors: dict[int, Tensor] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
+        self.modules: list[nn.Module] = []
         self.complete = True
         self._names: set[str] = set()
         self._direct: set[str] = set()  # x.name
@@ -217,6 +218,7 @@ class Reach:
                 self.places.append(Place(label, one, names=tuple(plain), ways=ways or [()]))
 
     def _module(self, module: nn.Module, label: str, way: Way, ways: list[Way]) -> None:
+        self.modules.append(module)
         if library(type(module).__module__):
             self.places.append(Place(label, vars(module), settings=True, library=True, ways=ways))
         else:

@@ -45,6 +45,13 @@ class Recorder(Protocol):
         """Of torch's numbers that are drawn on the host, and would stand still in a replay."""
         ...
 
+    def reserve(self) -> None:
+        """See that there is as much memory for a step now as there was before the recording.
+
+        Raises:
+            torch.OutOfMemoryError: there is not.
+        """
+
     def empty(self) -> None:
         """Give back what memory is no longer used."""
         ...
@@ -60,6 +67,9 @@ class CudaRecorder:
 
     device = "cuda"
 
+    def __init__(self) -> None:
+        self._step_bytes = 0
+
     @contextmanager
     def beside(self) -> Iterator[list[str]]:
         side = _side_stream(torch.cuda.current_device())
@@ -71,6 +81,7 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(side)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self._step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         graph = torch.cuda.CUDAGraph()
         side = _side_stream(torch.cuda.current_device())
         try:
@@ -91,6 +102,9 @@ class CudaRecorder:
 
     def host_state(self) -> bytes:
         return torch.get_rng_state().numpy().tobytes()
+
+    def reserve(self) -> None:
+        torch.empty(self._step_bytes, dtype=torch.uint8, device="cuda")  # kept for what comes next
 
     def empty(self) -> None:
         torch.cuda.empty_cache()

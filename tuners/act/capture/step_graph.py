@@ -6,25 +6,37 @@ anyway, and says so: a replay runs kernels, and no Python.
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from advisor.errors import AdvisorWarning
+from advisor.tuners.act import buckets
 from advisor.tuners.act.capture.agreement import apart, nudge, nudge_back
 from advisor.tuners.act.capture.buffers import Buffers
 from advisor.tuners.act.capture.moment import Moment
 from advisor.tuners.act.capture.optimizers import Optimizers
+from advisor.tuners.act.capture.reach import Reach
 from advisor.tuners.act.capture.recorded import Gradient, Recorded, detached
 from advisor.tuners.act.capture.recorder import Recorder
+from advisor.tuners.act.capture.unison import Unison
 from advisor.tuners.act.capture.watch import Seen, Watch, drawn
+from advisor.tuners.act.ranks import Group
 
 WARM_STEPS = 3
 """Steps before the capture, as PyTorch's notes have it: lazy state is made in them."""
+WARM_STEPS_PARALLEL = 11
+"""The same under DistributedDataParallel, whose first ten are timed (PyTorch's notes)."""
+ENDS_S, ENDS_STEPS = 55.0, 30
+"""A capture and its comparisons have so many seconds, or as long as so many steps take, where other
+processes take part: one that is gone is not waited for longer."""
 CHECKED = 3
 """Replays that are compared with the same step without a graph, each on a batch of its own."""
 RECAPTURES = 8
@@ -33,6 +45,9 @@ OTHERS = 64
 """Batches in a row that are unlike the example's, after which it is said that nothing replays."""
 SMALL = 16 * 2**20
 """Bytes up to which a tensor that the step reaches, but is not known to write, is compared too."""
+
+_ALIKE, _CHANGED, _OTHER = range(3)
+"""What a rank would do at a step: replay, capture anew, or run its batch without."""
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -51,6 +66,10 @@ class StepGraph:
     another number or name among its tensors, runs without a graph. A learning rate that the script
     changes between steps is taken over; any other change of the optimizer's settings, of which
     weights train, or of a value that the step's code reads, captures anew.
+
+    Under DistributedDataParallel the exchange of gradients is in the graph, and all ranks do the
+    same at every step: what any of them cannot replay none does, and what one cannot capture all
+    train without. FSDP and other exchanges are trained without.
 
     The step's Python code runs at captures only. One that changes values in Python, as a schedule
     stepped inside or a counter, or draws Python's random numbers, is named and never replayed.
@@ -80,7 +99,8 @@ class StepGraph:
         self._models = tuple(models)
         self._optimizers = Optimizers(recorder.device)
         self._buffers = Buffers(example)
-        self._warm = 0
+        self._warm, self._warm_steps = 0, WARM_STEPS
+        self._began = self._step_s = 0.0
         self._stepped: list[list[int]] = []
         self._checked = 0
         self._wasted = 0
@@ -90,8 +110,10 @@ class StepGraph:
         self._written: list[Tensor] = []
         self._watch = Watch(lambda: None, (), ())
         self.failure = ""
+        self._unison = Unison(None)
+        self._parallels: list[DistributedDataParallel] = []
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._give_up("gradients are exchanged with other processes")
+            self._join()
 
     @property
     def ready(self) -> bool:
@@ -102,25 +124,70 @@ class StepGraph:
         if self.failure:
             return self._train_step(batch)
         leaves = self._buffers.leaves(batch)
-        if leaves is None:
+        recorded, changed = self._recorded, ""
+        if leaves is not None and recorded is not None and self._warm >= self._warm_steps:
+            changed = self._changed(recorded)
+        what = self._unison.most(_OTHER if leaves is None else _CHANGED if changed else _ALIKE)
+        if leaves is None or what == _OTHER:
             return self._other(batch)
         self._others = 0
-        if self._warm < WARM_STEPS:
+        if self._warm < self._warm_steps:
             return self._warm_up(batch)
-        if self._recorded is not None and (changed := self._changed(self._recorded)):
+        if what == _CHANGED:
             self._recorded, self._wasted = None, self._wasted + 1
             if self._wasted >= RECAPTURES:
-                self._give_up(f"{changed} is changed at every step")
+                self._give_up(f"{changed or 'what another rank reads'} is changed at every step")
                 return self._train_step(batch)
+        if self._recorded is not None and self._checked >= CHECKED:
+            self._wasted = 0
+            return self._replay(leaves, batch)
+        with self._unison.ending(max(ENDS_S, ENDS_STEPS * self._step_s)):
+            return self._on_trial(leaves, batch)
+
+    def release(self) -> None:
+        """Train without the graph from now on: what it exchanges gradients by is to be gone."""
+        self.failure = self.failure or "its process group is destroyed"
+        self._recorded, self._written = None, []
+
+    def _on_trial(self, leaves: list[Any], batch: Any) -> Any:
+        """A step that captures where that is not done, and is compared with its replay."""
         if self._recorded is None:
             if not self._capture(leaves):
                 return self._train_step(batch)
             self._checked = min(self._checked, CHECKED - 1)
-        elif self._checked >= CHECKED:
-            self._wasted = 0
-        if self._checked < CHECKED:
-            return self._check(batch, leaves)
-        return self._replay(leaves, batch)
+        return self._check(batch, leaves)
+
+    def _join(self) -> None:
+        """Train with the other ranks, their gradients' exchange on the stream that is captured."""
+        self._unison = Unison(Group.current())
+        reached = Reach(self._train_step, self._models, ())
+        found = [one for module in reached.modules for one in buckets.within(module)]
+        parallels = list({id(one): one for one in found}.values())
+        if not parallels and self._unison.alone:
+            return
+        obstacle = ""
+        if not parallels:
+            obstacle = "gradients are exchanged otherwise than by DistributedDataParallel"
+        elif not all(map(buckets.can_rebuild, parallels)):
+            obstacle = "DistributedDataParallel exchanges gradients with a hook or a static graph"
+        if obstacle := self._unison.agree(obstacle):
+            self._give_up(obstacle)
+            return
+        self._unison.share()
+        self._warm_steps = WARM_STEPS_PARALLEL
+        self._parallels = parallels
+        self._exchange_anew()
+        from advisor.tuners.act.capture.outlived import release_first
+
+        release_first(self)
+
+    def _exchange_anew(self) -> None:
+        """Of gradients, where a reducer is not made for captures, or one broke off in it."""
+        if not self._parallels:
+            return
+        with self._recorder.beside():
+            for parallel in self._parallels:
+                buckets.move(parallel)
 
     def _plainly(self, batch: Any) -> Any:
         if self._recorded is not None:
@@ -149,7 +216,7 @@ class StepGraph:
             try:
                 return self._plainly(batch)
             except RuntimeError as exc:
-                if not _no_memory(exc) or stepped:
+                if stepped or not self._goes_on(exc):
                     raise
         self._give_up("there is no memory for it beside a batch of another shape")
         for buffer, value in zip(buffers, kept, strict=True):
@@ -159,28 +226,29 @@ class StepGraph:
 
     def _warm_up(self, batch: Any) -> Any:
         self._warm += 1
-        last = self._warm == WARM_STEPS
-        if last:
-            self._look()
-            if self.failure:
-                return self._train_step(batch)
+        last = self._warm == self._warm_steps
+        obstacle = self._look() if last else ""
+        if self._warm == WARM_STEPS:
+            self._began = time.monotonic()
         before, luck = self._watch.read(), self._luck()
         versions = {at: _version(tensor) for at, tensor in self._watch.tensors.items()}
         with self._optimizers.counting() as stepped, self._recorder.beside() as waits:
             output = self._plainly(batch)
         self._stepped.append(stepped)
-        if not stepped and last:
-            self._give_up("the step ran no optimizer of torch.optim")
-        elif last:
-            # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
-            obstacle = self._moving(before, luck) or (
-                f"it waits for the device ({waits[0]}); {_MEND}" if waits else ""
-            )
-            if not obstacle and self._stepped[-1] != self._stepped[-2]:
-                obstacle = "not every call steps the same optimizers"
-            if obstacle:
-                self._give_up(obstacle)
-                return output
+        if not last:
+            return output
+        self._step_s = (time.monotonic() - self._began) / (self._warm + 1 - WARM_STEPS)
+        if not stepped:
+            obstacle = obstacle or "the step ran no optimizer of torch.optim"
+        # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
+        obstacle = obstacle or self._moving(before, luck)
+        if waits:
+            obstacle = obstacle or f"it waits for the device ({waits[0]}); {_MEND}"
+        if self._stepped[-1] != self._stepped[-2]:
+            obstacle = obstacle or "not every call steps the same optimizers"
+        if obstacle := self._unison.agree(obstacle):
+            self._give_up(obstacle)
+        else:
             self._written = [
                 tensor
                 for at, tensor in self._watch.tensors.items()
@@ -189,11 +257,13 @@ class StepGraph:
             self._watch.settle(before)
         return output
 
-    def _look(self) -> None:
+    def _look(self) -> str:
+        """Why what the step may change cannot be watched; '' where it can."""
         also = (*self._optimizers, *self._scalers)
         self._watch = Watch(self._train_step, self._models, also)
-        if not self._watch.complete:
-            self._give_up("it reaches too many objects to see which of them it changes")
+        if self._watch.complete:
+            return ""
+        return "it reaches too many objects to see which of them it changes"
 
     def _luck(self) -> object:
         return drawn(), self._recorder.host_state()
@@ -227,14 +297,13 @@ class StepGraph:
             self._buffers.fill(leaves)
             self._optimizers.count_on_device()
             self._optimizers.take_rates()
-            self._look()
+            why = self._look()
             seen = self._watch.read()
-            if self.failure:
-                return False
             self._fixed = self._optimizers.settings()
             gradients = [Gradient(weight) for weight in self._optimizers.weights()]
             buffers = [(m, *b) for m in self._modules() for b in m.named_buffers(recurse=False)]
-            self._recorded = Recorded(self._record(), gradients)
+            if not why:
+                self._recorded = Recorded(self._record(), gradients)
         except (RuntimeError, ValueError, TypeError) as exc:
             # What PyTorch, CUDA and the user's code raise where a step cannot be captured.
             why = _why(exc)
@@ -243,10 +312,11 @@ class StepGraph:
             for gradient in gradients:
                 gradient.weight.grad = gradient.before
         else:
-            why = self._settled(seen, buffers)
-        if why:
+            why = why or self._settled(seen, buffers)
+        if why := self._unison.agree(why):
             del gradients  # they lie in the graph's memory, which is given back
             self._give_up(why)
+            self._exchange_anew()
         return not why
 
     def _record(self) -> tuple[Callable[[], None], Any]:
@@ -275,7 +345,7 @@ class StepGraph:
         try:
             return self._played(leaves)
         except RuntimeError as exc:
-            if not _no_memory(exc):
+            if not self._goes_on(exc):
                 raise
         self._give_up("there is no memory to replay it")
         return self._train_step(batch)
@@ -286,26 +356,26 @@ class StepGraph:
 
     def _check(self, batch: Any, leaves: list[Any]) -> Any:
         """One step with the graph, undone, and one without; both must come to the same."""
-        start: Moment | None = None
-        wrong = "there is no memory to compare a replay with the step itself"
-        try:
-            start = Moment(self._state(), self._trained(), self._recorder, self._watch)
-            wrong = self._disagreement(start, leaves)
-        except RuntimeError as exc:
-            if not _no_memory(exc):
-                raise
-        finally:
-            if start is not None:
-                start.restore()
-        if start is None:
+        start, wrong = self._moment()
+        if wrong := self._unison.agree(wrong):
+            del start
             self._give_up(wrong)
             return self._train_step(batch)
+        assert start is not None
+        wrong = "there is no memory to compare a replay with the step itself"
+        try:
+            wrong = self._disagreement(start, leaves)
+        except RuntimeError as exc:
+            if not self._goes_on(exc):
+                raise
+        finally:
+            start.restore()
         luck = self._luck()
         try:
             with self._optimizers.counting() as stepped:
                 output = self._plainly(batch)
         except RuntimeError as exc:
-            if not _no_memory(exc):
+            if not self._goes_on(exc):
                 raise
             start.restore()
             wrong = "there is no memory for the step itself beside it"
@@ -313,13 +383,30 @@ class StepGraph:
             wrong = self._moving(start.seen, luck) or wrong
             if stepped != self._stepped[-1]:
                 wrong = "not every call steps the same optimizers"
-            if wrong:
+            if wrong := self._unison.agree(wrong):
                 self._give_up(wrong)
             self._checked += 1
             return output
         del start
         self._give_up(wrong)
         return self._train_step(batch)
+
+    def _moment(self) -> tuple[Moment | None, str]:
+        """What a step changes, kept, and why it cannot be; '' where it can."""
+        try:
+            start = Moment(self._state(), self._trained(), self._recorder, self._watch)
+            if not self._unison.alone:
+                self._recorder.reserve()
+        except RuntimeError as exc:
+            if not _no_memory(exc):
+                raise
+            return None, "there is no memory to compare a replay with the step itself"
+        return start, ""
+
+    def _goes_on(self, exc: RuntimeError) -> bool:
+        """Whether a step that failed can be taken anew, without the graph: in that of several ranks
+        the others wait, and would take the new one's gradients for those of the old."""
+        return _no_memory(exc) and self._unison.alone
 
     def _disagreement(self, start: Moment, leaves: list[Any]) -> str:
         """Where replays differ from steps, as the optimizers take them in a capture."""
@@ -345,7 +432,8 @@ class StepGraph:
             nudge_back(nudges)
             return left(output)
 
-        found = apart(replayed, plain, lambda: plain(nudged=True), start.clones)
+        nudged = functools.partial(plain, nudged=True)
+        found = apart(replayed, plain, nudged, start.clones, self._unison.any)
         if found is None:
             return ""
         at, share = found
@@ -385,7 +473,7 @@ class StepGraph:
         self._buffers.drop()
         self._optimizers.drop_rates()
         self._watch = Watch(lambda: None, (), ())
-        if self._warm >= WARM_STEPS:
+        if self._warm >= self._warm_steps:
             self._recorder.empty()
         warnings.warn(
             f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act import buckets
 from advisor.tuners.act.acting import Acting
+from advisor.tuners.act.artifacts import have_stable_keys
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
@@ -302,6 +303,7 @@ class Switch:
         if self._recompile_limit is None:
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._recompile_limit)
+            have_stable_keys()
         hooks.through(seat, None)
         for compile_, value in compiles:
             compile_(seat, value)
