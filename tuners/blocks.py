@@ -46,7 +46,8 @@ def _alike(container: nn.Module) -> list[nn.Module]:
 
 def _kind(block: nn.Module) -> Hashable:
     """What torch.compile tells blocks apart by: what they are, and the rates in their attributes,
-    as of stochastic depth. Whole numbers there are rarely read, as a layer's index is not."""
+    as of stochastic depth. Whole numbers it reads too, but a layer's index is mostly there for
+    inference; where a step reads it, as transformers' GPT-2 for its cache, each is compiled."""
     held = (value for module in block.modules() for value in vars(module).values())
     return fingerprint.of_model(block), tuple(value for value in held if type(value) is float)
 

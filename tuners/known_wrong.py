@@ -14,6 +14,8 @@ from advisor.tuners.lazily import torch
 
 Release = tuple[int, int]
 
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrong:
@@ -34,10 +36,12 @@ class Wrong:
     options: Mapping[str, bool]
 
     def concerns(self, version: str) -> bool:
-        """Whether a build of torch has it; one from before a release has not its mends."""
-        first, second, *_ = map(int, re.findall(r"\d+", version))
-        mended = torch.torch_version.TorchVersion(version) >= ".".join(map(str, self.until))
-        return (first, second) >= self.since and not mended
+        """Whether a build of torch has it, one from before the release that mends it included."""
+        found = _VERSION.match(version)
+        if found is None:
+            return False
+        release, before = (int(found[1]), int(found[2])), bool(found[3])
+        return self.since <= release < self.until or (release == self.until and before)
 
 
 KNOWN: tuple[Wrong, ...] = (

@@ -200,6 +200,43 @@ def test_compiled_in_half_precision_with_dropout() -> None:
     assert guide.lap.reason.startswith("loss within 0.")
 
 
+class Block(nn.Module):
+    """Half of the gradient is lost where it is compiled, if `broken`."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.inner, self.dropout, self.broken = nn.Linear(16, 16), nn.Dropout(0.3), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.dropout(torch.tanh(self.inner(x)))
+        if self.broken and torch.compiler.is_compiling():
+            found = (found + found.detach()) / 2
+        return x + found
+
+
+class Repeating(nn.Module):
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 16), nn.Linear(16, 4)
+        self.blocks = nn.Sequential(*(Block(broken) for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.blocks(self.embedding(tokens).mean(1)))
+
+
+# torch.compile looks for one, and hides the warning in a way that does not count here.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("broken", [False, True])
+def test_blocks_that_are_compiled_are_compared_as_they_are(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": "eager"})
+    guide = Asking(compile="blocks")
+    trained(Repeating(broken), guide)
+    assert guide.lap is not None and guide.lap.outcome == ("wrong" if broken else "ok"), guide.lap
+    assert not broken or "gradient of blocks" in guide.lap.reason
+
+
 class Counting(Net):
     """Keeps what it came to in an attribute, and rebinds a buffer."""
 

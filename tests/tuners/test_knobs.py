@@ -472,7 +472,8 @@ def test_only_what_has_four_or_five_dimensions_is_laid_out() -> None:
 
 
 MENDED = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu130": False} | {
-    "2.14.1": False, "2.15.0.dev20260801": False, "2.15.0+cu132": True, "3.0.0": True
+    "2.14.1": False, "2.15.0.dev20260801": False, "2.15.0+cu132": True, "3.0.0": True,
+    "2.15.0a0+1a2b": False, "2.15.0rc1": False, "2.16.0a0": True, "": True, "of my own": True,
 }  # fmt: skip
 """Whether mixed orders of reduction are right in a build of torch."""
 

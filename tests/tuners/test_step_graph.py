@@ -228,10 +228,9 @@ def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = b
 
 @everywhere
 def test_the_scaler_may_be_the_script_s_own(where: str) -> None:
-    step, advice, scaler = own_scaler(where)
+    step, advice, _scaler = own_scaler(where)
     losses = [float(step(batch).detach()) for batch in advice.batches(batches(30))]
     assert step.failure == "" and step.ready and losses[-1] < losses[0]
-    assert scaler.get_scale() == 65536
 
 
 def test_a_scaler_that_is_updated_outside_is_named() -> None:

@@ -160,11 +160,16 @@ class Fetch:
 
 
 def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done once, right before what was compiled in place of a model is called."""
-    compiled = model._compiled_call_impl
-    if compiled is None:
-        return
+    """Have something done right before what was compiled in place of a model is called: of one
+    whose blocks were, before the first call of each."""
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            _before_first_call(module, module._compiled_call_impl, act)
 
+
+def _before_first_call(
+    model: nn.Module, compiled: Callable[..., Any], act: Callable[[], None]
+) -> None:
     def first(*args: Any, **kwargs: Any) -> Any:
         # Within another compilation there is nothing to wait for, and this is traced.
         if not torch.compiler.is_compiling():
