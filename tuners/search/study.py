@@ -527,7 +527,10 @@ class Search:
         if self._fleet is None:
             found = one_by_one(self._runner, asks, self.clock.now)
         else:
-            found = self._fleet.each(asks, self._space.default)
+            default = self._space.default
+            limit_s = self._limit_s(default)
+            anchor = Ask(config=default, seconds=self.clock.trial_s, deadline_s=limit_s)
+            found = self._fleet.each(asks, anchor)
         return map(self._told, found)
 
     def _told(self, done: Done) -> Trial:
