@@ -37,6 +37,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.recorder import RECORDERS, CudaRecorder
 from advisor.tuners.act.capture.step_graph import WARM_STEPS_PARALLEL, StepGraph
 from advisor.tuners.search.race import paired
+from advisor.tuners.target import build, load, parse
 
 LOSSES = 40
 """Steps whose losses are compared, the graph's first ones among them."""
@@ -53,14 +54,13 @@ MNIST = Config(precision="tf32", fused_optimizer=True)
 def mobilenet() -> nn.Module:
     import torchvision
 
-    return torchvision.models.mobilenet_v3_large(weights=None)
+    made: nn.Module = torchvision.models.mobilenet_v3_large(weights=None)
+    return made
 
 
 def mnist() -> nn.Module:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from mnist import Net
-
-    return Net()
+    path = Path(__file__).parents[1] / "examples" / "mnist.py"
+    return build(load(parse(str(path)), Config({})))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ class Training:
 
     def one(self) -> Tensor:
         self.taken += 1
-        return self.step(self.batches[self.taken % len(self.batches)])
+        loss: Tensor = self.step(self.batches[self.taken % len(self.batches)])
+        return loss
 
     def losses(self, steps: int) -> list[float]:
         return [float(loss) for loss in [self.one().detach().clone() for _ in range(steps)]]

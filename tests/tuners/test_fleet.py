@@ -147,7 +147,7 @@ def test_what_is_slow_enough_beside_others_is_not_measured_again(
     configs = {Config(batch_size=n) for n in (50, 51)}
     for one in two:
         one.host_bound = configs
-    asks = [Ask(config=config, seconds=1.0, floor=5.0) for config in configs]
+    asks = [Ask(config=config, seconds=1.0, worth=5.0) for config in configs]
     assert {done.config for done in run(two, asks)} == configs
     assert sum(len(one.measured) for one in two) == 4
 
@@ -228,6 +228,25 @@ def test_a_search_over_two_finds_what_one_finds_and_measures_nothing_twice(
     spent = sum(trial.seconds for trial in search.trials)
     again = Search(first, SPACE, study, Scope(clock=Clock(1e9)))
     assert 0 < again.clock.spent_s < spent
+
+
+class HostBound(Twice):
+    """Whose host is the limit in half precision."""
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        measured = super().measure(config, **how)
+        half = config["precision"] in ("bf16", "fp16")
+        return dataclasses.replace(measured, behind_s=0.0 if half else 1.0)
+
+
+def test_what_is_sure_to_be_the_host_s_is_begun_alone(tmp_path: Path) -> None:
+    study, _ = open_study(tmp_path, "one")
+    search = Search(HostBound(), SPACE, study, Scope(clock=Clock(1e6)))
+    fp32, bf16 = SPACE.default, SPACE.default.replace(precision="bf16")
+    search._try_each([fp32, bf16.at(128)], "guess", always=True)
+    assert not search._is_host_bound(fp32)
+    assert search._is_host_bound(bf16) and search._is_host_bound(bf16.replace(precision="fp16"))
+    assert not search._is_host_bound(bf16.at(256))  # the device has more to do
 
 
 SLEEPY = """

@@ -32,11 +32,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A trial to run: see `Runner.measure`. `alone`: while no other runs."""
+    """A trial to run: see `Runner.measure`. `alone`: while no other runs; `worth`: samples/s from
+    which it is measured once more, alone, where others that ran beside it have slowed it down."""
 
     config: Config
     seconds: float
     floor: float = 0.0
+    worth: float = 0.0
     deadline_s: float | None = None
     alone: bool = False
 
@@ -251,7 +253,7 @@ class _Round:
             self._waiting.append(ask)
             return None
         disturbed = trial.beside > 1 and measured.host_bound
-        if disturbed and measured.samples_per_s >= ask.floor:
+        if disturbed and measured.samples_per_s >= ask.worth:
             self._waiting.append(dataclasses.replace(ask, alone=True))
             return None
         return Done(
