@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
+from advisor.cache.artifacts import Purpose
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
@@ -22,6 +24,8 @@ from advisor.cache.name import Name, called, command_part
 from advisor.cache.reader import Sought
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
+from advisor.cache.settings import max_artifacts
+from advisor.cache.shown import size
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.cache.task import Task, rows
@@ -35,9 +39,10 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
+    from advisor.tuners.measure.runner import Builder
     from advisor.tuners.measure.worker.fleet import Fleet
     from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.measure.worker.wire import Facts, Job
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -111,8 +116,9 @@ def tune(
             advice.capture.
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             its loss; 0 leaves the comparison out.
-        effort: 'quick' (a minute, nothing compiled), 'normal' (five) or 'exhaustive' (an hour: also
-            what is known to be bad, as cuDNN off, or takes minutes, as max-autotune).
+        effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
+            'exhaustive' (an hour: also what is known to be bad, as cuDNN off, or takes minutes, as
+            max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
         trials: search trials at most.
@@ -177,8 +183,9 @@ def measured_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is tuned, as its worker describes it; `process_s`: what starting that took,
-    `compare_s`, `compare_steps` and `draws` as in `Terms`, and `fleet` as in `Search`."""
+    """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
+    `process_s`: what starting that took, and `compare_s`, `compare_steps` and `draws` as in
+    `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -189,6 +196,7 @@ class _Subject:
     compare_s: float = 0.0
     compare_steps: int = 0
     draws: bool = False
+    builder: Builder | None = None
     fleet: Fleet | None = None
 
     @property
@@ -231,6 +239,7 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
+        max_artifacts()  # where it is none, that is said before anything is measured
         _check_writable(self._records, self._progress)
         with self._subject() as subject:
             akin = self._records.akin(subject.key, subject.facts.family)
@@ -309,24 +318,28 @@ class _Tuning(ABC):
                 memory=_memory(subject),
                 first=near,
                 seed=plan.seed,
+                builder=subject.builder,
             )
             search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
-            try:
-                tried = len(search.run())
-                terms = self._terms(subject)
-                decided = decide(subject.worker, space, search, terms, self._progress)
-            except WorkerError:
-                search.settle()
-                raise
-            made = self._provenance(facts, name, tried, scope.clock.spent_s)
-            record = _record(subject, decided, made)
-            if not record.compares:
-                search.settle()
-            _keep(self._records, record, before.fresh or before.unfinished, self._progress)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                try:
+                    tried = len(search.run())
+                    terms = self._terms(subject, Path(folder))
+                    decided = decide(subject.worker, space, search, terms, self._progress)
+                except WorkerError:
+                    search.settle()
+                    raise
+                made = self._provenance(facts, name, tried, scope.clock.spent_s)
+                record = _record(subject, decided, made)
+                if not record.compares:
+                    search.settle()
+                anew = before.fresh or before.unfinished
+                store = _keep(self._records, record, anew, self._progress)
+                _keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
         return record
 
-    def _terms(self, subject: _Subject) -> Terms:
+    def _terms(self, subject: _Subject, folder: Path) -> Terms:
         from advisor.tuners.search.verdict import Terms
 
         return Terms(
@@ -338,6 +351,7 @@ class _Tuning(ABC):
             compare_steps=subject.compare_steps,
             draws=subject.draws,
             baseline=subject.task.baseline,
+            folder=folder if max_artifacts() else None,
         )
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
@@ -389,6 +403,7 @@ class _OfTarget(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[_Subject]:
+        from advisor.tuners.measure.worker.ahead import Ahead
         from advisor.tuners.measure.worker.fleet import Fleet
         from advisor.tuners.search.space import Space
 
@@ -418,15 +433,19 @@ class _OfTarget(_Tuning):
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
                 space=Space.of(_situation(key, self._plan, facts, batches)),
                 process_s=process_s,
+                builder=Ahead(self._job(self._device), worker),
                 fleet=fleet if len(described) > 1 else None,
             )
 
     def _worker(self, device: str) -> Worker:
         from advisor.tuners.measure.worker.parent import Worker
+
+        return Worker(self._job(device), deadline_s=self._deadline_s)
+
+    def _job(self, device: str) -> Job:
         from advisor.tuners.measure.worker.wire import Job
 
-        job = Job(task=self._task, device=device, seed=self._plan.seed)
-        return Worker(job, deadline_s=self._deadline_s)
+        return Job(task=self._task, device=device, seed=self._plan.seed)
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command
@@ -611,6 +630,7 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         modules=seen.modules,
         parameters=seen.parameters,
         convolves=seen.convolves,
+        repeats=seen.repeats,
         threads=seen.threads,
         device_uuid=device_uuid(seen.device),
         memory_bytes=memory_of(environment.device),
@@ -648,12 +668,14 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         threads_set=threads_set(),
         dimensions=len(task.shapes[0]),
         convolves=facts.convolves,
+        repeats=facts.repeats,
         training=task.mode == "train",
         batches=batches,
         deterministic=task.deterministic,
         precisions=task.precisions,
         full=much.full,
-        compiles=task.compile and much.compiles,
+        compiles=task.compile,
+        quick=much.quick,
         step_graph=task.step_graph,
     )
 
@@ -678,11 +700,14 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> None:
+def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
     """Put it where it can be put, and say where that is if it is not where it should be.
 
     What is measured anew on purpose, or finished, counts there, also where there was a record of
     more effort.
+
+    Returns:
+        Where it is.
     """
     before = _versions(records, record) if anew else []
     kept = records.put(record)
@@ -695,6 +720,37 @@ def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> N
                 f"{fault}; the record is kept in {kept.url}. To push it later: "
                 f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
             )
+    return kept
+
+
+def _keep_artifacts(
+    records: Records,
+    record: Record,
+    files: Mapping[Config, Path],
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Put what was compiled for a record's configs beside it. Without it, it is compiled anew."""
+    from advisor.tuners import knobs
+    from advisor.tuners.act.artifacts import saved
+
+    artifacts, where = records.artifacts, record.key.environment
+    for config, file in files.items():
+        if (found := saved(file)) is None:
+            continue
+        tools, data = found
+        what = knobs.described(config, record.baseline.config)
+        try:
+            kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
+        except StoreError as exc:
+            progress.warning(f"what was compiled is not kept: {exc}")
+            return
+        progress.notice(
+            f"compiled for {what}: {size(kept)} are kept with the record"
+            if kept
+            else f"compiled for {what}: not kept: no key signs it, or it is over "
+            f"{size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
+        )
 
 
 def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:

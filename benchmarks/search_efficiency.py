@@ -7,14 +7,17 @@ place of a device; the first row is torch's default at the user's batch. The sea
 the finalists and the verdict are those of `advisor tune`; only the worker is swapped for the
 table, its numbers blurred by --noise, and the clock for one that counts what measuring would have
 taken: a row's first step, three steps to settle, and blocks of 0.1 s or a step, six of them, five
-where the config is hopeless. Against it: Optuna's random and default TPE samplers over the same
-choices, and a pass over the whole table.
+where the config is hopeless. A first step that compiles is QUICKER once the same code was compiled;
+"advisor" builds AT_ONCE codes in the time of the slowest, "advisor one by one" none before it is
+measured. Against it: Optuna's random and default TPE samplers over the same choices, and a pass
+over the whole table.
 
 `share`: seconds until a config within 1% of the best was measured, over those of a pass over all
 configs that were to choose from; where torch's default and one guess are all that was measured, a
 table of N configs cannot give less than about 2/N; 1 where it was not found before such a pass
 would have ended. `of the table` divides by the pass over all
-batches instead. `regret`: how far the config returned in the end, by the table's own number, is
+batches instead. `seconds`: until then, in the median. `compiled`: configs that compile, measured
+before the race. `regret`: how far the config returned in the end, by the table's own number, is
 below the best; with the batch free, below what the rule asks for: 97% of the fastest. Prints a
 table, then one line of JSON.
 """
@@ -29,7 +32,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import optuna
@@ -40,9 +43,10 @@ from rich.table import Table
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import RACED, Measurement
-from advisor.tuners.knobs import BY_NAME
-from advisor.tuners.measure.runner import ReplayRunner
+from advisor.tuners.knobs import BY_NAME, code, compiles
+from advisor.tuners.measure.runner import Built, ReplayRunner
 from advisor.tuners.measure.timing import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
+from advisor.tuners.search.ahead import QUICKER
 from advisor.tuners.search.finalists import finalists
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import RACE, RESERVE, Clock, Plan
@@ -53,6 +57,10 @@ from advisor.tuners.search.winners import FREE_WITHIN, choose
 
 NEAR = 0.99
 BUDGET_S = Plan(effort="exhaustive").seconds
+AT_ONCE = 6
+"""Builds at once: as many as 16 cores and 140 GB are given of ResNet-50."""
+START_S = 8.0
+"""Of a process that builds: it imports PyTorch and runs a step as it is."""
 FREE_TRIALS = 300
 """At which Optuna's samplers end where they have not found the best before."""
 
@@ -69,7 +77,8 @@ class TableSpace(Space):
             first = [default[name]] if name in default else []
             choices[name] = tuple({repr(v): v for v in [*first, *seen]}.values())
         dear = [name for name in names if name in BY_NAME and BY_NAME[name].dear]
-        super().__init__(choices, dear=dear)
+        conflicts = {name: BY_NAME[name].conflicts for name in names if name in BY_NAME}
+        super().__init__(choices, dear=dear, conflicts=conflicts)
         self._rows = dict.fromkeys(rows)
 
     def holds(self, config: Config) -> bool:
@@ -84,15 +93,18 @@ class TableSpace(Space):
 class Clocked(ReplayRunner):
     """Replays, and adds up what measuring would have taken."""
 
-    def __init__(self, table: Path, *, noise: float, seed: int) -> None:
+    def __init__(self, table: Path, *, noise: float, seed: int, at_once: int = 1) -> None:
         super().__init__(table, noise=noise, seed=seed)
+        self._at_once = at_once
         # What some rows leave out is torch's default there: None, so that every row has all knobs.
         names = {name for config in self._rows for name in config}
         bare = Config(dict.fromkeys(names))
         self._rows = {bare | config: row for config, row in self._rows.items()}
         self.time = 0.0
         self.log: list[tuple[float, Config]] = []
+        self.compiled = 0
         self._built: set[Config] = set()
+        self._compiled: set[Config] = set()
 
     def now(self) -> float:
         return self.time
@@ -102,10 +114,38 @@ class Clocked(ReplayRunner):
         row = self._rows[config]
         return float(str(row["samples_per_s"])) if row.get("ok", True) else 0.0
 
+    def first_step_s(self, config: Config) -> float:
+        """Seconds, as they fall now."""
+        first_s = float(str(self._rows[config].get("first_step_s", 0.0)))
+        return first_s / QUICKER if code(config) in self._compiled else first_s
+
+    def room(self, peak_bytes: int) -> int:
+        return self._at_once
+
+    def build(
+        self,
+        configs: Sequence[Config],
+        *,
+        deadline_s: float,
+        tell: Callable[[Sequence[Config], float], None],
+    ) -> dict[Config, Built]:
+        tell(configs, 0.0)
+        built = {}
+        for config in configs:
+            first_s = self.first_step_s(config)
+            late = START_S + first_s > deadline_s
+            outcome = "timed_out" if late else "ok" if self.rate(config) else "out_of_memory"
+            measured = Measurement(outcome=outcome, first_step_s=first_s)
+            seconds = min(deadline_s, START_S + first_s)
+            built[config] = Built(measurement=measured, seconds=seconds)
+        self._compiled |= {code(config) for config, one in built.items() if one.measurement.ok}
+        self.time += max(one.seconds for one in built.values())
+        return built
+
     def cost(self, config: Config, *, floor: float = 0.0) -> float:
         """Seconds of one trial."""
         row = self._rows[config]
-        first = float(str(row.get("first_step_s", 0.0)))
+        first = self.first_step_s(config)
         if not row.get("ok", True):
             return first
         step_s = config.batch / self.rate(config)
@@ -123,14 +163,18 @@ class Clocked(ReplayRunner):
         deadline_s: float | None = None,
     ) -> Measurement:
         measured = super().measure(config, seconds=seconds)
+        if measured.ok:
+            measured = replace(measured, first_step_s=self.first_step_s(config))
         if not keep:
             self.time += self.cost(config, floor=floor)
         else:  # a turn of the race
             step_s = measured.step_s if measured.ok else 0.0
             self.time += max(seconds, step_s) + step_s
             if config not in self._built:
-                self.time += float(str(self._rows[config].get("first_step_s", 0.0)))
+                self.time += self.first_step_s(config)
         self._built.add(config)
+        if measured.ok and compiles(config):
+            self._compiled.add(code(config))
         self.log.append((self.time, config))
         return measured
 
@@ -142,9 +186,10 @@ class Question:
     table: Path
     free: bool
     noise: float
+    budget_s: float = BUDGET_S
 
-    def runner(self, seed: int) -> Clocked:
-        return Clocked(self.table, noise=self.noise, seed=seed)
+    def runner(self, seed: int, at_once: int = 1) -> Clocked:
+        return Clocked(self.table, noise=self.noise, seed=seed, at_once=at_once)
 
     def rows(self, runner: Clocked) -> list[Config]:
         rows = runner.configs()
@@ -165,18 +210,25 @@ def by_advisor(
     seed: int,
     sampler: optuna.samplers.BaseSampler | None = None,
     first: Sequence[Config] = (),
+    at_once: int = AT_ONCE,
 ) -> tuple[Clocked, Config]:
     """As advisor.tuning does; `first`: what was best for near records."""
-    runner = question.runner(seed)
+    runner = question.runner(seed, at_once)
     space = TableSpace(question.rows(runner))
-    clock = Clock(BUDGET_S, now=runner.now)
-    scope = Scope(clock=clock, seed=seed, first=first, sampler=sampler)
+    clock = Clock(question.budget_s, now=runner.now)
+    scope = Scope(clock=clock, seed=seed, first=first, sampler=sampler, builder=runner)
     with tempfile.TemporaryDirectory() as folder:
         search = Search(runner, space, open_study(Path(folder), "replay")[0], scope)
         trials = search.run()
+    runner.compiled = sum(space.is_dear(trial.config) for trial in trials)
     rates = race(runner, finalists(space, trials), clock.part(RACE, reserve=RESERVE))
     peaks = {trial.config: trial.measurement.peak_bytes for trial in trials}
     return runner, choose(space, rates, peaks).winner(RACED[-1], free=question.free).config
+
+
+def by_advisor_alone(question: Question, seed: int) -> tuple[Clocked, Config]:
+    """The same where one process compiles at a time, as each is measured."""
+    return by_advisor(question, seed, at_once=1)
 
 
 def by_advisor_with_tpe(question: Question, seed: int) -> tuple[Clocked, Config]:
@@ -207,8 +259,9 @@ def by_optuna(
         measured = runner.measure(config, seconds=2.0)
         seen[config] = measured.samples_per_s
         study.tell(trial, measured.samples_per_s)
-        if runner.time > pass_s:
+        if runner.time > min(pass_s, question.budget_s):
             break
+    runner.compiled = sum(map(space.is_dear, seen))
     return runner, max(seen, key=lambda config: seen[config]) if seen else rows[0]
 
 
@@ -231,6 +284,7 @@ def by_pass(question: Question, seed: int) -> tuple[Clocked, Config]:
 
 METHODS: dict[str, Callable[[Question, int], tuple[Clocked, Config]]] = {
     "advisor": by_advisor,
+    "advisor one by one": by_advisor_alone,
     "advisor with TPE": by_advisor_with_tpe,
     "Optuna TPE": by_tpe,
     "Optuna random": by_random,
@@ -239,22 +293,27 @@ METHODS: dict[str, Callable[[Question, int], tuple[Clocked, Config]]] = {
 
 
 def ask(question: Question, method: str, seeds: int) -> dict[str, object]:
-    shares, of_table, regrets, trials = [], [], [], []
+    shares, of_table, regrets, trials, seconds, compiled = [], [], [], [], [], []
     for seed in range(seeds):
         runner, returned = METHODS[method](question, seed)
-        pass_s = sum(map(runner.cost, question.rows(runner)))
-        all_s = sum(map(runner.cost, runner.configs()))
+        fresh = question.runner(seed)
+        pass_s = sum(map(fresh.cost, question.rows(fresh)))
+        all_s = sum(map(fresh.cost, fresh.configs()))
         reached = question.reached(runner)
         shares.append(min(1.0, reached / pass_s))  # 1: not before a pass would have ended
         of_table.append(min(1.0, reached / all_s))
         regrets.append(question.regret(runner, returned))
         trials.append(len({config for _, config in runner.log}))
+        seconds.append(reached)
+        compiled.append(runner.compiled)
     return {
         "share_to_1pct": round(statistics.median(shares), 4),
         "share_of_table": round(statistics.median(of_table), 4),
         "missed": sum(share == 1.0 for share in shares) / seeds,
         "regret_p90": round(sorted(regrets)[math.ceil(0.9 * seeds) - 1], 4),
         "configs_measured": statistics.median(trials),
+        "seconds_to_1pct": round(statistics.median(seconds), 1),
+        "compiled": statistics.median(compiled),
         "shares": sorted(shares),
     }
 
@@ -300,6 +359,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--noise", type=float, default=0.005)
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of each search")
     parser.add_argument("--methods", default=",".join(METHODS), help="with commas between")
     parser.add_argument("--plot", type=Path, help="PNG or SVG (needs matplotlib)")
     parser.add_argument("--results", type=Path, help="folder to append the figures to")
@@ -315,12 +375,12 @@ def main() -> int:
         parser.error(f"{given.folder}: no table (*.jsonl with rows of `config`, `samples_per_s`)")
     out = Console()
     shown = Table("table", "batch", "configs", "method", "share", "of the table", box=None)
-    for heading in ("missed", "regret p90", "measured"):
+    for heading in ("missed", "regret p90", "measured", "compiled", "seconds"):
         shown.add_column(heading)
     found: dict[str, dict[str, dict[str, dict[str, object]]]] = {}
     jobs = [(path, kind, name) for path in tables for kind in ("fixed", "free") for name in methods]
     for path, kind, name in track(jobs, console=Console(stderr=True), transient=True):
-        question = Question(path, free=kind == "free", noise=given.noise)
+        question = Question(path, free=kind == "free", noise=given.noise, budget_s=given.budget)
         figures = ask(question, name, given.seeds)
         found.setdefault(path.stem, {}).setdefault(kind, {})[name] = figures
         shown.add_row(
@@ -330,7 +390,7 @@ def main() -> int:
             name,
             *(f"{figures[key]:.1%}" for key in ("share_to_1pct", "share_of_table")),
             *(f"{figures[key]:.1%}" for key in ("missed", "regret_p90")),
-            f"{figures['configs_measured']:.0f}",
+            *(f"{figures[k]:.0f}" for k in ("configs_measured", "compiled", "seconds_to_1pct")),
         )
     out.print(shown)
     if given.plot:

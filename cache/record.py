@@ -59,6 +59,7 @@ class Measurement:
         steps: how many were timed.
         blocks: raw seconds per step of each block that was timed.
         waited: share of the time in which a run waited for its data, from 0 to 1.
+        warm_s: seconds until the steps of a run settled, its first aside: each turn begins with it.
     """
 
     outcome: str
@@ -74,6 +75,7 @@ class Measurement:
     steps: Count = 0
     blocks: tuple[Span, ...] = ()
     waited: Share = 0.0
+    warm_s: Span = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -110,7 +112,8 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
     `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step in a fresh process with empty caches, 0 where that was not measured."""
+    step in a fresh process with empty caches, and `loaded_step_s` those with its artifacts loaded,
+    0 where that was not measured."""
 
     config: Config
     batch: Positive
@@ -123,6 +126,7 @@ class Choice:
     peak_bytes: Bytes
     rounds: tuple[Rate, ...] = ()
     first_step_s: Span = 0.0
+    loaded_step_s: Span = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

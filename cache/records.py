@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from advisor.cache.artifacts import Artifacts
 from advisor.cache.codec import encode, opened, reason_of
 from advisor.cache.key import Key
 from advisor.cache.match import Kin, kin
@@ -26,6 +27,7 @@ from advisor.cache.reader import (
 )
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.settings import max_artifacts
 from advisor.cache.stores import Remote, Store, studies_of
 from advisor.cache.stores.filesystem import beside
 from advisor.errors import RecordDamaged, StoreError, UsageError
@@ -59,6 +61,15 @@ class Records(Reader):
         self.unreachable: list[str] = []
         self.stuck: list[str] = []
         self.left = 0
+
+    @property
+    def artifacts(self) -> Artifacts:
+        """What was compiled for their configs.
+
+        Raises:
+            UsageError: $ADVISOR_MAX_ARTIFACTS is no size.
+        """
+        return Artifacts(self.stores, self._seal, max_artifacts())
 
     @property
     def studies(self) -> Path:

@@ -29,7 +29,8 @@ UNSIGNED = "unsigned"
 """What is said, wherever it is shown or served, of a record that no key of the reader signed."""
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
-_RECORD = b"advisor record\n"
+RECORD, ARTIFACTS = b"advisor record\n", b"advisor artifacts\n"
+"""What a signature is of: one of the one kind is none of the other."""
 _NAME = b"advisor name\n"
 _OWN_BYTES = 32
 _MOST_BYTES = 2**12
@@ -56,14 +57,14 @@ class Seal:
         """The key that new records are signed with: the team's, else the user's own."""
         return self.secret or self.own
 
-    def mac(self, payload: bytes) -> bytes:
-        """HMAC-SHA256 (RFC 2104) of an encoded record, 32 bytes."""
-        return hmac.digest(self.signs, _RECORD + payload, hashlib.sha256)
+    def mac(self, payload: bytes, of: bytes = RECORD) -> bytes:
+        """HMAC-SHA256 (RFC 2104) of an encoded record, or of ARTIFACTS, 32 bytes."""
+        return hmac.digest(self.signs, of + payload, hashlib.sha256)
 
-    def made(self, mac: bytes, payload: bytes) -> bool:
+    def made(self, mac: bytes, payload: bytes, of: bytes = RECORD) -> bool:
         """Whether one of the keys made this signature."""
         return any(
-            hmac.compare_digest(mac, hmac.digest(key, _RECORD + payload, hashlib.sha256))
+            hmac.compare_digest(mac, hmac.digest(key, of + payload, hashlib.sha256))
             for key in (self.secret, self.own)
             if key
         )
@@ -72,11 +73,13 @@ class Seal:
         """12 hex characters that show, in a listing, that the keys' owner gave this name."""
         return _tag(self.signs, name)
 
+    def tags(self, name: str) -> tuple[str, ...]:
+        """Those of each key, the team's first."""
+        return tuple(_tag(key, name) for key in (self.secret, self.own) if key)
+
     def tagged(self, name: str, tag: str) -> bool:
         """Whether one of the keys made this tag."""
-        return any(
-            hmac.compare_digest(tag, _tag(key, name)) for key in (self.secret, self.own) if key
-        )
+        return any(hmac.compare_digest(tag, one) for one in self.tags(name))
 
     def ready(self) -> Seal:
         """With a key to sign with, made now where there is none; as it is where that fails."""

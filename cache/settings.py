@@ -15,6 +15,8 @@ from advisor.errors import UsageError
 _MOST_BYTES = 2**22
 ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
+MAX_ARTIFACTS = 64 * 2**20
+"""Bytes of the artifacts of one config, packed, where nothing else is set."""
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 
@@ -65,6 +67,20 @@ def disabled() -> bool:
 def keeps_loader() -> bool:
     """Whether $ADVISOR_KEEP_LOADER leaves the loaders of runs as they are."""
     return _is_on("ADVISOR_KEEP_LOADER")
+
+
+def max_artifacts() -> int:
+    """$ADVISOR_MAX_ARTIFACTS: bytes of what is kept of one config's compilation; 0 for none.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    from advisor.cache.kinds import Bytes  # here: of many lookups none comes to it
+
+    text = os.environ.get("ADVISOR_MAX_ARTIFACTS", "")
+    if not text:
+        return MAX_ARTIFACTS
+    return 0 if text == "0" else Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
 
 
 def _is_on(variable: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.lazily import torch
@@ -210,6 +211,26 @@ def host_cpu() -> str:
     """The CPU's model name."""
     named = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     return named.group(1).strip() if named else platform.processor() or platform.machine()
+
+
+@functools.cache
+def tools() -> Tools:
+    """What compiles in this process."""
+    return Tools(
+        torch=str(torch.__version__),
+        triton=_installed("triton") or _installed("pytorch-triton"),
+        python=platform.python_version(),
+    )
+
+
+def _installed(package: str) -> str:
+    """Its version, '' where it is not there. Triton itself takes a second to import."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_has_bf16() -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.tuners import known_wrong
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -45,6 +46,8 @@ class Situation:
     dimensions: int = 4
     """Of one batch: 4 is NCHW, 5 is NCDHW."""
     convolves: bool = True
+    repeats: bool = False
+    """Whether blocks that the model repeats are most of it."""
     training: bool = True
     batches: tuple[int, ...] = (1,)
     """Batch sizes to try, the user's own first."""
@@ -52,6 +55,8 @@ class Situation:
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
     compiles: bool = False
+    quick: bool = False
+    """Whether only what takes seconds is compiled."""
     step_graph: bool = True
     """Whether the script can have its whole step captured."""
     use: str = USES[-1]
@@ -190,6 +195,12 @@ class Knob:
     dear: Callable[[Value], float] | None = None
     """Seconds that a trial of a value must have: each costs many before its first step, and is
     tried on leaders only. None: they cost few."""
+    ahead: Callable[[Value], bool] = _never
+    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
+    before they are measured."""
+    compiled: bool = True
+    """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
+    the choice among kernels of libraries alone does not."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -341,8 +352,11 @@ def _set_cudnn(value: Value) -> None:
     torch.backends.cudnn.enabled = bool(value)
 
 
-COMPILE_MODES = ("cudagraphs", "reduce-overhead", "default")
-"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS)."""
+BLOCKS = "blocks"
+"""Mode "default" for each block that a model repeats: one compilation for all of them."""
+COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
+"""By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
+such blocks."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
@@ -353,24 +367,53 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     """Triton comes with CUDA; the CPU needs a C++ compiler."""
     if not here.compiles or here.deterministic:
         return ()
+    if here.quick:
+        return ("none", "cudagraphs") if here.device == "cuda" else ()
+    possible: tuple[str, ...] = ()
     if here.device == "cuda":
-        return ("none", *(COMPILE_MODES_FULL if here.full else COMPILE_MODES))
-    return ("none", "default") if shutil.which(os.environ.get("CXX", "g++")) else ()
+        possible = COMPILE_MODES_FULL if here.full else COMPILE_MODES
+    elif shutil.which(os.environ.get("CXX", "g++")):
+        possible = (BLOCKS, "default")
+    modes = [mode for mode in possible if here.repeats or mode != BLOCKS]
+    return ("none", *modes) if modes else ()
+
+
+def _compile_seconds(value: Value) -> float:
+    if value in ("cudagraphs", BLOCKS):
+        return 15.0
+    return 300.0 if str(value).startswith("max-autotune") else 40.0
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
-    # In place, not torch.compile(model): the names in state_dict() stay what they are.
+    # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by a
+    # method of its own: timm's task puts what it compiles in the place of its model.
+    compile_ = torch.nn.Module.compile
     if value == "cudagraphs":
-        model.compile(backend="cudagraphs")
+        compile_(model, backend="cudagraphs")
+    elif value == BLOCKS:
+        from advisor.tuners.blocks import repeated  # loads torch
+
+        for block in repeated(model):
+            compile_(block, **_by_inductor("default"))
     elif value != "none":
-        model.compile(mode=str(value))
+        compile_(model, **_by_inductor(str(value)))
     return model
+
+
+def _by_inductor(mode: str) -> dict[str, Any]:
+    """How torch.compile is called for a mode, which it takes options in the place of."""
+    avoided = known_wrong.avoided()
+    return (
+        {"options": torch._inductor.list_mode_options(mode) | avoided}
+        if avoided
+        else {"mode": mode}
+    )
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
-        model.compile(dynamic=True)
+        torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
     return model
 
 
@@ -467,6 +510,7 @@ KNOBS: tuple[Knob, ...] = (
         ),
         needs=lambda _value: FLAGS,
         first_step=True,
+        compiled=False,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
@@ -507,6 +551,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
@@ -517,14 +562,15 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, or its backend cudagraphs",
+        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
         needs=lambda _value: PILOT,
         numerics=_always,
         memory=True,
-        dear=lambda value: 15.0 if value == "cudagraphs" else 40.0,
+        dear=_compile_seconds,
+        ahead=lambda value: value not in ("none", "cudagraphs"),
         first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
@@ -551,11 +597,12 @@ KNOBS: tuple[Knob, ...] = (
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
         needs=lambda _value: CAPTURE,
+        compiled=False,
         numerics=_always,
         memory=True,
-        # A GradScaler waits for the device at each step; graphs do not nest; the fused optimizer
-        # is part of it: it alone reads its learning rate from the device.
-        conflicts={"precision": ("fp16",), "compile": GRAPHED_MODES, "fused_optimizer": (True,)},
+        # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
+        # from the device, and from a GradScaler whether to step at all.
+        conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=lambda value: {"fused": True} if value else {},
         captured=bool,
@@ -657,6 +704,7 @@ kernels for it; others in bf16, the last, which needs no scaling."""
 LEADERS: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
     {"compile": "cudagraphs"},
+    {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},
 )
@@ -724,6 +772,23 @@ def is_half(config: Config) -> bool:
         for knob in KNOBS
         if knob.name in config
     )
+
+
+def compiles(config: Config) -> bool:
+    """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
+    none."""
+    return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
+
+
+def code(config: Config) -> Config:
+    """What of a config decides the code that a compiler makes for it."""
+    return config.without(*(k.name for k in KNOBS if k.feeds or not k.compiled))
+
+
+def is_captured(config: Mapping[str, Value]) -> bool:
+    """Whether the whole step is captured as a CUDA graph."""
+    rows = ((BY_NAME[name].captured, value) for name, value in config.items() if name in BY_NAME)
+    return any(captured is not None and captured(value) for captured, value in rows)
 
 
 def doubts(config: Config) -> set[tuple[str, Value]]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Trial
 
+WARM = 3.0
+"""As many times quicker a config is built again: what it compiled is in caches on disk."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:

@@ -23,6 +23,7 @@ from advisor.cache.seal import UNSIGNED
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, carried
+from advisor.finding.artifacts import artifacts_of
 from advisor.finding.find import Outcome, find
 from advisor.finding.job import asked_for
 from advisor.finding.meant import CODE, Meant, folder, script
@@ -215,7 +216,9 @@ def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool 
     """
     try:
         # In a process group one rank decides for all: ranks that train differently hang.
-        return decided_by_first(here.advice, device=device, batch=batch)
+        advice = decided_by_first(here.advice, device=device, batch=batch)
+        advice.artifacts = artifacts_of(advice, here.cache)
+        return advice
     except AdvisorError as exc:
         left = isinstance(exc, here.leaves)
         if strict and not left:
@@ -245,6 +248,11 @@ class Lookup:
         self._meant: Meant | None = None
         self._query: Query | None = None
         self._found: Said[Outcome] | None = None
+
+    @property
+    def cache(self) -> Cache:
+        """Where it looks, as `open_records` takes it."""
+        return self._asked.get("cache")  # type: ignore[return-value]
 
     def advice(self) -> Advice:
         """Raises AdvisorError where there is none."""

@@ -115,7 +115,11 @@ class Found:
         if record is None or (searches and not record.compares):
             return None
         config, own = _followed(record, advice.config, seen)
-        return in_force(config, own, advice.served.reason)
+        reason = advice.served.reason
+        if advice.artifacts is not None and knobs.compiles(config):
+            advice.artifacts.load()  # the next call of the model compiles
+            reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
+        return in_force(config, own, reason)
 
     def next(self, lap: Lap) -> Order:
         """Never asked: there is nothing to say but the first order."""
@@ -207,6 +211,10 @@ class _OfRun(Lookup):
         self._seen, self._terms = seen, terms
         self._task = seen.task(command, terms.given)
         self._shapes, self._free = self._task.shapes, False
+
+    @property
+    def cache(self) -> Cache:
+        return self._terms.cache
 
     @property
     def batch(self) -> int:

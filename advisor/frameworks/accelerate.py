@@ -31,18 +31,22 @@ def _precision(value: Value, scene: Scene) -> Words:
     return said + rows.precision(value, scene) + rows.tf32_put_back(value, scene)
 
 
-def _compile(value: Value, _scene: Scene) -> Words:
+def _compile(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None  # its own regional compilation compiles the rest in pieces, too
     if value == "none":
         return NOTHING
-    if value in ("default", "cudagraphs"):
-        backend = "cudagraphs" if value == "cudagraphs" else "inductor"
-        return Words(settings={"dynamo_backend": backend})
+    if value == "cudagraphs":
+        return Words(settings={"dynamo_backend": value})
+    right = rows.compiled_right(scene)
+    if value == "default":
+        return Words(settings={"dynamo_backend": "inductor"}) + right
     plugin = Made(
         module="accelerate.utils",
         name="TorchDynamoPlugin",
         keywords={"backend": "inductor", "mode": value},
     )
-    return Words(settings={"dynamo_plugin": plugin})
+    return Words(settings={"dynamo_plugin": plugin}) + right
 
 
 def _itself(scene: Scene, words: Words) -> list[str]:

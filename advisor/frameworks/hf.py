@@ -34,12 +34,15 @@ def _precision(value: Value, scene: Scene) -> Words:
     return half + told + rows.float32(value) + rows.tf32_put_back(value, scene)
 
 
-def _compile(value: Value, _scene: Scene) -> Words:
+def _compile(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
     if value == "cudagraphs":
         return Words(settings={"torch_compile": True, "torch_compile_backend": value})
-    return Words(settings={"torch_compile": True, "torch_compile_mode": value})
+    said = Words(settings={"torch_compile": True, "torch_compile_mode": value})
+    return said + rows.compiled_right(scene)
 
 
 def _fused_optimizer(value: Value, scene: Scene) -> Words:

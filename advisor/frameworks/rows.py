@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from advisor.cache.config import Value
 from advisor.frameworks.words import NOTHING, Row, Scene, Words
+from advisor.tuners.known_wrong import avoiding
 
 _SWITCHES = ("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32")
 
@@ -33,6 +34,12 @@ def tf32_put_back(value: Value, scene: Scene) -> Words:
 
 def compiled(scene: Scene) -> bool:
     return scene.config.get("compile", "none") != "none"
+
+
+def compiled_right(scene: Scene) -> Words:
+    """Inductor's options that avoid what is known to be wrong in the torch of the measurement."""
+    options = avoiding(scene.torch).items()
+    return Words(flags=tuple(f"torch._inductor.config.{name} = {it}" for name, it in options))
 
 
 def channels_last(value: Value, scene: Scene) -> Words:
@@ -69,11 +76,14 @@ def threads(value: Value, scene: Scene) -> Words:
     return Words(flags=(f"torch.set_num_threads({value})",))
 
 
-def compile_in_place(value: Value, _scene: Scene) -> Words:
+def compile_in_place(value: Value, scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
-    how = 'backend="cudagraphs"' if value == "cudagraphs" else f'mode="{value}"'
-    return Words(model=(f"model.compile({how})",))
+    if value == "cudagraphs":
+        return Words(model=('model.compile(backend="cudagraphs")',))
+    return Words(model=(f'model.compile(mode="{value}")',)) + compiled_right(scene)
 
 
 def fused_optimizer(value: Value, _scene: Scene) -> Words:

@@ -7,6 +7,7 @@ import json
 from advisor.cache.config import BATCH, Value
 from advisor.frameworks import rows
 from advisor.frameworks.words import NOTHING, Framework, Scene, Words
+from advisor.tuners.known_wrong import avoiding
 
 _AMP = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -23,7 +24,9 @@ def _channels_last(value: Value, scene: Scene) -> Words | None:
     return Words(settings={"channels_last": True}) if len(scene.task.sample) == 3 else None
 
 
-def _compile(value: Value, _scene: Scene) -> Words:
+def _compile(value: Value, _scene: Scene) -> Words | None:
+    if value == "blocks":
+        return None
     if value == "none":
         return NOTHING
     if value == "cudagraphs":
@@ -47,10 +50,16 @@ def _threads(value: Value, scene: Scene) -> Words | None:
     return NOTHING if value == scene.default.get("threads") else None
 
 
-def _itself(scene: Scene, _words: Words) -> list[str]:
+def _itself(scene: Scene, words: Words) -> list[str]:
     if scene.device != "cuda":
         return []
     said = ["copies batches on a stream of its own, unless no_prefetcher"]
+    if "torchcompile_mode" in words.settings:
+        said += [
+            f"compiles with {option}, known to be wrong in torch {scene.torch}; this was measured "
+            "without"
+            for option in avoiding(scene.torch)
+        ]
     for name, what in (
         ("cudnn_benchmark", "sets cudnn.benchmark to True"),
         ("precision", "switches TF32 on for matrix products"),

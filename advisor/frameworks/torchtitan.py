@@ -35,22 +35,25 @@ def _fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(settings={"optimizer.implementation": "fused" if value else "foreach"})
 
 
-def _compile(value: Value, _scene: Scene) -> Words | None:
-    backend = {"default": "inductor", "cudagraphs": "cudagraphs"}.get(str(value))
+def _compile(value: Value, scene: Scene) -> Words | None:
+    # It compiles block by block, whatever it is told.
+    backends = {"default": "inductor", "blocks": "inductor", "cudagraphs": "cudagraphs"}
+    backend = backends.get(str(value))
     if backend is None:
         return NOTHING if value == "none" else None
-    return Words(
+    said = Words(
         settings={
             "compile.enable": True,
             "compile.components": ["model"],
             "compile.backend": backend,
         }
     )
+    return said + rows.compiled_right(scene) if backend == "inductor" else said
 
 
 def _itself(scene: Scene, words: Words) -> list[str]:
     said = ["replays forward and backward as a CUDA graph, unless training.disable_cuda_graphs"]
-    if rows.compiled(scene):
+    if rows.compiled(scene) and scene.config["compile"] != "blocks":
         said.append("compiles block by block, not the model as one")
     if "training.global_batch_size" in words.settings:
         said.append("counts global_batch_size over all ranks; this is of one")

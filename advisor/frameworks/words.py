@@ -26,6 +26,7 @@ class Scene:
         task: what was tuned.
         device: 'cuda' or 'cpu'.
         batch: that the user trains with: kept by accumulation where `config` has a smaller one.
+        torch: the version that it was measured with.
     """
 
     config: Config
@@ -33,6 +34,7 @@ class Scene:
     task: Task
     device: str
     batch: int
+    torch: str
 
     @classmethod
     def of(cls, record: Record, config: Config, batch: int | None = None) -> Scene:
@@ -46,6 +48,7 @@ class Scene:
             task=record.key.task,
             device=record.key.environment.device.kind,
             batch=batch or record.batch,
+            torch=record.key.environment.software.torch,
         )
 
     @property

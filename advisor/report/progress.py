@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Trial
 from advisor.report.text import duration, outcome, rate
 from advisor.tuners.knobs import described
-from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.plan import Progress, parts
 
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Facts
@@ -52,6 +53,7 @@ class Shown(Progress):
         self._trials: list[Trial] = []
         self._best: dict[bool, Trial] = {}
         self._status = ""
+        self._building: tuple[Config, ...] = ()
         self._began = time.monotonic()
 
     def __enter__(self) -> Shown:
@@ -71,6 +73,9 @@ class Shown(Progress):
         )
         if resumed:
             self._say(f"going on after {resumed} trials of an earlier run")
+        planned = parts(self._budget_s).items()
+        listed = ", ".join(f"{what} {duration(round(seconds, 1))}" for what, seconds in planned)
+        self._say(f"{duration(self._budget_s)}: {listed}; what one leaves, the next have")
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
@@ -108,6 +113,16 @@ class Shown(Progress):
         }
         with self._events.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def building(self, configs: Sequence[Config], seconds: float) -> None:
+        listed = "; ".join(described(one, self._default) for one in configs)
+        at_once = f" {len(configs)} configs at once" if len(configs) > 1 else ""
+        self._status = f"compiling{at_once}: {listed}" + f" ... {seconds:.0f} s" * (seconds >= 1)
+        before, self._building = self._building, tuple(configs)
+        if self._live is not None:
+            self._draw()
+        elif before != self._building:
+            self._say(self._status)
 
     def phase(self, what: str) -> None:
         so_far = duration(time.monotonic() - self._began)

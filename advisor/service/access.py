@@ -14,6 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
+from advisor.cache.settings import MAX_ARTIFACTS
 from advisor.errors import StoreError
 from advisor.jobs.bounds import MOST_STUDY
 from advisor.jobs.parcel import MOST_PACKED
@@ -107,6 +108,8 @@ class Service:
         role, most = ("submit", MOST_PACKED)
         if request.url.path.startswith("/api/attempt/"):
             role, most = ("worker", MOST_STUDY)
+        elif request.url.path.startswith("/api/artifacts/"):
+            role, most = ("worker", MAX_ARTIFACTS)
         if not (token := bearer(request)):
             return MAX_BYTES
         try:

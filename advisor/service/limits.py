@@ -22,7 +22,7 @@ from advisor.jobs.token import digest
 
 BODY_S, LARGE_S = 10.0, 60.0
 """For a whole body to come; for one of LARGE."""
-LARGE = ("/api/archives/", "/api/attempt/studies/")
+LARGE = ("/api/archives/", "/api/artifacts/", "/api/attempt/studies/")
 """Where a body may be larger than others, from whoever has a token that may send it."""
 MOST_LARGE, MOST_OF_ONE = 4, 2
 """Such bodies at once, each in memory: of all, and of one token, which leaves room for others."""

@@ -22,7 +22,7 @@ from advisor.cache.key import as_fields, fields, terms_of
 from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
-from advisor.cache.stores import Store
+from advisor.cache.stores import Shelf, Store
 from advisor.errors import RecordDamaged, StoreError
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
@@ -486,6 +486,7 @@ class Kept:
 
     url = "this server"
     studies: Path | None = None
+    shelf: Shelf | None = None
 
     def __init__(self, session: Session, question: Question) -> None:
         self._session, self._question = session, question

@@ -72,6 +72,25 @@ class Item(Base):
     data: Mapped[bytes]
 
 
+class Artifacts(Base):
+    """What was compiled for a config of a record, under the name that a shelf has it by.
+
+    Attributes:
+        place: of the record; see `cache.name.Name`.
+        stored: when it came here, in Unix seconds.
+        token: whose it is.
+    """
+
+    __tablename__ = "artifacts"
+
+    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    place: Mapped[str] = mapped_column(_Bytewise)
+    size: Mapped[int]
+    stored: Mapped[float]
+    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    data: Mapped[bytes] = mapped_column(deferred=True)
+
+
 class Token(Base):
     """Who may do what. Of the token itself only its SHA-256 is kept. Times in Unix seconds."""
 

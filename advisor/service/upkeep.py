@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from advisor.jobs.states import LIVE
-from advisor.service import archives, jobs, lookups, tokens
+from advisor.service import archives, artifacts, jobs, lookups, tokens
 from advisor.service.access import Service
 from advisor.service.loop import Loop
 
@@ -50,6 +50,7 @@ def tidy(service: Service) -> None:
         tokens.tidy(session)
         jobs.tidy(session)
         archives.tidy(session, LIVE)
+        artifacts.tidy(session)
         lookups.tidy(session)
 
 

@@ -19,6 +19,26 @@ from advisor.cache.stores.url import without_password
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 
+class Shelf(Protocol):
+    """Bytes of many MiB under the names that `artifacts.Label` gives, beside a store's records.
+
+    Reading creates nothing; a write is whole or absent. Every method raises StoreError where the
+    shelf cannot be reached, read or written now.
+    """
+
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each thing, by its name."""
+
+    def get(self, name: str, most: int) -> bytes | None:
+        """What was put, or None. Raises RecordDamaged where it is larger than `most` bytes."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep data under a name, in place of what is there."""
+
+    def delete(self, name: str) -> bool:
+        """Remove what has a name; whether it was there."""
+
+
 class Store(Protocol):
     """Bytes under text keys. Reading creates nothing; a write is whole or absent.
 
@@ -33,6 +53,10 @@ class Store(Protocol):
     @property
     def studies(self) -> Path | None:
         """A local folder for the studies that belong to it; it may not exist yet."""
+
+    @property
+    def shelf(self) -> Shelf | None:
+        """Where artifacts lie beside its records; None where there is no place for them."""
 
     def keys(self) -> list[str]:
         """All keys, sorted; none where there is no store yet."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,16 +16,20 @@ from typing import TYPE_CHECKING
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.name import file_of, keys_of
 from advisor.cache.stores import one_by_one
-from advisor.cache.stores.filesystem import existing, make_folder, place, read_regular
+from advisor.cache.stores.filesystem import (
+    abandoned,
+    existing,
+    place,
+    read_regular,
+    write_whole,
+)
 from advisor.cache.stores.patience import go_on
+from advisor.cache.stores.shelf import ARTIFACTS, FolderShelf
 from advisor.errors import RecordDamaged, StoreError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Store
+    from advisor.cache.stores import Shelf, Store
 
-_TEMPORARY = ".writing-"
-_ABANDONED_S = 3600.0
-"""Age from which a temporary file's writer is dead: a write takes milliseconds."""
 _SETTLED_S = 2.0
 """Age from which a folder's time tells its next change apart: FAT counts in 2 s, others finer."""
 _REMEDY = "point --cache or ADVISOR_CACHE to another folder"
@@ -45,6 +48,10 @@ class DirStore:
     @property
     def studies(self) -> Path:
         return self.path / "studies"
+
+    @property
+    def shelf(self) -> Shelf:
+        return FolderShelf(self.path / ARTIFACTS)
 
     def keys(self) -> list[str]:
         try:
@@ -72,19 +79,8 @@ class DirStore:
         return one_by_one(self.get, keys)
 
     def put(self, key: str, data: bytes) -> None:
-        target = self._file(key)
-        temporary = self.path / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            make_folder(self.path)
-            try:
-                with temporary.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
-            self._flush()
+            write_whole(self._file(key), data)
         except OSError as exc:
             raise self._mapped(exc) from exc
 
@@ -100,11 +96,7 @@ class DirStore:
     def leavings(self) -> list[Path]:
         """What writers that were killed left behind."""
         try:
-            return [
-                path
-                for path in self.path.glob(f"{_TEMPORARY}*")
-                if path.lstat().st_mtime < time.time() - _ABANDONED_S
-            ]
+            return abandoned(self.path)
         except OSError as exc:
             raise self._mapped(exc) from exc
 
@@ -128,14 +120,6 @@ class DirStore:
 
     def _file(self, key: str) -> Path:
         return self.path / file_of(key)
-
-    def _flush(self) -> None:
-        """The folder's entry too is on disk."""
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _mapped(self, exc: OSError) -> StoreError:
         return StoreError(f"cache {self.path}: {exc.strerror or exc}; {_REMEDY}")

@@ -26,10 +26,11 @@ from advisor.cache.codec import MAX_BYTES
 from advisor.cache.stores import one_by_one
 from advisor.cache.stores.filesystem import existing, make_folder, place
 from advisor.cache.stores.patience import left
+from advisor.cache.stores.shelf import ARTIFACTS, FolderShelf
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Store
+    from advisor.cache.stores import Shelf, Store
 
 _DATABASE = "cache.db"  # diskcache's name
 _RAW = 1  # diskcache's number for a value that stands in the row as it is
@@ -54,7 +55,7 @@ _CORRUPT = {
 
 
 class DiskStore:
-    """A folder: records/ is the database, studies/ is for the studies beside it."""
+    """A folder: records/ is the database, studies/ and artifacts/ lie beside it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)
@@ -68,6 +69,10 @@ class DiskStore:
     @property
     def studies(self) -> Path:
         return self.path / "studies"
+
+    @property
+    def shelf(self) -> Shelf:
+        return FolderShelf(self.path / ARTIFACTS)
 
     def keys(self) -> list[str]:
         sql = "SELECT key FROM Cache WHERE raw = 1 AND typeof(key) = 'text' ORDER BY key"

@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.name import file_of, keys_of
+from advisor.cache.stores.shelf import ARTIFACTS, is_plain, plain, too_large
 from advisor.cache.stores.url import PATIENCE_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Remote
+    from advisor.cache.stores import Remote, Shelf
 
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"}
 """Protocols whose writes are whole or absent by themselves."""
@@ -84,11 +85,11 @@ class FileSystemStore:
             raise StoreError(f"cache {self.url}: {exc}") from exc
 
     def keys(self) -> list[str]:
-        names = self._do(lambda fs, root: fs.ls(root, detail=False, refresh=True), absent=[])
+        names = self.do(lambda fs, root: fs.ls(root, detail=False, refresh=True), absent=[])
         return keys_of(posixpath.basename(str(name)) for name in names)
 
     def get(self, key: str) -> bytes | None:
-        found = self._do(
+        found = self.do(
             lambda fs, root: fs.cat_file(_path(root, key), start=0, end=MAX_BYTES + 1), absent=None
         )
         return None if found is None else bytes(found)
@@ -111,21 +112,22 @@ class FileSystemStore:
                     raise part
             return found
 
-        data: dict[str, bytes | RecordDamaged] = self._do(fetch, absent={})
+        data: dict[str, bytes | RecordDamaged] = self.do(fetch, absent={})
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        def write(fs: Any, root: str) -> None:
-            target = _path(root, key)
-            if self._protocol in _WHOLE:
-                fs.pipe_file(target, data)
-                return
-            fs.makedirs(root, exist_ok=True)
-            temporary = f"{root.rstrip('/')}/.writing-{secrets.token_hex(8)}"
-            fs.pipe_file(temporary, data)
-            fs.mv(temporary, target)
+        self.do(lambda fs, root: self.write(fs, root, file_of(key), data))
 
-        self._do(write)
+    def write(self, fs: Any, folder: str, name: str, data: bytes) -> None:
+        """Put a file into a folder of a file system, whole or not at all."""
+        folder = folder.rstrip("/")
+        if self._protocol in _WHOLE:
+            fs.pipe_file(f"{folder}/{name}", data)
+            return
+        fs.makedirs(folder, exist_ok=True)
+        temporary = f"{folder}/.writing-{secrets.token_hex(8)}"
+        fs.pipe_file(temporary, data)
+        fs.mv(temporary, f"{folder}/{name}")
 
     def delete(self, key: str) -> bool:
         def remove(fs: Any, root: str) -> bool:
@@ -134,7 +136,7 @@ class FileSystemStore:
             fs.rm_file(_path(root, key))
             return True
 
-        return bool(self._do(remove, absent=False))
+        return bool(self.do(remove, absent=False))
 
     def check_writable(self) -> None:
         self.keys()  # no more can be known without writing
@@ -148,7 +150,16 @@ class FileSystemStore:
     def set_aside(self) -> Path:
         raise StoreError(f"cache {self.url}: a remote store is not moved aside; ask who runs it")
 
-    def _do(self, act: Any, **absent: Any) -> Any:
+    @property
+    def shelf(self) -> Shelf:
+        return FileSystemShelf(self)
+
+    def do(self, act: Any, **absent: Any) -> Any:
+        """What act(file system, root) returns, `absent` where what it asks for is not there.
+
+        Raises:
+            StoreError: it cannot be had.
+        """
         try:
             fs, root = self._file_system()
             return act(fs, root)
@@ -178,6 +189,52 @@ class FileSystemStore:
             fs, root = url_to_fs(self._bare, **options)
             self._opened = state, fs, root
         return self._opened[1], self._opened[2]
+
+
+class FileSystemShelf:
+    """A folder beside the records of a store."""
+
+    def __init__(self, store: FileSystemStore) -> None:
+        self._store = store
+
+    def sizes(self) -> dict[str, int]:
+        def listed(fs: Any, root: str) -> dict[str, int]:
+            files = fs.ls(_folder(root), detail=True, refresh=True)
+            named = ((posixpath.basename(str(one["name"])), one["size"]) for one in files)
+            return {name: int(size or 0) for name, size in named if is_plain(name)}
+
+        found: dict[str, int] = self._store.do(listed, absent={})
+        return found
+
+    def get(self, name: str, most: int) -> bytes | None:
+        plain(name)
+
+        def fetch(fs: Any, root: str) -> Any:
+            return fs.cat_file(f"{_folder(root)}/{name}", start=0, end=most + 1)
+
+        found = self._store.do(fetch, absent=None)
+        if found is not None and len(found) > most:
+            raise too_large(name, most)
+        return None if found is None else bytes(found)
+
+    def put(self, name: str, data: bytes) -> None:
+        plain(name)
+        self._store.do(lambda fs, root: self._store.write(fs, _folder(root), name, data))
+
+    def delete(self, name: str) -> bool:
+        plain(name)
+
+        def remove(fs: Any, root: str) -> bool:
+            there = fs.exists(f"{_folder(root)}/{name}")
+            if there:
+                fs.rm_file(f"{_folder(root)}/{name}")
+            return bool(there)
+
+        return bool(self._store.do(remove, absent=False))
+
+
+def _folder(root: str) -> str:
+    return f"{root.rstrip('/')}/{ARTIFACTS}"
 
 
 def _path(root: str, key: str) -> str:

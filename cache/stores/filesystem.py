@@ -6,14 +6,20 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from advisor.errors import StoreError, UsageError
 
 MOUNTS = Path("/proc/self/mounts")
+WRITING = ".writing-"
+"""How the name of a file begins that is being written."""
+_ABANDONED_S = 3600.0
+"""Age from which such a file's writer is dead: a write takes milliseconds."""
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
@@ -58,6 +64,39 @@ def make_folder(path: Path) -> None:
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put a file, whole or not at all, in a folder that is made where it is missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    make_folder(path.parent)
+    temporary = path.with_name(f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # its entry too is on disk
+    finally:
+        os.close(folder)
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """What writers that were killed left in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    before = time.time() - _ABANDONED_S
+    return [path for path in folder.glob(f"{WRITING}*") if path.lstat().st_mtime < before]
 
 
 def remove_folder(path: Path) -> None:

@@ -19,11 +19,13 @@ from advisor.cache.name import MARKS, PREFIX
 from advisor.cache.stores import by_many
 from advisor.cache.stores.link import BYTES, JSON, Link
 from advisor.cache.stores.patience import go_on
+from advisor.cache.stores.shelf import ARTIFACTS, is_plain, plain
 from advisor.errors import RecordDamaged, StoreError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Narrowing
+    from advisor.cache.stores import Narrowing, Shelf
 
+_ARTIFACTS = f"/api/{ARTIFACTS}"
 MOST = 64
 """Records asked for in one request."""
 _KEY = re.compile(rf"(?:{PREFIX}|{MARKS})[0-9a-fs./]{{1,200}}")
@@ -107,6 +109,10 @@ class HttpStore(Link):
         self._came, self._looks = {}, {}
         return status != 404
 
+    @property
+    def shelf(self) -> Shelf:
+        return HttpShelf(self)
+
     def check_writable(self) -> None:
         if not self._self()["writes"]:
             raise StoreError(f"cache {self.url}: this token may read and not write")
@@ -159,6 +165,46 @@ class HttpStore(Link):
             if data is None or isinstance(data, bytes):
                 return self._key(key), data or b""
         raise self.foreign("its items are no records")
+
+
+class HttpShelf:
+    """What a server keeps beside its records."""
+
+    def __init__(self, store: HttpStore) -> None:
+        self._store = store
+
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        while True:
+            after = max(found, default="")
+            status, _headers, data = self._store.ask(
+                "GET", f"{_ARTIFACTS}?after={after}", accepts=(404,)
+            )
+            if status == 404:  # a server from before there were any
+                return found
+            answer = self._store.read_json(data)
+            page = answer.get("sizes")
+            if not isinstance(page, dict) or not all(type(n) is int for n in page.values()):
+                raise self._store.foreign("no sizes in its answer")
+            if any(not is_plain(name) or name <= after for name in page):
+                raise self._store.foreign("it names artifacts that are none")
+            found |= page
+            if not answer.get("more") or not page:
+                return found
+
+    def get(self, name: str, most: int) -> bytes | None:
+        status, _headers, data = self._store.ask(
+            "GET", f"{_ARTIFACTS}/{plain(name)}", accepts=(404,), most=most
+        )
+        return None if status == 404 else data
+
+    def put(self, name: str, data: bytes) -> None:
+        self._store.ask("PUT", f"{_ARTIFACTS}/{plain(name)}", body=data, kind=BYTES)
+
+    def delete(self, name: str) -> bool:
+        path = f"{_ARTIFACTS}/{plain(name)}"
+        status, _headers, _data = self._store.ask("DELETE", path, accepts=(404,))
+        return status != 404
 
 
 def _proof(store: HttpStore) -> Narrowing:

@@ -98,6 +98,7 @@ class Link:
         headers: Mapping[str, str] | None = None,
         accepts: Collection[int] = (),
         patience_s: float = 0.0,
+        most: int = MOST_ANSWER,
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of an answer that is none of a fault.
 
@@ -105,6 +106,7 @@ class Link:
             kind: what the body is, as a media type.
             accepts: statuses of refusals that are answers, too.
             patience_s: 0 for the link's own.
+            most: bytes that an answer may have.
 
         Raises:
             StoreError: nobody answers, or with a refusal. Unauthorized: of the token.
@@ -119,7 +121,7 @@ class Link:
             sent["Content-Type"] = kind
         until = time.monotonic() + patience_s
         for _turn in range(_MOST_WAITS):
-            status, said, data = self._exchange(method, path, body, sent, patience_s)
+            status, said, data = self._exchange(method, path, body, sent, patience_s, most)
             pause = _pause(said) if status in (429, 503) else 0.0
             if not pause or time.monotonic() + pause > until:
                 break
@@ -136,6 +138,7 @@ class Link:
         body: bytes | None,
         headers: Mapping[str, str],
         patience_s: float,
+        most: int,
     ) -> tuple[int, dict[str, str], bytes]:
         from http.client import HTTPException
 
@@ -146,13 +149,13 @@ class Link:
                     connection.sock.settimeout(connection.timeout)
                 connection.request(method, self._path + path, body, dict(headers))
                 answer = connection.getresponse()
-                data = answer.read(MOST_ANSWER + 1)
+                data = answer.read(most + 1)
                 said = {name.lower(): value for name, value in answer.getheaders()}
                 if answer.will_close or not answer.isclosed():
                     connection.close()
                 else:
                     self._keep(connection)
-                return answer.status, said, self._inflated(data, said)
+                return answer.status, said, self._inflated(data, said, most)
             except (OSError, HTTPException, ValueError) as exc:
                 connection.close()
                 if not again:
@@ -194,15 +197,15 @@ class Link:
         else:
             connection.close()
 
-    def _inflated(self, data: bytes, headers: Mapping[str, str]) -> bytes:
+    def _inflated(self, data: bytes, headers: Mapping[str, str], most: int) -> bytes:
         if headers.get("content-encoding") == "gzip":
             unzip = zlib.decompressobj(wbits=31)
             try:
-                data = unzip.decompress(data, MOST_ANSWER + 1)
+                data = unzip.decompress(data, most + 1)
             except zlib.error as exc:
                 raise self.foreign("its answer is cut or damaged") from exc
-        if len(data) > MOST_ANSWER:
-            raise self.foreign(f"its answer is larger than {MOST_ANSWER} bytes")
+        if len(data) > most:
+            raise self.foreign(f"its answer is larger than {most} bytes")
         return data
 
     @property

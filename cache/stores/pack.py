@@ -23,7 +23,7 @@ from advisor.cache.stores.filesystem import open_regular, place
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Store
+    from advisor.cache.stores import Shelf, Store
 
 FORMAT = 2
 HEADER = "advisor-pack.json"
@@ -51,6 +51,7 @@ class PackStore:
     """pack:FILE."""
 
     studies: Path | None = None
+    shelf: Shelf | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)

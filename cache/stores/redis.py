@@ -17,13 +17,14 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.stores import by_many
+from advisor.cache.stores.shelf import ARTIFACTS, plain, too_large
 from advisor.cache.stores.url import PATIENCE_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 if TYPE_CHECKING:
     import redis
 
-    from advisor.cache.stores import Remote
+    from advisor.cache.stores import Remote, Shelf
 
 _OWN = ("prefix", "ttl", "timeout")
 _LASTING = "+inf"
@@ -50,7 +51,7 @@ class RedisStore:
         if not prefix or set(prefix) & set("{}*?[]"):
             raise UsageError(f"cache URL {self.url!r}: prefix={prefix}: expected a plain name")
         # In braces: a cluster then keeps all of it on one node, as the transactions need.
-        self._prefix = f"{{{prefix}}}:"
+        self.prefix = f"{{{prefix}}}:"
         self._address = given.address(6379)
         self._bare = _with_login(given.bare)
         database = urlsplit(given.bare).path.strip("/")
@@ -70,8 +71,12 @@ class RedisStore:
         import redis.retry  # noqa: F401 # only to have it in memory
 
     def keys(self) -> list[str]:
+        return self.named(self._index)
+
+    def named(self, index: str) -> list[str]:
+        """The keys that an index names and that have not expired, sorted."""
         now = time.time()
-        found = self._do(lambda r: r.zrangebyscore(self._index, now, _LASTING))
+        found = self.do(lambda r: r.zrangebyscore(index, now, _LASTING))
         return sorted(_text(name) for name in found)
 
     def get(self, key: str) -> bytes | None:
@@ -82,10 +87,10 @@ class RedisStore:
         if not wanted:
             return {}
         # Not MGET: what somebody planted may be of any size, and is not worth fetching whole.
-        parts = self._do(
+        parts = self.do(
             lambda r: _run(
                 r.pipeline(transaction=False),
-                [("getrange", self._prefix + key, 0, MAX_BYTES) for key in wanted],
+                [("getrange", self.prefix + key, 0, MAX_BYTES) for key in wanted],
                 raises=False,
             )
         )
@@ -98,23 +103,35 @@ class RedisStore:
                 found[key] = RecordDamaged(f"{key}: no string in Redis ({part}); refused")
         return found
 
+    @property
+    def shelf(self) -> Shelf:
+        return RedisShelf(self)
+
     def put(self, key: str, data: bytes) -> None:
+        self.keep(self._index, key, data)
+
+    def keep(self, index: str, key: str, data: bytes) -> None:
+        """Keep data under a key that an index names, as long as the URL says."""
         ends = f"{time.time() + self._ttl_s}" if self._ttl_s else _LASTING
         expires: tuple[Any, ...] = ("PX", int(self._ttl_s * 1000)) if self._ttl_s else ()
         commands = [
-            ("execute_command", "SET", self._prefix + key, data, *expires),
-            ("execute_command", "ZADD", self._index, ends, key),
-            ("zremrangebyscore", self._index, "-inf", f"({time.time()}"),
+            ("execute_command", "SET", self.prefix + key, data, *expires),
+            ("execute_command", "ZADD", index, ends, key),
+            ("zremrangebyscore", index, "-inf", f"({time.time()}"),
         ]
-        self._do(lambda r: _run(r.pipeline(transaction=True), commands))
+        self.do(lambda r: _run(r.pipeline(transaction=True), commands))
 
     def delete(self, key: str) -> bool:
-        commands = [("delete", self._prefix + key), ("zrem", self._index, key)]
-        return any(self._do(lambda r: _run(r.pipeline(transaction=True), commands)))
+        return self.remove(self._index, key)
+
+    def remove(self, index: str, key: str) -> bool:
+        """Remove what is under a key that an index names; whether it was there."""
+        commands = [("delete", self.prefix + key), ("zrem", index, key)]
+        return any(self.do(lambda r: _run(r.pipeline(transaction=True), commands)))
 
     def check_writable(self) -> None:
         # Nothing is stored: a name that is not there is taken out.
-        self._do(lambda r: r.zrem(self._index, ""))
+        self.do(lambda r: r.zrem(self._index, ""))
 
     def health(self) -> str:
         try:
@@ -127,9 +144,14 @@ class RedisStore:
 
     @property
     def _index(self) -> str:
-        return f"{self._prefix}names"
+        return f"{self.prefix}names"
 
-    def _do(self, act: Any) -> Any:
+    def do(self, act: Any) -> Any:
+        """What act(client) returns.
+
+        Raises:
+            StoreError: the server does not answer, or with a refusal.
+        """
         import redis
 
         try:
@@ -163,6 +185,35 @@ class RedisStore:
             )
             self._pid, self._waits_s = os.getpid(), self.patience_s
         return self._client
+
+
+class RedisShelf:
+    """One string each, and a sorted set of their names beside that of the records."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._prefix = f"{store.prefix}{ARTIFACTS}/"
+        self._index = f"{store.prefix}{ARTIFACTS}"
+
+    def sizes(self) -> dict[str, int]:
+        names = [name.removeprefix(f"{ARTIFACTS}/") for name in self._store.named(self._index)]
+        commands = [("strlen", self._prefix + name) for name in names]
+        if not names:
+            return {}
+        sizes = self._store.do(lambda r: _run(r.pipeline(transaction=False), commands))
+        return {name: int(size) for name, size in zip(names, sizes, strict=True) if size}
+
+    def get(self, name: str, most: int) -> bytes | None:
+        found = self._store.do(lambda r: r.getrange(self._prefix + plain(name), 0, most))
+        if len(found) > most:
+            raise too_large(name, most)
+        return bytes(found) or None
+
+    def put(self, name: str, data: bytes) -> None:
+        self._store.keep(self._index, f"{ARTIFACTS}/{plain(name)}", data)
+
+    def delete(self, name: str) -> bool:
+        return self._store.remove(self._index, f"{ARTIFACTS}/{plain(name)}")
 
 
 def _run(pipeline: Any, commands: list[tuple[Any, ...]], *, raises: bool = True) -> list[Any]:

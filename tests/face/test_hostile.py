@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from advisor.cache.config import Config
 from advisor.cache.stores import disk
 from advisor.report.progress import Shown
 from tests import hostile
@@ -53,3 +54,16 @@ def test_a_trial_that_failed_says_why() -> None:
     with Shown(Console(file=said, width=80), budget_s=1.0) as progress:
         progress.tried(trial(3, outcome="failed"), 0.5)
     assert "failed  said so  " in said.getvalue()
+
+
+def test_what_is_compiled_is_told_when_it_changes() -> None:
+    said = io.StringIO()
+    compiled = Config(compile="default", batch_size=4)
+    with Shown(Console(file=said, width=200), budget_s=1.0) as progress:
+        for at in (0.0, 1.0, 2.2):
+            progress.building([compiled, compiled.replace(precision="bf16")], at)
+        progress.building([compiled], 23.4)
+    assert said.getvalue().splitlines() == [
+        "compiling 2 configs at once: compile=default; compile=default, bf16",
+        "compiling: compile=default ... 23 s",
+    ]

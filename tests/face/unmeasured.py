@@ -53,6 +53,7 @@ class Describing:
             modules=modules,
             parameters=parameters,
             convolves=True,
+            repeats=False,
             threads=own_threads(),
             device_uuid="",
             memory_bytes=0,

@@ -43,6 +43,7 @@ def space_of(seen: Seen) -> Space:
             cpu_bf16=True,
             dimensions=len(seen.shape),
             convolves=seen.convolves,
+            repeats=seen.repeats,
             batches=(seen.shape[0],),
             use="pilot",
             workers=seen.workers,

@@ -194,6 +194,23 @@ def test_compiling_keeps_the_names_of_the_weights() -> None:
     assert plain._compiled_call_impl is None
 
 
+def test_a_model_with_a_method_compile_of_its_own_is_compiled_as_any() -> None:
+    """timm's ClassificationTask compiles the model within it: a second config found it compiled
+    already, and a checkpoint had other names."""
+
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: nn.Module = nn.Linear(2, 2)
+
+        def compile(self, **_how: object) -> None:
+            self.net = nn.Sequential(self.net)
+
+    task = Advice(Config(compile="default"), device="cpu").prepare(Task())
+    assert task._compiled_call_impl is not None
+    assert set(task.state_dict()) == {"net.weight", "net.bias"}
+
+
 def stepper(*models: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -376,9 +377,22 @@ def test_finalists_are_of_every_use_and_of_the_batches_that_lead() -> None:
     for config in (TF32, compiled, GRAPHED, TF32.at(256), compiled.at(128), compiled.at(256)):
         assert config in found
     runner = Steady({})
-    assert affordable(found, trials, runner.part(1000.0)) == found
-    short = affordable(found, trials, runner.part(6.0))
+    assert affordable(found, trials, runner.part(1000.0), {}) == found
+    short = affordable(found, trials, runner.part(6.0), {})
     assert short == found[: len(short)] and 2 <= len(short) < len(found)
+
+
+def test_fewer_race_where_each_turn_takes_long_to_settle() -> None:
+    """A run that waited for its data took 5 s a turn: in 48 s nine configs had one turn each."""
+    rates = {PLAIN: 100.0, TF32: 130.0, LOOPED: 300.0, GRAPHED: 900.0}
+    found = finalists(CUDA, quick := tried(rates))
+    slow = [
+        dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, warm_s=4.0))
+        for one in quick
+    ]
+    part = Steady({}).part
+    assert affordable(found, quick, part(30.0), {}) == found
+    assert affordable(found, slow, part(30.0), {}) == found[:2]
 
 
 def test_of_many_that_are_near_the_first_race() -> None:

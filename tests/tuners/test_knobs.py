@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +16,14 @@ from torch import nn
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Part, Record, Winner
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import knobs
+from advisor.tuners import knobs, known_wrong
+from advisor.tuners.act.advice import Advice
 from advisor.tuners.environment import threads_set
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Domain, Situation
 from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
+REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
@@ -38,6 +41,7 @@ def on_cpu(**more: Any) -> Situation:
 SITUATIONS = [
     *(on_cuda(full=full, deterministic=fixed) for full in OFF_ON for fixed in OFF_ON),
     on_cuda(varies=True),
+    on_cuda(repeats=True),
     on_cpu(),
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
@@ -135,12 +139,19 @@ OFF, FIXED_ON = (False,), (True,)
         ("fused_optimizer", on_cpu(), ()),
         ("compile", on_cuda(), ("none", *MODES)),
         ("compile", on_cuda(full=True), ("none", *MODES, *AUTOTUNED)),
+        ("compile", on_cuda(repeats=True), ("none", *REPEATING)),
+        ("compile", on_cuda(repeats=True, full=True), ("none", *REPEATING, *AUTOTUNED)),
+        ("compile", on_cuda(repeats=True, deterministic=True), ()),
         ("compile", on_cuda(deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
         ("compile", on_cpu(compiles=False), ()),
+        ("compile", on_cuda(quick=True), ("none", "cudagraphs")),
+        ("compile", on_cuda(quick=True, compiles=False), ()),
+        ("compile", on_cpu(quick=True), ()),
         ("dynamic_shapes", on_cuda(), ()),
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
         ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),
+        ("dynamic_shapes", on_cuda(varies=True, quick=True), ()),
         ("step_graph", on_cuda(), OFF_ON),
         ("step_graph", on_cuda(training=False), ()),
         ("step_graph", on_cuda(step_graph=False), ()),
@@ -176,9 +187,11 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", which)
     monkeypatch.delenv("CXX", raising=False)
     assert BY_NAME["compile"].values(on_cpu(compiles=True, full=True)) == ("none", "default")
+    here = on_cpu(compiles=True, repeats=True)
+    assert BY_NAME["compile"].values(here) == ("none", "blocks", "default")
     monkeypatch.setenv("CXX", "nothing")
     assert BY_NAME["compile"].values(on_cpu(compiles=True)) == ()
-    assert asked == ["g++", "nothing"]
+    assert asked == ["g++", "g++", "nothing"]
 
 
 # By knob and value: the use that can follow it, whether it is held against fp32, its weight.
@@ -222,6 +235,9 @@ def test_what_holds_of_a_row() -> None:
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
+    assert names(lambda knob: not knob.compiled) == {
+        *("cudnn_benchmark", "fused_optimizer", "step_graph")
+    }
     assert names(lambda knob: knob.carries) == {
         *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
         *("fused_optimizer", "pin_memory"),
@@ -245,12 +261,11 @@ def test_what_holds_of_a_row() -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    set_apart = tuple(mode for mode in (*MODES, *AUTOTUNED) if mode != "default")
+    set_apart = tuple(mode for mode in (*REPEATING, *AUTOTUNED) if mode != "default")
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
         "step_graph": {
-            "precision": ("fp16",),
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
         },
@@ -300,7 +315,7 @@ def test_what_a_value_gives_to_the_script() -> None:
 
     graphs = BY_NAME["compile"].graphs
     assert graphs is not None
-    replayed = {mode: graphs(mode) for mode in ("none", *MODES, *AUTOTUNED)}
+    replayed = {mode: graphs(mode) for mode in ("none", *REPEATING, *AUTOTUNED)}
     assert {mode for mode, replays in replayed.items() if replays} == {
         *("cudagraphs", "reduce-overhead", "max-autotune")
     }
@@ -456,8 +471,97 @@ def test_only_what_has_four_or_five_dimensions_is_laid_out() -> None:
     assert row.layout(images[0], True) is None
 
 
+MENDED = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu130": False} | {
+    "2.14.1": False, "2.15.0.dev20260801": False, "2.15.0+cu132": True, "3.0.0": True
+}  # fmt: skip
+"""Whether mixed orders of reduction are right in a build of torch."""
+
+
+@pytest.mark.parametrize("version", MENDED)
+def test_what_is_known_to_be_wrong_is_not_compiled(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(nn.Module, "compile", lambda _self, **given: called.append(given))
+    for name, value in (("compile", "max-autotune"), ("dynamic_shapes", True)):
+        row = BY_NAME[name].model
+        assert row is not None
+        row(nn.Linear(2, 2), value)
+    static, dynamic = called
+    right = {"triton.mix_order_reduction": False}
+    assert dynamic.pop("dynamic") is True
+    if MENDED[version]:
+        assert static == {"mode": "max-autotune"} and dynamic == {"mode": "default"}
+    else:
+        own = torch._inductor.list_mode_options("max-autotune")
+        assert static == {"options": own | right} and dynamic == {"options": right}
+
+
+def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises at once of one that it does not know; what it does not know is left out."""
+    row = BY_NAME["compile"]
+    assert row.model is not None
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    for value in row.domain.values:
+        assert isinstance(value, str)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(4)))
+        row.model(net, value)
+        assert (net._compiled_call_impl is None) == (value in ("none", "blocks"))
+        assert all((one._compiled_call_impl is None) == (value != "blocks") for one in net)
+    assert known_wrong.avoided() == known_wrong.avoiding("2.11.0") != {}
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: ["max_autotune"])
+    assert known_wrong.avoided() == {}
+
+
+def test_where_a_framework_compiles_the_process_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with torch._inductor.config.patch({"triton.mix_order_reduction": True}):
+        Advice(Config(), device="cpu").hand_over()
+        assert torch._inductor.config.triton.mix_order_reduction
+        Advice(Config(compile="default"), device="cpu").hand_over()
+        assert not torch._inductor.config.triton.mix_order_reduction
+
+
+def test_every_fault_of_a_compiler_has_its_source() -> None:
+    for wrong in known_wrong.KNOWN:
+        assert wrong.since < wrong.until and wrong.what and wrong.options
+        assert re.fullmatch(r"https://github\.com/pytorch/pytorch/issues/\d+", wrong.source)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's own
+def test_gradients_of_norms_with_a_shared_table() -> None:
+    """As in https://github.com/pytorch/pytorch/issues/193061, at its size."""
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1, 4, 1024) / 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shift, scale, moved, factor = self.table.chunk(4, dim=1)
+            x = torch.layer_norm(x, (1024,)) * (1 + scale) + shift
+            return torch.layer_norm(x, (1024,)) * (1 + factor) + moved
+
+    torch.manual_seed(0)
+    net = Modulated().cuda()
+    x, weight = (torch.randn(1, 2**15, 1024, device="cuda") for _ in range(2))
+    row = BY_NAME["compile"].model
+    assert row is not None
+    found = []
+    for value in ("none", "default"):
+        net.table.grad = None
+        row(net, value)
+        (net(x) * weight).sum().backward()
+        assert net.table.grad is not None
+        found.append(net.table.grad)
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-3
+
+
 def test_compiling_is_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
     monkeypatch.setattr(nn.Module, "compile", lambda _self, **given: called.append(given))
     net, row = nn.Linear(2, 2), BY_NAME["compile"]
     assert row.model is not None
@@ -678,3 +782,14 @@ def test_a_fixed_choice_of_another_batch_is_refused() -> None:
 def test_a_winner_that_needs_more_than_its_use_is_refused() -> None:
     record = _winner(_sound(), "flags", examples.DEFAULT.replace(precision="bf16"))
     assert knobs.refusal(record) == "the winner for flags needs more than that"
+
+
+def test_what_compiles_the_same_code_is_built_once() -> None:
+    eager = Config(precision="bf16", compile="none", step_graph=False, num_workers=0, batch_size=8)
+    compiled = eager.replace(compile="default")
+    assert not knobs.compiles(eager) and knobs.compiles(compiled)
+    assert not knobs.compiles(eager.replace(compile="cudagraphs"))
+    same = compiled.replace(step_graph=True, cudnn_benchmark=True, num_workers=4)
+    assert knobs.code(compiled) == knobs.code(same)
+    for other in ({"precision": "fp16"}, {"compile": "reduce-overhead"}, {BATCH: 16}):
+        assert knobs.code(compiled) != knobs.code(compiled.replace(**other))

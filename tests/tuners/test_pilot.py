@@ -22,11 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
+from advisor.tuners import knobs
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
+from advisor.tuners.act.pilot.parts import Parts
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, seat_of
@@ -452,6 +454,112 @@ def test_the_limit_of_recompilations_is_the_scripts_own_again(
     assert torch._dynamo.config.recompile_limit == 9
 
 
+# torch.compile looks for one, and hides the warning in a way that does not count here.
+looks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class Repeating(nn.Module):
+    """Notes which of its blocks run as Python; a compiled one does so while it is traced only."""
+
+    class Block(nn.Module):
+        def __init__(self, ran: list[str]) -> None:
+            super().__init__()
+            self.inner, self.ran = nn.Linear(8, 8), ran
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                self.ran.append("plainly")
+            return x + torch.tanh(self.inner(x))
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+        self.blocks = nn.ModuleList(self.Block(self.ran) for _ in range(4))
+        self.recomputes = recomputes
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        if self.fails:
+            raise ValueError("bad batch")
+        return x
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": "eager"})
+
+
+@looks_for_gradients
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_repeated_blocks_are_compiled_for_training_alone(
+    recomputes: bool, compiled_eagerly: None
+) -> None:
+    net = Repeating(recomputes=recomputes)
+    switch = switch_of(Trained(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        switch.set(OWN.replace(compile="blocks"))
+        net(x).sum().backward()
+        assert net.ran == []
+        net.eval()
+        net(x)
+        assert net.ran == ["plainly"] * 4
+        net.train()
+        net.ran.clear()
+        net(x).sum().backward()
+        assert net.ran == []
+        switch.set(OWN)
+        net(x).sum().backward()
+        assert net.ran == ["plainly"] * (8 if recomputes else 4)
+        net.ran.clear()
+    switch.set(OWN.replace(compile="blocks"))
+    switch.release()
+    assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
+
+
+@looks_for_gradients
+def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly: None) -> None:
+    net = Repeating()
+    switch = switch_of(Trained(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
+    struck: list[Exception] = []
+    x = torch.randn(3, 8)
+    switch.set(OWN.replace(compile="blocks"), struck.append)
+    net.fails = True
+    with pytest.raises(ValueError, match="bad batch"):  # the script's own: the advice stays
+        net(x)
+    assert net.ran == ["plainly"] * 4 and not struck
+    net.fails = False
+    net.ran.clear()
+    net(x)
+    assert net.ran == []
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("a wrong kernel")
+
+    for block in net.blocks:
+        hooks.through(block, breaks)
+    switch.calls[0].parts = Parts.taken_out(net)
+    switch.calls[0].parts.set()
+    net(x)
+    assert net.ran == ["plainly"] * 4
+    assert [str(one) for one in struck] == ["a wrong kernel"]
+    switch.give_up()
+    net.ran.clear()
+    net(x)
+    assert net.ran == ["plainly"] * 4
+    assert all("_compiled_call_impl" not in vars(block) for block in net.blocks)
+    switch.release()
+
+
+@pytest.mark.parametrize("kind", [Net, Repeating])
+def test_blocks_that_a_script_repeats_are_seen(kind: type[nn.Module]) -> None:
+    net = kind()
+    one = seen(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert space_of(one).offers("compile", "blocks") is (kind is Repeating)
+
+
 def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:
     """Of a script that made four steps."""
     crew = Crew()
@@ -469,6 +577,7 @@ def space_of(one: Seen) -> Space:
             device="cuda",
             capability=(9, 0),
             batches=(4,),
+            repeats=one.repeats,
             compiles=True,
             use="pilot",
             own=one.own,

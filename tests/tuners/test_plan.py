@@ -8,7 +8,7 @@ from advisor.cache.record import EFFORTS
 from advisor.cache.task import rows, shell
 from advisor.errors import UsageError
 from advisor.tuners.length import Length
-from advisor.tuners.search.plan import SEARCH, Clock, Plan, suffices
+from advisor.tuners.search.plan import RACE, SEARCH, Clock, Plan, parts, suffices
 
 
 def test_a_plan_is_made_of_what_was_given() -> None:
@@ -46,7 +46,7 @@ def test_what_is_refused_says_why(given: dict[str, object], said: str) -> None:
 def test_efforts_are_those_of_the_record() -> None:
     budgets = [Plan(effort=name).seconds for name in EFFORTS]
     assert budgets == [60.0, 300.0, 3600.0]
-    assert [Plan(effort=name).much.compiles for name in EFFORTS] == [False, True, True]
+    assert [Plan(effort=name).much.quick for name in EFFORTS] == [True, False, False]
     assert suffices("exhaustive", "quick") and suffices("normal", "normal")
     assert not suffices("quick", "normal") and not suffices("heroic", "quick")
 
@@ -73,3 +73,13 @@ def test_parts_end_with_the_budget() -> None:
     assert again.search().left_s == pytest.approx(0.0, abs=1e-9) and again.left_s == pytest.approx(
         100 * (1 - SEARCH)
     )
+
+
+def test_a_budget_is_planned_as_it_is_spent() -> None:
+    planned = parts(300.0)
+    assert list(planned) == ["search", "race", "comparison with fp32", "first steps"]
+    assert sum(planned.values()) == pytest.approx(300.0)
+    time = 0.0
+    clock = Clock(300.0, now=lambda: time)
+    time = planned["search"]
+    assert clock.part(RACE).left_s == pytest.approx(planned["race"])

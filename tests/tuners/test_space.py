@@ -49,14 +49,16 @@ def test_of_a_cpu() -> None:
         ({"precision": "fp16"}, True),
         ({"precision": "bf16", "fused_optimizer": True}, True),
         ({"precision": "fp16", "fused_optimizer": True}, False),
-        ({"precision": "fp16", "step_graph": True}, False),
+        ({"precision": "fp16", "step_graph": True}, True),
         ({"compile": "reduce-overhead", "step_graph": True}, False),
         ({"compile": "default", "step_graph": True}, True),
+        ({"compile": "blocks", "step_graph": True}, True),
+        ({"compile": "blocks", "dynamic_shapes": True}, False),
         ({"fused_optimizer": True, "step_graph": True}, False),
     ],
 )
 def test_what_the_table_says_does_not_go_together(changes: dict[str, Any], combines: bool) -> None:
-    space = on_cuda()
+    space = on_cuda(repeats=True, varies=True)
     config = space.default.replace(**changes)
     assert space.holds(config) is combines
     assert (config in set(space.configs(32, dear=True))) is combines

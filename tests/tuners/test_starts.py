@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.measure.first_step import Starts
+from advisor.tuners.measure.first_step import ANEW, Compiled, Starts
 
 DEFAULT = Config(batch_size=4, compile="none", precision="default")
 COMPILED = DEFAULT.replace(compile="default", precision="bf16")
@@ -29,13 +31,16 @@ class Simulated:
         self.time, self.fails = time, fails
         self.started: list[Config] = []
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         self.started.append(config)
         first = {DEFAULT: 1.5, COMPILED: 31.0}[config]
         self.time -= first
         if config in self.fails:
             return Measurement(outcome="timed_out", reason="simulated")
         return Measurement(outcome="ok", first_step_s=first)
+
+    def save(self, config: Config, file: Path) -> None:
+        raise AssertionError("nothing is kept")
 
     def starts(self) -> Starts:
         trials = [trial(DEFAULT, 0.5), trial(OTHER, 30.0), trial(COMPILED, 3.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections import deque
@@ -68,12 +69,16 @@ class Training:
         model: nn.Module | None = None,
         make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         hinder: Callable[[Tensor], Any] = lambda loss: None,
+        scale: float = 0.0,
         **how: Any,
     ) -> None:
         torch.manual_seed(0)
         random.seed(0)
-        config = Config(precision="default", step_graph=graph, pin_memory=pin_memory)
+        config = Config(step_graph=graph, pin_memory=pin_memory)
+        config = config.replace(precision="fp16" if scale else "default")
         self.advice = Advice(config, device=where)
+        if scale:
+            self.advice._scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
         self.model = self.advice.prepare(Net() if model is None else model)
         settings: dict[str, Any] = {"lr": 0.05, "fused": True, **how}
         if settings["fused"] is None:
@@ -170,6 +175,103 @@ def trains_alike(where: str, make: Any, how: dict[str, Any]) -> None:
     norm = runs[0].model.get_submodule("norm")
     assert int(norm.get_buffer("num_batches_tracked")) == 40
     assert [type(g["lr"]) for g in runs[0].optimizer.param_groups] == [float]
+
+
+@everywhere
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**36], ids=["as it is", "skipping at first"])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.AdamW, {"lr": 1e-3}),
+    ],
+)
+def test_scaled_replays_train_as_the_step_does(
+    where: str, make: Any, how: dict[str, Any], scale: float
+) -> None:
+    runs = [Training(where, graph=graph, make=make, scale=scale, **how) for graph in (True, False)]
+    losses = [run.run(40) for run in runs]
+    assert runs[0].failure == ""
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3 if where == "cpu" else 2e-2)
+    scales = [run.advice.scaler.get_scale() for run in runs]
+    assert scales[0] == scales[1] != scale
+    # The script's factor is the graph's, too.
+    assert isinstance(runs[0].step, StepGraph)
+    runs[0].advice.scaler.set_growth_factor(4.0)
+    assert "GradScaler" in runs[0].step._watch.differs()
+
+
+def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
+    """A step with the script's own scaler, which it may not update, and may fail before it does."""
+    torch.manual_seed(0)
+    advice = Advice(Config(precision="fp16", step_graph=True), device=where)
+    model = advice.prepare(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **advice.optimizer)
+    scaler = torch.amp.GradScaler(where)
+
+    def train(batch: tuple[Tensor, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        with advice.autocast():
+            loss = functional.cross_entropy(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        if fails():
+            raise RuntimeError("no memory, or whatever else")
+        if update:
+            scaler.update()
+        return loss
+
+    return advice.capture(train, advice.place(next(batches(1)))), advice, scaler
+
+
+@everywhere
+def test_the_scaler_may_be_the_script_s_own(where: str) -> None:
+    step, advice, scaler = own_scaler(where)
+    losses = [float(step(batch).detach()) for batch in advice.batches(batches(30))]
+    assert step.failure == "" and step.ready and losses[-1] < losses[0]
+    assert scaler.get_scale() == 65536
+
+
+def test_a_scaler_that_is_updated_outside_is_named() -> None:
+    step, advice, scaler = own_scaler("cpu", update=False)
+    with pytest.warns(AdvisorWarning, match="call its update in the step"):
+        for batch in advice.batches(batches(EARLY + 2)):
+            step(batch)
+            scaler.update()
+
+
+def test_a_scaled_step_that_ends_within_a_capture_is_forgotten(recorder: AtenRecorder) -> None:
+    step, advice, _scaler = own_scaler("cpu", fails=lambda: recorder.recordings > 0)
+    made = list(advice.batches(batches(WARM_STEPS + 3)))
+    for batch in made[:WARM_STEPS]:
+        step(batch)
+    with pytest.warns(AdvisorWarning, match="whatever else"):
+        step(made[WARM_STEPS])  # which puts `recordings` back as well
+    for batch in made[WARM_STEPS + 1 :]:
+        step(batch)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"nesterov": True}, {"dampening": 0.1}, {"dampening": 0.1, "maximize": True}]
+)
+def test_a_first_step_that_a_scaler_skips_leaves_no_momentum(how: dict[str, Any]) -> None:
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        advice = Advice(Config(precision="fp16", step_graph=True), device="cpu")
+        weights = [nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(3))]
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=fused, **how)
+        advice._uncaptured = False  # nobody is to be told of it here
+        for number in range(6):
+            factor = math.inf if number in (0, 1, 3) else 1.0 + number
+            advice.step(sum((w * w).sum() for w in weights) * factor, optimizer)  # type: ignore[arg-type]
+        found.append(
+            torch.cat([*weights, *(optimizer.state[w]["momentum_buffer"] for w in weights)])
+        )
+    torch.testing.assert_close(*found)
+    assert found[0].isfinite().all()
 
 
 @everywhere
@@ -709,7 +811,41 @@ def test_compiled_parts_inside_a_captured_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["default", "tf32", "bf16"])
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_compiled_blocks_inside_a_captured_step(precision: str) -> None:
+    """Dropout off, as what is compiled draws other numbers."""
+    found = []
+    for how in ({"step_graph": True, "compile": "blocks"}, {"step_graph": False}):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        advice = Advice(Config(precision=precision, **how), device="cuda")
+        model = advice.prepare(nn.Sequential(nn.Linear(8, 64), encoder, nn.Linear(64, 8)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **advice.optimizer)
+
+        def train(
+            x: Tensor, advice: Any = advice, model: Any = model, own: Any = optimizer
+        ) -> Tensor:
+            with advice.autocast():
+                loss = (model(x).float() - x).square().mean()
+            advice.step(loss, own)
+            return loss
+
+        step = advice.capture(train, torch.zeros(16, 12, 8, device="cuda"))
+        draw = torch.Generator().manual_seed(1)
+        made = [torch.randn(16, 12, 8, generator=draw).cuda() for _ in range(24)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AdvisorWarning)
+            found.append([float(step(x).detach()) for x in made])
+        assert not isinstance(step, StepGraph) or (step.failure == "" and step.ready)
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+    assert found[0][-1] < found[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["default", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_networks_as_they_are_agree_with_their_replays(precision: str, make: Any) -> None:
     """Convolutions, attention, recurrence and a table of embeddings: no false alarm."""

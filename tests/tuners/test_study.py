@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from advisor.cache.task import PRECISIONS
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import TOO_SOON
+from advisor.tuners.measure.runner import Built as Done
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import SEARCH, Clock, Progress
@@ -261,6 +263,128 @@ def test_dear_knobs_are_tried_on_leaders_only(tmp_path: Path) -> None:
     assert {t.config["compile"] for t in tight} == {"none", "cudagraphs"}
     short = search(Simulated(), tmp_path, "short", space=space, search_s=20)
     assert all(t.config["compile"] == "none" for t in short.run())
+
+
+COMPILED = Space(
+    SPACE.choices
+    | {"precision": ("default", "bf16"), "step_graph": (False, True)}
+    | {"compile": ("none", "cudagraphs", "reduce-overhead", "default")},
+    conflicts={"step_graph": {"compile": ("cudagraphs", "reduce-overhead")}},
+    dear=("compile",),
+)
+FIRST_S, AGAIN_S = {"cudagraphs": 4.0, "reduce-overhead": 30.0, "default": 20.0}, 3.0
+
+
+class Built(Simulated):
+    """Compiles as long as on an H200, and in AGAIN_S what was built before; a step waits for the
+    host unless a graph replays it."""
+
+    def __init__(self, room: int = 4, fails: str = "") -> None:
+        super().__init__()
+        self.most, self.fails = room, fails
+        self.groups: list[list[Config]] = []
+        self.codes: set[Config] = set()
+
+    def room(self, peak_bytes: int) -> int:
+        assert peak_bytes > 0
+        return self.most
+
+    def build(
+        self, configs: Sequence[Config], *, deadline_s: float, tell: Any
+    ) -> dict[Config, Done]:
+        tell(configs, 0.0)
+        self.groups.append(list(configs))
+        built = {}
+        for config in configs:
+            took = FIRST_S[str(config["compile"])]
+            outcome = "ok"
+            if config["compile"] == self.fails:
+                outcome, took = "timed_out", min(deadline_s, 90.0)
+            else:
+                self.codes.add(knobs.code(config))
+            measured = Measurement(outcome=outcome, first_step_s=took)
+            built[config] = Done(measurement=measured, seconds=took)
+        self.time += max(one.seconds for one in built.values())
+        return built
+
+    def measure(self, config: Config, **how: Any) -> Measurement:
+        found = super().measure(config)
+        compile_ = str(config["compile"])
+        first_s = FIRST_S.get(compile_, 0.1)
+        if knobs.compiles(config) and knobs.code(config) in self.codes:
+            first_s = AGAIN_S
+        self.codes |= {knobs.code(config)} if knobs.compiles(config) else set()
+        self.time += first_s
+        graphed = config["step_graph"] or compile_ in ("cudagraphs", "reduce-overhead")
+        rate = found.samples_per_s * (2 if graphed else 1) * (1.3 if "ul" in compile_ else 1)
+        return dataclasses.replace(
+            found, samples_per_s=rate, first_step_s=first_s, step_s=config.batch / rate
+        )
+
+
+def test_what_compiles_is_built_at_once_and_then_measured(tmp_path: Path) -> None:
+    device = Built()
+    seen = Seen()
+    found = search(device, tmp_path, space=COMPILED, search_s=165.0, seen=seen, builder=device)
+    trials = [t for t in found.run() if t.config["compile"] != "none"]
+    first = device.groups[0]
+    assert len(first) > 1 and "cudagraphs" not in {config["compile"] for config in first}
+    assert len({knobs.code(config) for config in first}) == len(first)
+    # What the host limits is tried as one graph over the compiled step before all else.
+    assert (trials[0].config["compile"], trials[0].config["step_graph"]) == ("default", True)
+    assert trials[0].measurement.first_step_s == FIRST_S["default"], "as with nothing compiled"
+    assert found.again[trials[0].config] == AGAIN_S
+    alone = search(Built(), tmp_path, "alone", space=COMPILED, search_s=165.0)
+    fewer = [t for t in alone.run() if t.config["compile"] != "none"]
+    assert len(trials) > len(fewer) > 0
+    # What building took is borne by the trials.
+    assert sum(trial.seconds for trial in seen.trials) == pytest.approx(device.time)
+
+
+def test_a_build_that_fails_is_its_only_trial(tmp_path: Path) -> None:
+    device = Built(fails="reduce-overhead")
+    trials = search(device, tmp_path, space=COMPILED, search_s=1e4, builder=device).run()
+    failed = [t for t in trials if not t.measurement.ok]
+    assert failed and {t.config["compile"] for t in failed} == {"reduce-overhead"}
+    assert {t.config for t in failed} <= {c for group in device.groups for c in group}
+    assert not {t.config for t in failed} & set(device.measured)
+    assert {"default", "cudagraphs"} <= {str(t.config["compile"]) for t in trials}
+
+
+def test_where_one_compiles_at_a_time_none_is_built_before(tmp_path: Path) -> None:
+    one, none = Built(room=1), Built()
+    search(one, tmp_path, "one", space=COMPILED, search_s=165.0, builder=one).run()
+    search(none, tmp_path, "none", space=COMPILED, search_s=165.0).run()
+    assert one.groups == [] and one.measured == none.measured
+
+
+@pytest.mark.parametrize("search_s", [30.0, 60.0, 165.0, 600.0])
+def test_builds_keep_the_budget(tmp_path: Path, search_s: float) -> None:
+    device = Built(fails="default")
+    found = search(
+        device, tmp_path, f"{search_s}", space=COMPILED, search_s=search_s, builder=device
+    )
+    found.run()
+    budget_s = search_s / SEARCH
+    assert device.time <= search_s + (budget_s - search_s) / 4 + found.clock.slack_s / 2
+
+
+def test_the_number_of_trials_holds_for_what_is_built(tmp_path: Path) -> None:
+    device = Built()
+    trials = search(device, tmp_path, space=COMPILED, builder=device, trials=20).run()
+    assert len(trials) == 20 and device.groups
+
+
+def test_what_was_built_when_a_search_was_cut_off_is_tried_by_the_next(tmp_path: Path) -> None:
+    class Interrupted(Built):
+        def build(self, configs: Sequence[Config], **how: Any) -> dict[Config, Done]:
+            raise KeyboardInterrupt
+
+    first, second = Interrupted(), Built()
+    with pytest.raises(KeyboardInterrupt):
+        search(first, tmp_path, space=COMPILED, builder=first).run()
+    search(second, tmp_path, space=COMPILED, builder=second).run()
+    assert second.groups and not set(first.measured) & set(second.measured)
 
 
 def test_compiling_takes_the_place_of_what_conflicts_with_it(tmp_path: Path) -> None:

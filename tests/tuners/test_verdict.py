@@ -15,6 +15,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Measurement
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
+from advisor.tuners.measure.first_step import ANEW, Compiled
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
@@ -130,7 +131,7 @@ class Machine:
                 return Measurement(outcome=outcome, reason=f"{part} is {outcome}")
         return Measurement(outcome="ok")
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         self.started.append(config)
         self.alive = False
         took = self.process_s + 2 * self.first_step_s(config)
@@ -138,6 +139,9 @@ class Machine:
         if took > deadline_s:
             return Measurement(outcome="timed_out", reason="simulated")
         return Measurement(outcome="ok", first_step_s=took - self.process_s)
+
+    def save(self, config: Config, file: Path) -> None:
+        raise AssertionError("nothing is kept")
 
 
 class Notices(Progress):
@@ -388,11 +392,11 @@ def test_a_race_that_cannot_tell_says_so(tmp_path: Path) -> None:
 
 
 def test_a_short_job_is_not_compiled_for(tmp_path: Path) -> None:
-    machine = Machine(first_s=2.0)
+    machine = Machine(first_s=1.5)
     decided = tuned(machine, tmp_path, length=Length(steps=100, batch=64))
     assert won(decided)["loop", False] == DEFAULT.replace(precision="bf16")
     assert DEFAULT in machine.started
-    long = tuned(Machine(first_s=2.0), tmp_path, length=Length(steps=10**6, batch=64))
+    long = tuned(Machine(first_s=1.5), tmp_path, length=Length(steps=10**6, batch=64))
     assert won(long)["loop", False]["compile"] == "default"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from advisor.cache.config import Config
+from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import (
     MOST_STEPS,
@@ -24,6 +25,7 @@ from advisor.tuners.measure.observe import Observer, Point, Trace
 from advisor.tuners.measure.randomness import Rounding, SameDraws, amplitude
 from advisor.tuners.measure.worker.child import Bench
 from advisor.tuners.measure.workload import Workload
+from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling on a CPU needs g++")
@@ -92,6 +94,48 @@ def model():
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), Block(16), Block(16),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
     )
+"""
+HALVED = """
+class Halved(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return x + self.part * (x.detach() - x) if torch.compiler.is_compiling() else x
+
+"""
+MODULATED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Unwritten(torch.autograd.Function):
+    # As https://github.com/pytorch/pytorch/issues/193061: a part is what it was at first.
+    stale = None
+
+    @staticmethod
+    def forward(ctx, table):
+        return table.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Unwritten.stale is None:
+            Unwritten.stale = grad.clone()
+        return torch.cat([grad[:3], Unwritten.stale[3:]])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.table = nn.Parameter(torch.randn(4, 32) / 8)
+
+    def forward(self, x):
+        tried = torch.is_autocast_enabled("cpu")
+        table = Unwritten.apply(self.table) if tried and BROKEN else self.table
+        shift, scale, moved, factor = table
+        x = functional.layer_norm(self.first(x), (32,)) * (1 + scale) + shift
+        return self.last(functional.layer_norm(x, (32,)) * (1 + factor) + moved)
 """
 CONFIG = Config(precision="default", cudnn_deterministic=False, batch_size=8)
 FP32 = CONFIG.replace(precision="fp32")
@@ -197,6 +241,15 @@ def test_faults_of_a_number_format(tmp_path: Path, fault: str) -> None:
     assert outcome == "wrong" and said in reason, reason
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_part_of_a_gradient_that_is_never_written(tmp_path: Path, broken: bool) -> None:
+    """Outputs and losses are equal, and at first the gradient too."""
+    source = MODULATED.replace("BROKEN", str(broken))
+    outcome, reason = verified(tmp_path, source, {"optimizer": "adamw"}, precision="bf16")
+    assert outcome == ("wrong" if broken else "ok"), reason
+    assert not broken or "gradient of table" in reason
+
+
 @pytest.mark.parametrize("step", [3, 20])
 def test_an_overflow_later_on(tmp_path: Path, step: int) -> None:
     source = broken(
@@ -223,6 +276,30 @@ def test_compiled(tmp_path: Path) -> None:
         before, after, said = FAULTS[fault]
         outcome, reason = verified(tmp_path, broken(before, after), compile="default")
         assert outcome == "wrong" and said in reason, reason
+
+
+@compiles
+# It looks for one, and hides the warning in a way that does not count here.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_block_by_block(tmp_path: Path) -> None:
+    source = broken("nn.Linear(32, 32)", "nn.Sequential(nn.Linear(32, 32))")
+    outcome, reason = verified(tmp_path, source, compile="blocks")
+    assert outcome == "ok", reason
+    halved = broken("nn.Linear(32, 32))", "nn.Linear(32, 32), Halved(0.5))", source)
+    halved = broken("class Net", f"{HALVED}class Net", halved)
+    outcome, reason = verified(tmp_path, halved, compile="blocks")
+    assert outcome == "wrong" and "gradient of many" in reason, reason
+
+
+def test_a_scaled_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are still scaled where a fused optimizer's step begins."""
+    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+    outcome, reason = verified(tmp_path, SOUND, precision="fp16", step_graph=True)
+    assert outcome == "ok", reason
+    before, after, said = FAULTS["a parameter that gets no gradient"]
+    source = broken(before, after)
+    outcome, reason = verified(tmp_path, source, precision="fp16", step_graph=True)
+    assert outcome == "wrong" and said in reason, reason
 
 
 def tampered(folder: Path, change: str) -> tuple[bool, str]:

@@ -29,6 +29,7 @@ class Acting:
         non_blocking: whether batches are copied beside the host's work.
         graphs: whether the forward pass replays CUDA graphs.
         captured: whether the whole step is to be captured.
+        compiles: whether the model is compiled.
     """
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
@@ -41,6 +42,7 @@ class Acting:
         self.non_blocking = device.type == "cuda" and self._any(lambda knob: knob.non_blocking)
         self.graphs = self._any(lambda knob: knob.graphs)
         self.captured = self._any(lambda knob: knob.captured)
+        self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
 
     def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:
         return any(says(value) for knob, value in self.rows if (says := column(knob)) is not None)

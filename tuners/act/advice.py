@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint
-from advisor.tuners.act import buckets, ranks
+from advisor.tuners import fingerprint, known_wrong
+from advisor.tuners.act import buckets, momentum, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import (
     AUTOCAST,
@@ -43,6 +44,7 @@ from advisor.tuners.act.unscaled import Unscaled
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
+    from advisor.tuners.act.artifacts import Fetch
     from advisor.tuners.act.capture.step_graph import StepGraph
 
 _NOTHING = contextlib.nullcontext()
@@ -63,7 +65,10 @@ class Advice:
         device: where to train.
         served: what the lookup that served it says of it.
         status, record, explanation, use, gains: of `served`; see there.
+        artifacts: what was compiled for it, to be fetched; None where nothing was.
     """
+
+    artifacts: Fetch | None = None
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class Advice:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scaler: torch.amp.GradScaler | None = None
         self._unscaled = Unscaled(self._models) if self._acting.scaled else None
+        if self._acting.scaled and self._acting.optimizer():
+            weakref.finalize(self, register_optimizer_step_pre_hook(momentum.begin).remove)
         self._replays = Replays()
         self._copies: torch.cuda.Stream | None = None
         self._step_graph: StepGraph | None = None
@@ -114,6 +121,8 @@ class Advice:
             self._used.add(STEP)
         if self._step_graph is not None:
             self._following.failed = self._step_graph.failure
+        if self.artifacts is not None:
+            self._following.compiled = self.artifacts.said
         return self._following
 
     def set_flags(self) -> None:
@@ -123,6 +132,8 @@ class Advice:
         the user has set, as OMP_NUM_THREADS, stays.
         """
         self._used.add(SET_FLAGS)
+        if self.artifacts is not None:
+            self.artifacts.begin()
         alone = self.served.flags if PREPARE not in self._used else None
         self._put(self.config if alone is None else alone)
 
@@ -165,13 +176,20 @@ class Advice:
                 buckets.rebuild(model)
         if self._acting.graphs:
             self._replays.attach(model)
+        if self.artifacts is not None:
+            self.artifacts.begin()
+            from advisor.tuners.act.artifacts import before_first_call
+
+            before_first_call(model, self.artifacts.load)
         self._models.add(model)
         return model
 
     def hand_over(self) -> None:
         """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
-        that no piece is waited for at the end."""
+        that no piece is waited for at the end, and compiles by itself."""
         self._used.update(PIECES)
+        if self._acting.compiles:
+            known_wrong.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
@@ -251,8 +269,9 @@ class Advice:
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
+        scaler = self.scaler if self._acting.scaled else None
         self._step_graph = StepGraph(
-            train_step, self.place(example_batch), self._models, recorder()
+            train_step, self.place(example_batch), self._models, recorder(), scaler
         )
         return self._step_graph
 

@@ -55,6 +55,7 @@ class Following:
         put: flags of the process that this advice has set.
         kept: flags that it left alone, as the user's own.
         failed: why a captured step is not replayed.
+        compiled: what became of the artifacts that were kept, or ''.
         another: what another model than the tuned one was prepared, or ''.
         piloted: what a pilot has put in force in its place, or ''.
     """
@@ -65,6 +66,7 @@ class Following:
     put: Config = field(default_factory=Config)
     kept: set[str] = field(default_factory=set)
     failed: str = ""
+    compiled: str = ""
     another: str = ""
     piloted: str = ""
     process: int = field(default_factory=os.getpid)
@@ -147,6 +149,8 @@ class Following:
         found += [self._line(knob, value) for knob, value in self.advised]
         if self.failed:
             found.append(f"not replayed: {self.failed}")
+        if self.compiled:
+            found.append(self.compiled)
         if further := self.further():
             found.append(f"next: {further}")
         return found

@@ -9,7 +9,7 @@ from advisor.cache.config import Config
 from advisor.cache.explanation import Explanation
 from advisor.cache.record import LOOP, Record
 
-STALE = "stale"
+EXACT, STALE = "exact", "stale"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Served:
         gains: speed-up over torch's default by use, as far as they are known.
     """
 
-    status: str = "exact"
+    status: str = EXACT
     reason: str = ""
     doubt: str = ""
     signed: bool = True

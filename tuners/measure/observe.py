@@ -238,6 +238,7 @@ class Observer:
 
     def _before(self, _optimizer: object, _args: object, _how: object) -> None:
         self._rounding.on = False
+        scale = getattr(self._optimizer, "grad_scale", None)  # which fused kernels divide by
         for name, weight in self._weights.items():
             kept = self._gradients[name]
             if weight.grad is None:
@@ -245,6 +246,8 @@ class Observer:
             else:
                 grad = weight.grad
                 kept.copy_(sampled(grad.to_dense() if grad.is_sparse else grad))
+                if scale is not None:
+                    kept.div_(scale)
 
     def _after(self, _optimizer: object, _args: object, _how: object) -> None:
         self._rounding.on = True

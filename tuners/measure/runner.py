@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,37 @@ class Runner(Protocol):
 
     def release(self) -> None:
         """Drop what `keep` held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What building a config gave. `measurement`: of its first steps, or why it failed; `seconds`:
+    until it was done, by the wall clock."""
+
+    measurement: Measurement
+    seconds: float
+
+
+class Builder(Protocol):
+    """Builds configs before a Runner measures them, several at once: what compilers make is kept
+    in caches on disk. Nothing can be timed meanwhile."""
+
+    def room(self, peak_bytes: int) -> int:
+        """How many may be built at once that take so many bytes of the device each, 1 at least."""
+
+    def build(
+        self,
+        configs: Sequence[Config],
+        *,
+        deadline_s: float,
+        tell: Callable[[Sequence[Config], float], None],
+    ) -> dict[Config, Built]:
+        """Run the first steps of all at once, each in a process of its own.
+
+        Args:
+            deadline_s: seconds after which each that is not done is given up, as 'timed_out'.
+            tell: called now and then with those that are not done and the seconds so far.
+        """
 
 
 class ReplayRunner:

@@ -108,7 +108,7 @@ class Workload:
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Without compiling: for a forward pass that is not part of a step."""
         eager: AbstractContextManager[Any] = nullcontext()
-        if self.model._compiled_call_impl is not None:
+        if any(module._compiled_call_impl is not None for module in self.model.modules()):
             eager = torch.compiler.set_stance("force_eager")
         return eager
 

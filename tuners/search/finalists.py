@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Trial
+from advisor.cache.record import LOOP, Measurement, Trial
 from advisor.tuners import knobs
-from advisor.tuners.search.plan import WARM, Part
+from advisor.tuners.length import WARM
+from advisor.tuners.search.plan import Part
 from advisor.tuners.search.race import MIN_ROUNDS, TURN_S
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import FREE_WITHIN
@@ -70,20 +71,31 @@ def _free(space: Space, rate: dict[Config, float], use: str) -> list[Config]:
     return [top, *near[:2]]
 
 
-def affordable(found: Sequence[Config], trials: Sequence[Trial], part: Part) -> list[Config]:
-    """The default, and the others, in order, for which the least race leaves time."""
+def affordable(
+    found: Sequence[Config], trials: Sequence[Trial], part: Part, again: Mapping[Config, float]
+) -> list[Config]:
+    """The default, and the others, in order, for which the least race leaves time.
+
+    `again`: seconds of building a config again, where they are known.
+    """
     measured = {trial.config: trial.measurement for trial in trials}
     left = part.left_s + part.reserve_s
     taken: list[Config] = []
     for config in found:
-        step_s = measured[config].step_s
-        # Built and warmed up; then one warm and one timed step a turn at least.
-        build_s = measured[config].first_step_s / WARM + 4 * step_s
-        turns_s = MIN_ROUNDS * max(TURN_S + step_s, 2 * step_s)
-        cost_s = build_s + turns_s
+        # Built and warmed up; then turns.
+        one = measured[config]
+        build_s = again.get(config, one.first_step_s / WARM) + 4 * one.step_s
+        cost_s = build_s + MIN_ROUNDS * _turn_s(one)
         # What was searched or compiled in this process before is quicker to build: one is tried.
         first = len(taken) == 1 and cost_s <= part.clock.left_s
         if not taken or first or cost_s <= left:
             taken.append(config)
             left -= cost_s
     return taken
+
+
+def _turn_s(measured: Measurement) -> float:
+    """Seconds of a turn at least: one warm and one timed step, or in a run as many steps as settle
+    it and two blocks of them, which are long where it waits for its data."""
+    block_s = measured.step_s * measured.steps / max(1, len(measured.blocks))
+    return measured.warm_s + max(TURN_S + measured.step_s, 2 * block_s)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from advisor.cache import kinds
+from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import EFFORTS, Trial
 from advisor.cache.task import checked, row
@@ -39,9 +40,6 @@ NUMERICS = 0.75
 INPUT = 0.4
 """Of what that left: the input pipeline. First steps have the rest."""
 
-WARM = 3.0
-"""As many times quicker a config is built again: what it compiled is in caches on disk."""
-
 TRIAL_S = (0.3, 2.0)
 """Timed seconds of one trial, least and most."""
 SLACK_S, SLACK = 5.0, 0.1
@@ -50,21 +48,21 @@ SLACK_S, SLACK = 5.0, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """`budget_s`: wall seconds of measuring; `compiles`: torch.compile too; `full`: also what is
-    known to be bad (cuDNN off) or takes minutes (max-autotune)."""
+    """`budget_s`: wall seconds of measuring; `quick`: of torch.compile only what takes seconds;
+    `full`: also what is known to be bad (cuDNN off) or takes minutes (max-autotune)."""
 
     budget_s: float
-    compiles: bool
-    full: bool
+    quick: bool = False
+    full: bool = False
 
 
 _EFFORTS = dict(
     zip(
         EFFORTS,
         (
-            Effort(budget_s=60.0, compiles=False, full=False),
-            Effort(budget_s=300.0, compiles=True, full=False),
-            Effort(budget_s=3600.0, compiles=True, full=True),
+            Effort(budget_s=60.0, quick=True),
+            Effort(budget_s=300.0),
+            Effort(budget_s=3600.0, full=True),
         ),
         strict=True,
     )
@@ -82,8 +80,8 @@ class Plan:
 
     effort: str = row(
         kinds.Choice(EFFORTS),
-        "quick: a minute, nothing compiled; normal: five minutes; exhaustive: an hour, also what "
-        "is known to be bad or takes minutes to compile.",
+        "quick: a minute, compiled only what that takes seconds for; normal: five minutes; "
+        "exhaustive: an hour, also what is known to be bad or takes minutes to compile.",
         "normal",
         decides=False,
         asked=False,
@@ -171,6 +169,15 @@ class Plan:
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
 
 
+def parts(budget_s: float) -> dict[str, float]:
+    """Seconds that each part of a tuning has of its budget; what one leaves, the next have too."""
+    found, left_s = {}, budget_s
+    for what, share in (("search", SEARCH), ("race", RACE), ("comparison with fp32", NUMERICS)):
+        found[what] = share * left_s
+        left_s -= found[what]
+    return found | {"first steps": left_s}
+
+
 def holding(compare_s: float) -> float:
     """The budget whose race leaves so many seconds for a comparison, in whole ten seconds."""
     return 10.0 * math.ceil(compare_s / ((1 - SEARCH) * (1 - RACE / 2)) / 10)
@@ -255,6 +262,9 @@ class Progress:
 
     def tried(self, trial: Trial, spent_s: float) -> None:
         """A trial is over."""
+
+    def building(self, configs: Sequence[Config], seconds: float) -> None:
+        """These are being built at once, for so many seconds by now; called now and then."""
 
     def phase(self, what: str) -> None:
         """Another part of the work begins."""

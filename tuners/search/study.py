@@ -7,6 +7,7 @@ again: finished trials are read back, and what was in flight is tried once more.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, RACED, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.measure.runner import TOO_SOON, Runner
+from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
 from advisor.tuners.measure.worker.fleet import Ask, Done, Fleet, one_by_one
 from advisor.tuners.search import guesses
+from advisor.tuners.search.ahead import Builds, is_short, order, together
 from advisor.tuners.search.journal import Journal
 from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import Clock, Progress
@@ -38,8 +40,11 @@ HOPELESS = 0.6
 """Below this fraction of the fastest at its batch and use a config is measured no longer."""
 BESIDE = 0.85
 """Below this fraction a config that others ran beside is not measured again alone."""
-EAGER = 0.5
-"""Share of the search for guesses and larger batches where a dear knob is to be tried after."""
+EAGER, EAGER_AHEAD = 0.5, 0.3
+"""Share of the search for guesses and larger batches where a dear knob is to be tried after; the
+same where several configs are then built at once, which takes as long as the slowest."""
+AHEAD_SHARE = 0.8
+"""Of what the search may take then, what building them may; measuring them has the rest."""
 DEAR_SHARE = 2 / 3
 """Of the search time left, what one value of a dear knob may take before it is given up."""
 DEAR_LEAST_S = 45.0
@@ -75,6 +80,7 @@ class Scope:
         seed: of the sampler.
         sampler: any Optuna sampler in place of GainPerSecond; it is kept from dear knobs, whose
             cost it does not count.
+        builder: builds several configs at once before they are measured; None: there is none.
     """
 
     clock: Clock
@@ -84,6 +90,7 @@ class Scope:
     first: Sequence[Config] = ()
     seed: int = 0
     sampler: optuna.samplers.BaseSampler | None = None
+    builder: Builder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,8 @@ class Search:
         self._kept_s = 0.0
         self._aim = _Aim(space.uses[0], None)
         self._left: list[Config] = []
+        self._builds = Builds(scope.builder)
+        self._begun: dict[Config, optuna.Trial] = {}
         self._loading = space.default.only(*knobs.FEEDS)
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
@@ -153,6 +162,11 @@ class Search:
         """The trial of a config that was tried."""
         return self._known[config]
 
+    @property
+    def again(self) -> Mapping[Config, float]:
+        """Seconds of a first step in the worker of configs that were built ahead."""
+        return self._builds.again
+
     def run(self) -> list[Trial]:
         """All trials, those of earlier runs first.
 
@@ -163,7 +177,8 @@ class Search:
         if default is None or not default.measurement.ok:
             reason = default.measurement.reason if default else "it was not tried"
             raise WorkerError(f"{self._scope.baseline} could not be measured: {reason}")
-        kept_s = (1 - EAGER) * self._part.left_s
+        eager = EAGER if self._room(self._space.batch) < 2 else EAGER_AHEAD
+        kept_s = (1 - eager) * self._part.left_s
         most = self._reach_s(kept_s)
         if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):
             self._kept_s = kept_s
@@ -179,7 +194,8 @@ class Search:
         self._feed(self.best(self._space.batch).config)
         self._try_dear()
         self._feed(self.best(self._space.batch).config)
-        self._kept_s = REBUILT * self.best(self._space.batch).measurement.first_step_s
+        best = self.best(self._space.batch)
+        self._kept_s = REBUILT * self.again.get(best.config, best.measurement.first_step_s)
         self._try_on_leaders()
         self._sample()
         return self.trials
@@ -263,8 +279,8 @@ class Search:
             self._try(self.best(self._space.batch, use).config.at(top.config.batch), "climb")
 
     def _try_dear(self) -> None:
-        """Dear knobs, cheapest value first, on what leads at the user's batch and at any; then the
-        best of them at the batch that leads.
+        """Dear knobs on what leads at the user's batch and at any, built several at once where that
+        can be; then the best of them at the batch that leads.
 
         At a small batch the host hides what the device could do; the leader of the large ones
         shows it, and compilation is what takes the host out of the way. What a lesser use can
@@ -281,19 +297,89 @@ class Search:
         ]
         if not uses:
             return
-        dear: list[Config] = []
-        for leader in dict.fromkeys(self._leaders(uses)):
-            recipes = [on for recipe in knobs.LEADERS if (on := space.on(leader, recipe))]
-            self._try_each(filter(self._may_be_dear, recipes), "leader")
+        leaders = list(dict.fromkeys(self._leaders(uses)))
+        behind = [one for one in leaders if self._is_behind(one, leaders[0])]
+        dear = self._try_on([one for one in leaders if one not in behind], values)
+        # Not the batch of what was compiled: at the user's it may lead by that alone.
+        eager = [t for t in self.trials if t.measurement.ok and not space.is_dear(t.config)]
+        free = max(eager, key=lambda trial: trial.measurement.samples_per_s).config.batch
+        if free != user:
+            best = [config.at(free) for config in self._best_of(dear)]
+            room = self._room(free)
+            self._try_group(best if room > 1 else best[:1], room)
+        self._try_on(behind, values)
+
+    def _try_on(
+        self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
+    ) -> list[Config]:
+        """Try dear knobs on leaders; the configs that this is about."""
+        groups = order(self._space, leaders, values, lambda one: is_short(self.trials, one))
+        dear = list(dict.fromkeys(config for group in groups for config in group))
+        room = self._room(self._space.batch)
+        for group in together(dear, room, self._needs_s) if room > 1 else groups:
+            self._try_group(group, room)
             self._try_on_leaders()  # a compiler has done most of its work for these
-            others = [on for name, value in values if (on := space.on(leader, {name: value}))]
-            self._try_each(filter(self._may_be_dear, others), "leader")
-            dear += recipes + others
-        tried = [t for config in dear if (t := self._known.get(config)) and t.measurement.ok]
-        free = self.best().config.batch
-        if tried and free != user:
-            best = max(tried, key=lambda trial: trial.measurement.samples_per_s)
-            self._try_each(filter(self._may_be_dear, [best.config.at(free)]), "leader")
+        return dear
+
+    def _is_behind(self, config: Config, first: Config) -> bool:
+        """Whether one leader is far slower than the first at the largest batch of both: what is
+        compiled waits for the host no more than that does."""
+        ours, theirs = (
+            {
+                t.config.batch: t.measurement.samples_per_s
+                for t in self.trials
+                if t.measurement.ok and t.config.knobs == one.knobs
+            }
+            for one in (config, first)
+        )
+        largest = max(ours.keys() & theirs.keys(), default=0)
+        return largest > 0 and ours[largest] < LIGHT * theirs[largest]
+
+    def _best_of(self, configs: Sequence[Config]) -> list[Config]:
+        """The fastest that ran for each use, the widest first."""
+        rate = {
+            config: trial.measurement.samples_per_s
+            for config in configs
+            if (trial := self._known.get(config)) and trial.measurement.ok
+        }
+        mine = (
+            [config for config in rate if self._covers(_Aim(use, None), config)]
+            for use in self._space.uses
+        )
+        return list(dict.fromkeys(max(some, key=lambda c: rate[c]) for some in mine if some))
+
+    def _room(self, batch: int) -> int:
+        """How many configs may be built at once, by the memory that the default takes."""
+        default = self._space.default
+        peak = self._known[default].measurement.peak_bytes
+        room = self._builds.room(int(peak * max(1.0, batch / default.batch)))
+        most = self._scope.trials
+        return room if most is None else max(1, min(room, most - len(self.trials)))
+
+    def _try_group(self, configs: Sequence[Config], room: int) -> None:
+        """Try what is dear, as many as there is room for built at once."""
+        self._build(self._builds.open(filter(self._may_be_dear, configs))[:room])
+        self._try_each(filter(self._may_be_dear, configs), "leader")
+        for asked in self._begun.values():
+            self._journal.pass_over(asked)
+        self._begun.clear()
+
+    def _build(self, configs: Sequence[Config]) -> None:
+        """Build configs before they are measured; one that fails has had its trial."""
+        builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
+        if builder is None or len(configs) < 2 or deadline_s < max(map(self._needs_s, configs)):
+            return
+        self._runner.release()
+        asked = {config: self._journal.ask("leader", config) for config in configs}
+        start = self.clock.now()
+        built = builder.build(configs, deadline_s=deadline_s, tell=self._progress.building)
+        self._builds.keep(built, self.clock.now() - start)
+        for config, one in built.items():
+            if one.measurement.ok:
+                self._begun[config] = asked[config]
+            else:
+                self._running[config] = asked[config], "leader"
+                self._told(Done(config=config, measured=one.measurement, seconds=one.seconds))
 
     def _try_on_leaders(self) -> None:
         for use in self._space.uses:
@@ -313,7 +399,7 @@ class Search:
         """What dear knobs are tried on, at the user's batch.
 
         Of what leads at any batch first what asks nothing special of a script: fp16's scaler waits
-        for the device at every step, and shuts graphs out. Where no other batch shows what the
+        for the device at every step that no graph holds. Where no other batch shows what the
         device could do, what leads there usually is: half precision, which the host may hide.
         """
         user, default = self._space.batch, self._space.default
@@ -335,13 +421,24 @@ class Search:
         return [trial.config.at(user) for trial in (*found, best)]
 
     def _may_be_dear(self, config: Config) -> bool:
-        return self._has_time(config) and self._space.holds(config) and not self._hung(config)
+        return (
+            config not in self._known
+            and self._has_time(config)
+            and self._space.holds(config)
+            and not self._hung(config)
+            and self._may_be_tried(config)
+        )
 
     def _has_time(self, config: Config) -> bool:
-        return self._needs_s(config) <= self._limit_s(config) - self._kept_s
+        built = self._builds.built(config)
+        needs_s = self._builds.expected_s(config) if built else self._needs_s(config)
+        return needs_s <= self._limit_s(config) - self._kept_s
 
     def _hung(self, config: Config) -> bool:
-        """Whether a value of a dear knob ran into its deadline in another config."""
+        """Whether a value of a dear knob ran into its deadline in another config, or the same code
+        could not be built."""
+        if self._builds.built(config) or self._builds.failed(config):
+            return self._builds.failed(config)
         hung = {
             pair
             for trial in self.trials
@@ -355,15 +452,18 @@ class Search:
         names = (n for n in self._space.dear if n in values and values[n] != default[n])
         return {(name, values[name]) for name in names}
 
-    @property
-    def _left_s(self) -> float:
-        """Seconds of the search that may be spent now."""
-        return self._part.left_s - self._kept_s
+    def _left_s(self, config: Config) -> float:
+        """Seconds of the search that may be spent on a config now. What is built is measured."""
+        left_s = self._part.left_s
+        return (self._reach_s(left_s) if self._builds.built(config) else left_s) - self._kept_s
 
     def _limit_s(self, config: Config) -> float:
         """Seconds until a trial is given up: one that hangs does not take the others' time."""
         if config == self._space.default:
             return self.clock.left_s + self.clock.slack_s / 2
+        if self._builds.built(config):
+            own = max(TRIAL_LEAST_S, self._builds.first_step_s(config))
+            return min(own, self._reach_s(self._part.left_s))
         if self._space.is_dear(config):
             own = max(DEAR_LEAST_S, DEAR_SHARE * self._part.left_s)
         else:
@@ -398,7 +498,7 @@ class Search:
                 if proposed is None:
                     drop(aim)
                     continue
-                ask = self._asked(proposed, "sampler")
+                ask = self._ask(proposed, "sampler")
                 asked[ask.config] = aim, self._rate(aim)
                 yield ask
 
@@ -464,11 +564,12 @@ class Search:
         tried = len(self.trials) + len(self._running)
         if self._scope.trials is not None and tried >= self._scope.trials:
             return False
-        if self._left_s <= 0:
+        left_s = self._left_s(config)
+        if left_s <= 0:
             return False
         step_s = self._known[self._space.default].measurement.step_s
         scale = config.batch / self._space.batch
-        return 6 * step_s * max(1.0, scale) <= self._left_s
+        return 6 * step_s * max(1.0, scale) <= left_s
 
     def _cannot_fit(self, config: Config) -> bool:
         """Whether a config needs more memory than there is, by what others took."""
@@ -484,24 +585,27 @@ class Search:
     def _try_each(self, configs: Iterable[Config], origin: str, *, always: bool = False) -> None:
         """Measure those that are to be tried, each once, and several at once where there is room:
         whether one is, is asked when its turn comes."""
-        asks = (
-            self._asked(self._journal.ask(origin, config), origin)
-            for config in configs
-            if config not in self._known
-            and config not in self._running
-            and (always or self._is_open(config))
-        )
-        collections.deque(self._measured(asks), maxlen=0)
 
-    def _is_open(self, config: Config) -> bool:
+        def asks() -> Iterator[Ask]:
+            for config in configs:
+                tried = config in self._known or config in self._running
+                if not tried and (always or self._may_be_tried(config)):
+                    begun = self._begun.pop(config, None)
+                    yield self._ask(begun or self._journal.ask(origin, config), origin)
+
+        collections.deque(self._measured(asks()), maxlen=0)
+
+    def _may_be_tried(self, config: Config) -> bool:
         return (
             self._attempts[config] < TRIES
             and not self._cannot_fit(config)
             and self._affords(config)
         )
 
-    def _asked(self, asked: optuna.Trial, origin: str) -> Ask:
+    def _ask(self, asked: optuna.Trial, origin: str) -> Ask:
         config = Config(asked.params)
+        if self._space.is_dear(config):
+            self._progress.building([config], 0.0)
         self._running[config] = asked, origin
         fastest = self._fastest(config)
         return Ask(
@@ -511,6 +615,7 @@ class Search:
             worth=BESIDE * fastest,
             deadline_s=self._limit_s(config),
             alone=self._is_host_bound(config),
+            first=self._builds.built(config),
         )
 
     def _is_host_bound(self, config: Config) -> bool:
@@ -541,16 +646,24 @@ class Search:
         return map(self._told, found)
 
     def _told(self, done: Done) -> Trial:
+        """Keep and report what a trial gave."""
         asked, origin = self._running.pop(done.config)
+        measured, seconds = done.measured, done.seconds
+        if self._builds.built(done.config):
+            seconds += self._builds.measured(done.config, measured)
+            if measured.ok:
+                # What it takes with nothing compiled yet, as other trials have it.
+                first_step_s = max(measured.first_step_s, self._builds.first_step_s(done.config))
+                measured = dataclasses.replace(measured, first_step_s=first_step_s)
         trial = Trial(
             number=asked.number,
             config=done.config,
-            measurement=done.measured,
+            measurement=measured,
             stage="compute",
             origin=origin,
-            seconds=done.seconds,
+            seconds=seconds,
         )
-        if done.measured.reason == TOO_SOON:  # which says nothing of the config
+        if measured.reason == TOO_SOON:  # which says nothing of the config
             self._journal.pass_over(asked)
             self._known[trial.config] = trial
         else:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
 from advisor.cache.shown import interval
 from advisor.tuners import knobs
-from advisor.tuners.length import Length, Pace, break_even
+from advisor.tuners.length import WARM, Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.search import plan
@@ -72,6 +73,7 @@ class Terms:
         process_s: what starting a worker takes.
         memory: bytes of the device that configs may take; 0 where that is not known.
         baseline: what everything is held against, for people.
+        folder: takes the artifacts of what was chosen; None where none are kept.
         compare_s: what one comparison takes, its steps and compiling aside.
         compare_steps: as many of the default's steps take as long as its own; 0 where it takes as
             many as fit. Where it is known the race leaves that time, up to half of its own.
@@ -86,17 +88,22 @@ class Terms:
     compare_steps: int = 0
     draws: bool = False
     baseline: str = "torch's default"
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """The fields of a record that the search and the race decide; see `Record`."""
+    """The fields of a record that the search and the race decide; see `Record`.
+
+    `artifacts`: files of what was compiled for its configs, as `act.artifacts.saved` reads them.
+    """
 
     baseline: Choice
     winners: tuple[Winner, ...]
     input: Config
     trials: tuple[Trial, ...]
     raced: tuple[Choice, ...]
+    artifacts: Mapping[Config, Path]
 
 
 def decide(
@@ -120,7 +127,7 @@ class _Decision:
         self, worker: Tester, space: Space, search: Search, terms: Terms, progress: Progress
     ) -> None:
         self.worker, self.space, self.terms, self.progress = worker, space, terms, progress
-        self.clock = search.clock
+        self.clock, self.again = search.clock, search.again
         self.default = space.default
         self.trials = list(search.trials)
         self.tried = search.known(space.default)
@@ -133,6 +140,7 @@ class _Decision:
             search.trials,
             process_s=terms.process_s,
             left_s=lambda: self.starting.left_s,
+            folder=terms.folder,
         )
 
     def made(self) -> Decided:
@@ -146,6 +154,7 @@ class _Decision:
         self._reference()
         self.starting = self.clock
         self._start([*self._chosen(verdict), *self._worthwhile()])
+        self.starts.keep(self.default, self._chosen(verdict))
         choices = raced(self.space, self.rates, self.peaks)
         if unclear := untold(self.space, choices, verdict):
             listed = ", ".join(
@@ -172,6 +181,7 @@ class _Decision:
                 if choice.config == self.default
                 or (len(choice.rounds) >= LEAST_TURNS and math.isfinite(choice.speedup_high))
             ),
+            artifacts=self.starts.artifacts,
         )
 
     def _race(self) -> None:
@@ -189,8 +199,10 @@ class _Decision:
             min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
         )
         if part.left_s > self.tried.measurement.first_step_s:
-            found = affordable(finalists(self.space, self.trials), self.trials, part)
+            found = finalists(self.space, self.trials)
+            found = affordable(found, self.trials, part, self.again)
             self.rates = self._heats(found, part)
+            self.starts.save_raced(self.rates)
         else:
             part = self.clock.part(0.0)
         if self.default not in self.rates and part.left_s <= 0:
@@ -249,7 +261,8 @@ class _Decision:
 
     def _started(self, choice: Choice) -> Choice:
         fresh = self.starts.fresh.get(choice.config, 0.0)
-        return dataclasses.replace(choice, first_step_s=fresh)
+        loaded = self.starts.loaded.get(choice.config, 0.0)
+        return dataclasses.replace(choice, first_step_s=fresh, loaded_step_s=loaded)
 
     def _start(self, configs: Sequence[Config]) -> None:
         self.progress.phase("first steps, each in a fresh process")
@@ -324,7 +337,8 @@ class _Decision:
         """Seconds that comparing a config takes, its steps aside."""
         seen = self.starts.seen(config)
         # What was compiled for the search is in the compiler's cache on disk.
-        return self.terms.compare_s + (seen if self.terms.draws else seen / plan.WARM)
+        again = self.again.get(config, seen / WARM)
+        return self.terms.compare_s + (seen if self.terms.draws else again)
 
     def _least_s(self, config: Config) -> float:
         """The same, with as few steps as can be."""

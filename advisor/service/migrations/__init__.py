@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-LAST = "0005"
+LAST = "0006"
 """The last step's revision. Each is a number, the one before it plus one."""
 _BEFORE_ALEMBIC = "0001"
 _ONE_AT_A_TIME = threading.Lock()

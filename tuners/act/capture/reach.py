@@ -26,6 +26,8 @@ WIDE = 1000
 
 SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
+"""What a GradScaler changes on the device, and what it does so by."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 _BY_NAME = ("__dict__", "vars", "eval", "exec")
 """Code that names these may read what it does not name."""
@@ -92,7 +94,7 @@ class Reach:
     Attributes:
         places: what holds values.
         tensors: those in places and modules, each once, by id.
-        modules: those that are met.
+        modules, optimizers, scalers: those met.
         complete: False where there was too much to look at.
     """
 
@@ -100,10 +102,12 @@ class Reach:
         self,
         train_step: Callable[..., Any],
         modules: Iterable[nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
+        also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self.places: list[Place] = []
         self.tensors: dict[int, Tensor] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.scalers: list[torch.amp.GradScaler] = []
         self.modules: list[nn.Module] = []
         self.complete = True
         self._names: set[str] = set()
@@ -113,7 +117,7 @@ class Reach:
         self._ways: dict[int, list[Way]] = {}
         self._uncalled: list[tuple[str, FunctionType, list[Way] | None]] = []
         self._later: list[tuple[Any, str, Way]] = [
-            (one, type(one).__name__, ()) for one in (*modules, *optimizers)
+            (one, type(one).__name__, ()) for one in (*modules, *also)
         ]
         owner = getattr(train_step, "__self__", None)
         if owner is not None and self._first(owner, ()):
@@ -160,7 +164,11 @@ class Reach:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
         elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(value)
             self._optimizer(value, label)
+        elif isinstance(value, torch.amp.GradScaler):
+            self.scalers.append(value)
+            self._place(Place(label, vars(value), names=_SCALER, settings=True, ways=[()]), way)
         elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
             self._place(Place(label, vars(value), inside=True), way)
         elif isinstance(value, FunctionType):

@@ -81,6 +81,7 @@ class StepGraph:
         example: a batch on the device, as those to come.
         models: the modules that the step trains, for their buffers.
         recorder: what captures and replays.
+        scaler: of the loss, where the step gets to it by other ways than its own code.
 
     Attributes:
         failure: why it runs without a graph for good; empty while it does not.
@@ -92,8 +93,10 @@ class StepGraph:
         example: Any,
         models: Iterable[nn.Module],
         recorder: Recorder,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._recorder = recorder
+        self._scalers = () if scaler is None else (scaler,)
         self._train_step = train_step
         self._models = tuple(models)
         self._optimizers = Optimizers(recorder.device)
@@ -263,7 +266,8 @@ class StepGraph:
 
     def _look(self) -> str:
         """Why what the step may change cannot be watched; '' where it can."""
-        self._watch = Watch(self._train_step, self._models, self._optimizers)
+        also = (*self._optimizers, *self._scalers)
+        self._watch = Watch(self._train_step, self._models, also)
         if self._watch.complete:
             return ""
         return "it reaches too many objects to see which of them it changes"
@@ -275,6 +279,8 @@ class StepGraph:
         """What a step just now has changed that a replay would not; '' where nothing."""
         if moved := self._watch.moved(before):
             return f"it changes {moved} in Python, which a replay would not: do that outside"
+        if not self._watch.between_steps:
+            return "it steps by a GradScaler and leaves it as it is: call its update in the step"
         if luck != self._luck():
             return "it draws random numbers of Python, NumPy or the host, which would stand still"
         return ""

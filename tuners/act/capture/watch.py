@@ -56,9 +56,9 @@ class Watch:
         self,
         train_step: Callable[..., Any],
         modules: Iterable[nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
+        also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
-        self._reach = Reach(train_step, modules, optimizers)
+        self._reach = Reach(train_step, modules, also)
         self._places = self._reach.places
         self.tensors = self._reach.tensors
         self.complete = self._reach.complete
@@ -90,6 +90,17 @@ class Watch:
             if isinstance(place.held, list | deque) and "len()" not in old:
                 while len(place.held) > len(old):
                     place.held.pop()
+        # Notes on a step that did not end would hold for the next.
+        for scaler in self._reach.scalers:
+            scaler._per_optimizer_states.clear()
+        for optimizer in self._reach.optimizers:
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no GradScaler holds notes on a step, which it does until it is updated."""
+        return not any(scaler._per_optimizer_states for scaler in self._reach.scalers)
 
     def replaced(self, before: Seen) -> list[tuple[Place, Any, Any, Any]]:
         """Where another object stands than before: place, name, the object then and now."""

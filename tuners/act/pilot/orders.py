@@ -42,6 +42,8 @@ class Order:
     `careful`: the run is not to end of it; see `Lap.outcome`.
     `compare`: on these steps, which the script makes as it is.
     `found`: of the last order, what was measured of its config, for people.
+    `loads`, `saves`: files of artifacts, loaded before the first of these steps and saved after the
+    last; '' for none.
     """
 
     config: Config
@@ -50,6 +52,8 @@ class Order:
     careful: bool = False
     compare: Comparison | None = None
     found: str = ""
+    loads: str = ""
+    saves: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

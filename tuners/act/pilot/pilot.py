@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 import torch
@@ -235,7 +236,7 @@ class Pilot:
         self._device = torch.device(seen.device)
         self._trained = trained
         self._per_step = seen.shape[0] // seen.processes
-        self._processes = seen.processes
+        self._processes, self._rank = seen.processes, seen.rank
         order = self._guide.begin(seen)
         if not order.own:
             self._leave()
@@ -277,6 +278,7 @@ class Pilot:
             if self._comparing is not None:
                 self._outcome, self._reason = self._comparing.verdict()
             lap = self._lap()
+            self._save(self._order)
             if self._order.config == switch.own and self._comparing is None:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
             self._obey(switch, self._guide.next(lap))
@@ -316,6 +318,21 @@ class Pilot:
             if order.config == switch.own:
                 self._outlive()
         self._begin_lap()
+        self._load(order)
+
+    def _load(self, order: Order) -> None:
+        """What was compiled for an order, which is part of its first step."""
+        if order.loads:
+            from advisor.tuners.act import artifacts
+
+            if saved := artifacts.saved(Path(order.loads)):
+                artifacts.load(saved[1])
+
+    def _save(self, order: Order) -> None:
+        if order.saves and self._rank == 0:
+            from advisor.tuners.act import artifacts
+
+            artifacts.save(Path(order.saves))
 
     def _begin_lap(self) -> None:
         self._done = 0

@@ -16,6 +16,7 @@ from advisor.errors import printable
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
+from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
@@ -27,7 +28,8 @@ class Seen:
 
     Attributes:
         model: fingerprint of all that trains.
-        family, libraries, modules, parameters, convolves: as in a worker's `Facts`.
+        family, libraries, modules, parameters, convolves, repeats: as in a worker's `Facts`, the
+            last of the largest model.
         shape: of the first input of the largest model with the job's samples a step before it;
             1 for a dimension that varies.
         others: its other inputs, and what else makes another job.
@@ -45,6 +47,7 @@ class Seen:
     modules: int
     parameters: int
     convolves: bool
+    repeats: bool
     shape: tuple[int, ...]
     dtype: str
     others: str
@@ -79,6 +82,7 @@ class Seen:
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
             convolves=any(_convolves(one.model) for one in trained),
+            repeats=bool(repeated(main.model)),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_others(crew, main, samples),

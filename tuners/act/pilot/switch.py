@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act import buckets
 from advisor.tuners.act.acting import Acting
+from advisor.tuners.act.artifacts import have_stable_keys
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained, batch_of
 from advisor.tuners.act.pilot.orders import of_config
+from advisor.tuners.act.pilot.parts import NONE, Parts
 from advisor.tuners.act.pilot.trees import mapped, returned
 from advisor.tuners.act.replays import Replays
 
@@ -41,6 +43,7 @@ class Call:
         failed: told at once of what `act` raises: the script may catch it, and go on.
         struck: told of it instead, and has `act` be `plain` from then on; None: it is raised. Not
             told of what `plain` raises too: that is the script's own.
+        parts: of the model, which a config has compiled for training calls.
     """
 
     def __init__(
@@ -54,11 +57,16 @@ class Call:
         self.plain = plain
         self.act = plain
         self.struck: Callable[[Exception], None] | None = None
+        self.parts = NONE
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        with self.parts.aside():
+            return self.plain(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._one.model.training:
             self._one.evaluated |= not self._one.model.training
-            return self.plain(*args, **kwargs)
+            return self._plainly(*args, **kwargs)
         if hooks.recomputes():
             return self.act(*args, **kwargs)
         self._one.calls += 1
@@ -74,9 +82,9 @@ class Call:
             raised = exc.with_traceback(None)  # its frames hold what the call has taken
         if of_config(raised):
             self.struck(raised)
-            return self.plain(*args, **kwargs)
+            return self._plainly(*args, **kwargs)
         try:
-            found = self.plain(*args, **kwargs)
+            found = self._plainly(*args, **kwargs)
         except Exception as own:
             own.add_note(f"advisor: raised in a second call; the first, under advice: {raised!r}")
             raise
@@ -130,7 +138,7 @@ class Switch:
         self._fallbacks: int | None = None
         self._recompile_limit: int | None = None  # the script's own, once it is another
         self._flags = Config()
-        self._kept: dict[tuple[nn.Module, Config], Callable[..., Any]] = {}
+        self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
         self._calls: dict[nn.Module, Call] = {}
         self._unwatch: hooks.Remove = _nothing
         for one in trained:
@@ -164,7 +172,9 @@ class Switch:
             self._lay_out(acting)
             self._set_optimizers(acting.optimizer())
         for seat, call in self._calls.items():
-            call.act = self._act(seat, call, acting)
+            call.parts.set_back()
+            call.act, call.parts = self._act(seat, call, acting)
+            call.parts.set()
             call.struck = struck
         self.config = config
         self.counts_steps = acting.graphs
@@ -182,9 +192,10 @@ class Switch:
         self._unwatch()
         IN_FORCE.release(self._flags)
         spent = [call.act for call in self._calls.values()]
-        self._kept = {there: act for there, act in self._kept.items() if act not in spent}
+        self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
         for call in self._calls.values():
-            call.act, call.struck = call.plain, None
+            call.parts.set_back()
+            call.act, call.parts, call.struck = call.plain, NONE, None
 
     @property
     def calls(self) -> list[Call]:
@@ -270,26 +281,29 @@ class Switch:
             state = {index: _step_on_host(kept) for index, kept in state.items()}
         return saved | {"param_groups": groups, "state": state}
 
-    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
-        """What a model's training calls go through under a config."""
+    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
+        """What a model's training calls go through under a config, and parts of it."""
         called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
         if not called:
-            return call.plain
-        if any(k.model and not k.layout for k, _value in acting.rows):
+            return call.plain, NONE
+        if acting.compiles:
             # What is compiled, or replayed, has the flags in it that were set then.
             called = Config(called | self._flags)
         if (seat, called) not in self._kept:
-            inner = self._compiled(seat, call, acting)
-            self._kept[seat, called] = _around(inner, acting, self._device)
+            inner, parts = self._compiled(seat, call, acting)
+            self._kept[seat, called] = _around(inner, acting, self._device), parts
         return self._kept[seat, called]
 
-    def _compiled(self, seat: nn.Module, call: Call, acting: Acting) -> Callable[..., Any]:
+    def _compiled(
+        self, seat: nn.Module, call: Call, acting: Acting
+    ) -> tuple[Callable[..., Any], Parts]:
         compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
         if not compiles:
-            return call.plain
+            return call.plain, NONE
         if self._recompile_limit is None:
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._recompile_limit)
+            have_stable_keys()
         hooks.through(seat, None)
         for compile_, value in compiles:
             compile_(seat, value)
@@ -297,7 +311,7 @@ class Switch:
             self._replays.attach(seat)
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
-        return found
+        return found, Parts.taken_out(seat)
 
 
 def _step_on_host(kept: Any) -> Any:

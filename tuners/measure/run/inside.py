@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.errors import WorkerError
+from advisor.tuners.measure.first_step import ANEW, Compiled
 from advisor.tuners.measure.run.repeated import comparison
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import Ended, Flight, Struck
@@ -112,9 +114,16 @@ class Inside(Run):
         except Ended as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         """Cannot be told: that takes a start."""
         return Measurement(outcome="failed", reason="a run that goes on is not started anew")
+
+    def save(self, config: Config, file: Path) -> None:
+        """As `Run.save`."""
+        if self._flight is not None:
+            until = time.monotonic() + PATIENT_S
+            with contextlib.suppress(Ended, Struck):
+                self._lap(self._flight, config, 1, until, Compiled(saves=file))
 
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes."""

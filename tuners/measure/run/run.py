@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import described, loading
+from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
 from advisor.tuners.measure.run.command import Shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.repeated import STEPS, comparison
@@ -183,23 +184,30 @@ class Run:
             f"({last}); give it more to train on, as more epochs"
         )
 
-    def start(self, config: Config, *, deadline_s: float) -> Measurement:
-        """The first step under a config in a fresh start with empty compiler caches."""
+    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
+        """The first step under a config in a fresh start."""
         until = time.monotonic() + deadline_s
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
-            names = ("TORCHINDUCTOR", "TRITON")
             session: Session | None = None
             self._make_room(config)
             try:
-                caches = {f"{n}_CACHE_DIR": f"{empty}/{n}" for n in names}
+                caches = empty_caches(empty) if compiled.anew else {}
                 session = self._started(config, caches, until)
-                first = self._lap(session, config, 1, until)
+                first = self._lap(session, config, 1, until, compiled)
                 return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
             except (Ended, Struck) as exc:
                 return Measurement(outcome=exc.outcome, reason=str(exc))
             finally:
                 if session is not None:
                     session.end()
+
+    def save(self, config: Config, file: Path) -> None:
+        """As `Starter.save`, by one step more of a start that runs."""
+        session = self._sessions.get(self._words(config))
+        if session is not None and not session.over:
+            until = time.monotonic() + self.deadline_s
+            with suppress(Ended, Struck):
+                self._lap(session, config, 1, until, Compiled(saves=file))
 
     def verify(
         self,
@@ -321,7 +329,9 @@ class Run:
         self, session: Flight, config: Config, seconds: float, floor: float, until: float
     ) -> Measurement:
         first = self._lap(session, config, 1, until)
+        began = time.monotonic()
         warm = self._warm(session, config, until)
+        warm_s = time.monotonic() - began
         steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config, warm.turn)
         blocks: list[Block] = []
         ends = time.monotonic() + seconds
@@ -345,14 +355,22 @@ class Run:
             steps=sum(one.steps for one in blocks),
             blocks=tuple(one.step_s for one in blocks),
             waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
+            warm_s=warm_s,
         )
 
-    def _lap(self, session: Flight, config: Config, steps: int, until: float) -> Block:
+    def _lap(
+        self,
+        session: Flight,
+        config: Config,
+        steps: int,
+        until: float,
+        compiled: Compiled = ANEW,
+    ) -> Block:
         """Some steps, given up where a process of several hangs: the others wait for it in their
         backward passes, half an hour by NCCL's own clock. One step may compile."""
         if session.seen.processes > 1 and (steps > 1 or config == self.own):
             until = min(until, time.monotonic() + self.hangs_s)
-        return session.lap(self._within(config), self.own, steps, until)
+        return session.lap(self._within(config), self.own, steps, until, compiled)
 
     def _warm(self, session: Flight, config: Config, until: float) -> Block:
         """Steps until they take as long as those before them: recompilations are over by then.

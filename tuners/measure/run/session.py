@@ -19,6 +19,7 @@ from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
 from advisor.tuners.act.pilot.orders import Comparison, Feed, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.first_step import ANEW, Compiled
 from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import how
 
@@ -168,17 +169,32 @@ class Flight:
         """Whether it is over by itself."""
         return self._command.ended
 
-    def lap(self, config: Config, own: Config, steps: int, until: float) -> Block:
+    def lap(
+        self,
+        config: Config,
+        own: Config,
+        steps: int,
+        until: float,
+        compiled: Compiled = ANEW,
+    ) -> Block:
         """Have every process make these steps with a config.
 
         Args:
             own: what the script does itself.
             until: by time.monotonic(), when it is given up.
+            compiled: what it loads before them, and saves after.
 
         Raises:
             Ended: it is over. Struck: the config failed, and the command goes on.
         """
-        order = Order(config=config, steps=steps, own=own, careful=self._careful)
+        order = Order(
+            config=config,
+            steps=steps,
+            own=own,
+            careful=self._careful,
+            loads=str(compiled.loads or ""),
+            saves=str(compiled.saves or ""),
+        )
         laps = self._laps(order, until)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from advisor.cache.record import Measurement
 from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, host, target
+from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.knobs import INPUT, KNOBS, plain
+from advisor.tuners.act.served import Served
+from advisor.tuners.blocks import repeated
+from advisor.tuners.knobs import INPUT, KNOBS, TORCH, compiles, plain
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.observe import BATCHES
@@ -52,6 +56,8 @@ OUT_OF_MEMORY = (
 
 
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
+
+NOTHING = Config()
 
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a trial."""
@@ -154,6 +160,7 @@ class Bench:
             modules=modules,
             parameters=parameters,
             convolves=sees.seen,
+            repeats=bool(repeated(built)),
             threads=self._threads,
             device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
             memory_bytes=int(properties.total_memory) if properties else 0,
@@ -185,14 +192,38 @@ class Bench:
         self.healthy = self._came_back()
         return result
 
-    def start(self, config: Config) -> Measurement:
-        """What a config pays before its steps settle, in a process that has run none before."""
+    def start(self, config: Config, loads: str = "", saves: str = "") -> Measurement:
+        """What a config pays before its steps settle, in a process that has run none before.
+
+        Args:
+            loads, saves: files of artifacts; loading them is part of the first step.
+        """
         try:
-            workload = self._build(config, "compute")
-            first, settled = first_steps(workload.step, self._clock, workload.start)
+            # As a script has it: what is torch's default already is left alone, and not set.
+            workload = self._build(config, "compute", default=Config(TORCH | self._default))
+
+            def start() -> None:
+                if loads and (found := artifacts.saved(Path(loads))):
+                    artifacts.load(found[1])
+                workload.start()
+
+            first, settled = first_steps(workload.step, self._clock, start)
+            if saves:
+                artifacts.save(Path(saves))
         except Exception as exc:  # a config may fail in any way; the outcome names it
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
+
+    def build(self, config: Config) -> Measurement:
+        """As `start`, after a step as torch does by default: what every process loads at its first
+        is no part of it, as it is none of a trial's."""
+        try:
+            self._build(self._default, "compute").step()
+            self._clock.synchronize()
+        except Exception as exc:  # beside others it may find no memory; the outcome names it
+            return _failure(exc)
+        self.release()
+        return self.start(config)
 
     def _beside(self, config: Config, stage: str) -> Workload | None:
         """What is kept already of a config that differs in its input pipeline alone."""
@@ -204,10 +235,19 @@ class Bench:
         return None
 
     def _build(
-        self, config: Config, stage: str, *, count: int = 1, watch: bool = False
+        self,
+        config: Config,
+        stage: str,
+        *,
+        count: int = 1,
+        watch: bool = False,
+        default: Config = NOTHING,
     ) -> Workload:
+        if compiles(config):
+            artifacts.have_stable_keys()
         batch = config.batch
-        advice = Advice(config, device=self._job.device, batch_size=batch)
+        served = Served(default=default)
+        advice = Advice(config, device=self._job.device, batch_size=batch, served=served)
         feed = Feed(batch=batch, seed=self._job.seed, count=count, from_loader=stage == INPUT)
         return Workload(self._loaded, self._task, advice, feed, watch=watch)
 
@@ -335,6 +375,10 @@ class Bench:
         if self._cuda:
             torch.cuda.empty_cache()
 
+    def free_bytes(self) -> int:
+        """Of the device's memory, whoever holds the rest."""
+        return int(torch.cuda.mem_get_info(self._device)[0]) if self._cuda else host.free_bytes()
+
     def _came_back(self) -> bool:
         """Whether the device still works and the trial's memory is free again."""
         if not self._cuda:
@@ -389,6 +433,10 @@ class Answers:
         if what == "load":
             self._bench = Bench(from_plain(Job, message["job"]))
             return {}
+        if what == "build":
+            gc.enable()  # as a script has it
+            bench = Bench(from_plain(Job, message["job"]))
+            return {"measurement": to_plain(bench.build(Config(message["config"])))}
         assert self._bench is not None
         answer: Callable[..., dict[str, Any] | None] = getattr(self, f"_{what}")
         return answer(self._bench, **message)
@@ -401,9 +449,16 @@ class Answers:
         gc.enable()
         return {"facts": to_plain(bench.describe())}
 
-    def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, bench: Bench, *, config: dict[str, Any], **files: str) -> dict[str, Any]:
         gc.enable()  # as a script has it
-        return {"measurement": to_plain(bench.start(Config(config)))}
+        return {"measurement": to_plain(bench.start(Config(config), **files))}
+
+    def _save(self, _bench: Bench, *, file: str) -> dict[str, Any]:
+        artifacts.save(Path(file))
+        return {}
+
+    def _free(self, bench: Bench) -> dict[str, Any]:
+        return {"bytes": bench.free_bytes()}
 
     def _measure(self, bench: Bench, *, config: dict[str, Any], **how: Any) -> dict[str, Any]:
         measured = bench.measure(Config(config), **how)
@@ -424,6 +479,8 @@ def main() -> int:
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
+    # Pickle would name it where it writes what is compiled, and no script has such a module.
+    sys.modules.pop("__mp_main__", None)
     gc.disable()  # until it has imported what it will: all of it stays
     answers = Answers()
     send(pipe, {"ready": True})

@@ -33,7 +33,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A trial to run: see `Runner.measure`. `alone`: while no other runs; `worth`: samples/s from
-    which it is measured once more, alone, where others that ran beside it have slowed it down."""
+    which it is measured once more, alone, where others that ran beside it have slowed it down;
+    `first`: on the first device, for which it was compiled."""
 
     config: Config
     seconds: float
@@ -41,6 +42,7 @@ class Ask:
     worth: float = 0.0
     deadline_s: float | None = None
     alone: bool = False
+    first: bool = False
 
     def measured(self, runner: Runner, scale: float = 1.0) -> Measurement:
         """By a runner whose samples/s count `scale` times."""
@@ -225,6 +227,8 @@ class _Round:
                     break
                 self._waiting.append(ask)
             if self._waiting[0].alone and self._trials:
+                break
+            if self._waiting[0].first and lane is not self._fleet.lanes[0]:
                 break
             self._start(lane, self._waiting.popleft())
         return bool(self._trials)

@@ -44,6 +44,8 @@ class Facts:
     modules: int
     parameters: int
     convolves: bool
+    repeats: bool
+    """Whether blocks that it repeats are most of it."""
     threads: int
     device_uuid: str
     memory_bytes: int

@@ -1,0 +1,35 @@
+"""What was compiled for the advice that a script is served."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from advisor.cache.artifacts import Found, Purpose
+from advisor.opening import Cache, open_records
+from advisor.tuners.act.served import EXACT, STALE
+from advisor.tuners.knobs import compiles
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
+    from advisor.tuners.act.artifacts import Fetch
+
+
+def artifacts_of(advice: Advice, cache: Cache) -> Fetch | None:
+    """What was compiled for an advice, to be fetched; None where nothing can have been.
+
+    Args:
+        cache: as `open_records` takes it.
+    """
+    record = advice.record
+    if record is None or advice.status not in (EXACT, STALE) or not compiles(advice.config):
+        return None
+    from advisor.tuners.act.artifacts import Fetch
+    from advisor.tuners.environment import detect, tools
+
+    purpose = Purpose.of(record, advice.config, detect(str(advice.device)), tools())
+
+    def find() -> Found | None:
+        # Opened anew: a lookup is over within milliseconds, and this may take its time.
+        return open_records(cache, fallback=True).artifacts.find(purpose)
+
+    return Fetch(find)

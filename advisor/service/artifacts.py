@@ -1,0 +1,69 @@
+"""Artifacts in the database: bytes that this server cannot read, and that nobody loads whose own
+keys did not sign them."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import delete as removing
+from sqlalchemy import exists, select
+from sqlalchemy.orm import Session
+
+from advisor.cache.artifacts import Label
+from advisor.errors import UsageError
+from advisor.service.database import DAY_S
+from advisor.service.schema import Artifacts, Item
+from advisor.service.tokens import Caller, note
+
+MOST_LISTED = 10_000
+"""On one page."""
+KEPT_S = DAY_S
+"""Without a record: it may be on its way."""
+
+
+def sizes(session: Session, after: str, most: int = MOST_LISTED) -> tuple[dict[str, int], bool]:
+    """Bytes of each behind a name, and whether there are more."""
+    query = select(Artifacts.name, Artifacts.size).where(Artifacts.name > after)
+    found = session.execute(query.order_by(Artifacts.name).limit(most + 1)).all()
+    return {name: size for name, size in found[:most]}, len(found) > most
+
+
+def data_of(session: Session, name: str) -> bytes | None:
+    """What is under a name; None where there is nothing."""
+    return session.scalar(select(Artifacts.data).where(Artifacts.name == name))
+
+
+def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
+    """Keep artifacts, in place of what has their name; whether nothing had.
+
+    Raises:
+        UsageError: the name is none.
+    """
+    label = Label.parse(name)
+    if label is None:
+        raise UsageError(f"artifacts {name[:80]!r}: no name of any")
+    there = session.get(Artifacts, name)
+    kept = there or Artifacts(name=name, place=label.record)
+    kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
+    session.add(kept)
+    note(session, by, "artifacts put", name)
+    return there is None
+
+
+def delete(session: Session, name: str, by: Caller) -> bool | None:
+    """Remove what is under a name; whether it was there, None where it is not theirs to remove."""
+    found = session.get(Artifacts, name)
+    if found is None:
+        return False
+    if found.token != by.token and not by.may("admin"):
+        return None
+    session.delete(found)
+    note(session, by, "artifacts deleted", name)
+    return True
+
+
+def tidy(session: Session) -> None:
+    """Remove what no record is left of."""
+    alone = ~exists().where(Item.place == Artifacts.place, Item.fields != "")
+    old = Artifacts.stored < time.time() - KEPT_S
+    session.execute(removing(Artifacts).where(old, alone))

@@ -1,0 +1,61 @@
+"""What was compiled for records: listed, fetched, kept, removed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Path, Query, Response
+
+from advisor.cache.stores.link import BYTES
+from advisor.service import artifacts
+from advisor.service.access import Here, Reads, Works
+from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, answers, refusals
+
+_NAME = r"^[0-9a-f]{12}-[0-9a-f]{12}-[1-9][0-9]{0,9}-[0-9a-f]{12}\.[0-9a-f]{12}$"
+NONE = "there are no such artifacts"
+
+Named = Annotated[str, Path(pattern=_NAME, description="What they are for.")]
+
+api = APIRouter(tags=["artifacts"], prefix="/api/artifacts")
+
+
+@api.get("", summary="A page of the sizes of all, by their names")
+def sizes(
+    here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_NAME + "|^$")] = ""
+) -> dict[str, Any]:
+    with here.database.reading() as session:
+        found, more = artifacts.sizes(session, after)
+    return {"sizes": found, "more": more}
+
+
+@api.get(
+    "/{name}",
+    summary="What was compiled for a config of a record",
+    response_class=Response,
+    responses=answers(BYTES, 404),
+)
+def fetched(here: Here, _caller: Reads, name: Named) -> Response:
+    with here.database.reading() as session:
+        data = artifacts.data_of(session, name)
+    if data is None:
+        raise HTTPException(404, NONE)
+    return Response(data, media_type=BYTES)
+
+
+@api.put("/{name}", summary="Keep what was compiled", openapi_extra=SENDS_BYTES, responses=KEPT)
+def put(here: Here, caller: Works, name: Named, data: Body, response: Response) -> dict[str, str]:
+    with here.database.writing() as session:
+        new = artifacts.put(session, name, data, caller)
+    response.status_code = 201 if new else 200
+    return {"outcome": "added" if new else "replaced"}
+
+
+@api.delete("/{name}", summary="Remove what one put there", responses=refusals(404))
+def delete(here: Here, caller: Works, name: Named) -> dict[str, bool]:
+    with here.database.writing() as session:
+        gone = artifacts.delete(session, name, caller)
+    if gone is None:
+        raise HTTPException(403, "another token put it there; an admin may remove it")
+    if not gone:
+        raise HTTPException(404, NONE)
+    return {"deleted": True}

@@ -1,0 +1,293 @@
+"""What torch.compile made for a config, kept beside its record: a fresh process loads it, and has
+its first step in seconds.
+
+Artifacts are code: PyTorch unpickles them, and runs what it finds. So they are no part of a record,
+and nothing that a record says leads to them. They lie on a store's shelf under a name that only the
+owner of a key can make; of what lies there not a byte is read as anything before one of the
+reader's own keys has proved who wrote all of it; and then it must have been made for this very
+record and config, on this very device and software.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgpack
+
+from advisor.cache.codec import from_plain, to_plain
+from advisor.cache.config import Config
+from advisor.cache.key import Environment
+from advisor.cache.record import Record
+from advisor.cache.seal import ARTIFACTS, UNSEALED, Seal
+from advisor.cache.stores import Remote, Store
+from advisor.errors import RecordDamaged, StoreError
+
+_START = b"advisor artifacts 1\n"
+_MAC_BYTES = 32
+_LEVEL = 1
+"""Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
+_MOST_TIMES = 32
+"""As many times its own size is what was packed."""
+_LABEL = re.compile(
+    r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What compiled: versions of torch, of Triton, '' for none, and of Python."""
+
+    torch: str
+    triton: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What artifacts were made for: for anything else they are not loaded.
+
+    Attributes:
+        record: its place, as names have it.
+        config: the digest of what was compiled; see `compiled_of`.
+    """
+
+    record: str
+    config: str
+    kind: str
+    device: str
+    capability: str
+    driver: str
+    torch: str
+    triton: str
+    python: str
+
+    @classmethod
+    def of(cls, record: Record, config: Config, where: Environment, tools: Tools) -> Purpose:
+        """To run a config of a record somewhere."""
+        return cls(
+            record=f"{record.key.model[:12]}/{record.key.id}/{record.batch}",
+            config=compiled_of(record, config),
+            kind=where.device.kind,
+            device=where.device.name,
+            capability=where.device.capability,
+            driver=where.software.driver,
+            torch=tools.torch,
+            triton=tools.triton,
+            python=tools.python,
+        )
+
+    @property
+    def label(self) -> str:
+        """As a label is, without its tag."""
+        return f"{self.record.replace('/', '-')}-{self.config}"
+
+    def apart(self, here: Purpose) -> str:
+        """In what this differs from what is needed here; '' where in nothing."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(here), strict=True)
+        names = (field.name for field in dataclasses.fields(self))
+        differ = zip(names, pairs, strict=True)
+        return ", ".join(
+            f"{name} {there or 'none'}, here {now or 'none'}"
+            for name, (there, now) in differ
+            if there != now
+        )
+
+
+def compiled_of(record: Record, config: Config) -> str:
+    """The digest of what of a config is compiled: how its input comes is none of it."""
+    return config.without(*record.input).digest
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """MODEL-ID-BATCH-CONFIG.TAG: what some artifacts are for, each part but the batch 12 hex
+    characters. `trusted`: one of the reader's keys made the tag."""
+
+    text: str
+    record: str
+    config: str
+    trusted: bool
+
+    @classmethod
+    def parse(cls, text: str, seal: Seal = UNSEALED) -> Label | None:
+        """The label that a name on a shelf is; None where it is none."""
+        found = _LABEL.fullmatch(text)
+        if not found:
+            return None
+        model, id, batch, config, tag = found.groups()
+        trusted = seal.tagged(text[: -len(tag) - 1], tag)
+        return cls(text, f"{model}/{id}/{batch}", config, trusted)
+
+    @property
+    def record_id(self) -> str:
+        """As people see and type it: 'ae1bff61eea5@128'."""
+        _model, key, batch = self.record.split("/")
+        return f"{key}@{batch}"
+
+
+def sealed(data: bytes, purpose: Purpose, seal: Seal) -> bytes:
+    """Artifacts as a shelf keeps them, signed with the seal's key."""
+    packed = {"purpose": to_plain(purpose), "data": zlib.compress(data, _LEVEL)}
+    body: bytes = msgpack.packb(packed)
+    return _START + seal.mac(body, ARTIFACTS) + body
+
+
+def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
+    """The artifacts in what a shelf keeps, if they may be loaded for a purpose.
+
+    Raises:
+        RecordDamaged: why they may not.
+    """
+    start = len(_START) + _MAC_BYTES
+    mac, body = sealed[len(_START) : start], sealed[start:]
+    if not sealed.startswith(_START):
+        raise RecordDamaged("artifacts: none that this version reads; refused")
+    if not seal.made(mac, body, ARTIFACTS):
+        raise RecordDamaged("artifacts: not signed by you or your team, or changed since; refused")
+    # From here on it is what the owner of a key wrote; another version of advisor may have.
+    try:
+        found = msgpack.unpackb(body, max_bin_len=len(body))
+        if apart := from_plain(Purpose, found["purpose"]).apart(purpose):
+            raise RecordDamaged(f"artifacts: made for {apart}; refused")
+        inflating = zlib.decompressobj()
+        data = inflating.decompress(found["data"], _MOST_TIMES * len(sealed))
+    except (ValueError, KeyError, TypeError, zlib.error) as exc:
+        raise RecordDamaged(f"artifacts: not as this version writes them ({exc})") from exc
+    if not inflating.eof:
+        raise RecordDamaged("artifacts: too large when unpacked; refused")
+    return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Artifacts that may be loaded, and where they were. `size`: packed."""
+
+    data: bytes
+    size: int
+    store: str
+
+
+class Artifacts:
+    """The artifacts in some stores, which are looked through in order.
+
+    Args:
+        most: bytes that some may have, packed; 0: none are kept or loaded.
+    """
+
+    def __init__(self, stores: Sequence[Store], seal: Seal, most: int) -> None:
+        self._stores, self._seal, self._most = stores, seal, most
+
+    def keep(self, data: bytes, purpose: Purpose, store: Store) -> int:
+        """Put artifacts on a store's shelf: their size there, packed.
+
+        0 where none are kept: the store has no shelf, there is no key to sign with, or they are
+        larger than is permitted.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        shelf = store.shelf
+        if shelf is None or not self._seal.signs or not self._most:
+            return 0
+        packed = sealed(data, purpose, self._seal)
+        if len(packed) > self._most:
+            return 0
+        shelf.put(f"{purpose.label}.{self._seal.tag(purpose.label)}", packed)
+        return len(packed)
+
+    def find(self, purpose: Purpose) -> Found | None:
+        """What may be loaded for a purpose, None where there is none. It is copied into the first
+        local store of those before.
+
+        Raises:
+            StoreError: there may be some; why they cannot be had. RecordDamaged: or may not.
+        """
+        failed: list[StoreError] = []
+        for number, store, name in self._places(purpose):
+            try:
+                packed = store.shelf.get(name, self._most) if store.shelf else None
+                if packed is None:
+                    continue
+                data = opened(packed, purpose, self._seal)
+            except StoreError as exc:
+                failed.append(exc)
+                continue
+            self._copy(name, packed, self._stores[:number])
+            return Found(data=data, size=len(packed), store=store.url)
+        if failed:
+            raise failed[0]
+        return None
+
+    def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
+        if self._most:
+            for number, store in enumerate(self._stores):
+                for tag in self._seal.tags(purpose.label):
+                    yield number, store, f"{purpose.label}.{tag}"
+
+    @staticmethod
+    def _copy(name: str, packed: bytes, before: Iterable[Store]) -> None:
+        for store in before:
+            if store.shelf is not None and not isinstance(store, Remote):
+                with contextlib.suppress(StoreError):
+                    store.shelf.put(name, packed)
+                    return
+
+    def listed(self, record: Record) -> Iterator[tuple[Store, Label, int]]:
+        """Where there are artifacts of a record, and their size; stores that cannot be read are
+        passed over."""
+        place = f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
+        for store in self._stores:
+            with contextlib.suppress(StoreError):
+                for label, size in labels(store, self._seal).items():
+                    if label.record == place:
+                        yield store, label, size
+
+    def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
+        """What of a store's shelf, and of the reader's or their team's, is good for nothing.
+
+        Args:
+            advised: by each record's place, the configs that it advises, as `compiled_of`; none of
+                a record that cannot be read.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        for label, size in labels(store, self._seal).items():
+            if label.trusted and (reason := self._useless(label, size, advised)):
+                yield Idle(store=store, label=label, size=size, reason=f"superseded: {reason}")
+
+    def _useless(self, label: Label, size: int, advised: Mapping[str, Collection[str]]) -> str:
+        if label.record not in advised:
+            return "their record is gone"
+        if size > self._most:
+            return f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
+        configs = advised[label.record]
+        if configs and label.config not in configs:
+            return "their config is advised no more"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Artifacts that may go, and why."""
+
+    store: Store
+    label: Label
+    size: int
+    reason: str
+
+
+def labels(store: Store, seal: Seal) -> dict[Label, int]:
+    """What is on a store's shelf, with its size in bytes.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    shelf = store.shelf
+    sizes = {} if shelf is None else shelf.sizes()
+    return {label: n for text, n in sizes.items() if (label := Label.parse(text, seal))}

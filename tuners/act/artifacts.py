@@ -1,0 +1,176 @@
+"""Artifacts of torch.compile: saved by the process that compiled, loaded by the next before its
+first step. https://docs.pytorch.org/docs/stable/torch.compiler.html, `save_cache_artifacts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+from torch import nn
+
+from advisor.cache.artifacts import Found, Tools
+from advisor.cache.codec import from_plain, to_plain
+from advisor.cache.shown import size
+from advisor.cache.stores.filesystem import read_regular
+from advisor.errors import RecordDamaged
+from advisor.tuners.environment import tools
+
+WAIT_S = 5.0
+"""What a first step waits for artifacts that are still on their way: compiling takes longer."""
+MOST_SAVED = 2**30
+"""Bytes that are read of what a process saved."""
+
+_log = logging.getLogger("advisor")
+
+
+def save(file: Path) -> None:
+    """Put all that this process has compiled into a file; no file where that is nothing, or where
+    it cannot be written."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    found = torch.compiler.save_cache_artifacts()
+    if found is not None:
+        with contextlib.suppress(OSError):
+            file.write_bytes(msgpack.packb({"tools": to_plain(tools()), "data": found[0]}))
+
+
+def saved(file: Path) -> tuple[Tools, bytes] | None:
+    """What a process has saved, and what compiled it; None where it has saved nothing."""
+    try:
+        data = read_regular(file, MOST_SAVED)
+        found = msgpack.unpackb(data, max_bin_len=len(data))
+        return from_plain(Tools, found["tools"]), bytes(found["data"])
+    except (OSError, ValueError, KeyError, TypeError, RecordDamaged):
+        return None
+
+
+def load(data: bytes) -> bool:
+    """Have PyTorch know what another process compiled; whether it took it."""
+    return torch.compiler.load_cache_artifacts(data) is not None
+
+
+def have_stable_keys() -> None:
+    """Have PyTorch look compiled code up by the same key in every process.
+
+    A memory format goes into a key as pickle writes it: with the first module in `sys.modules` that
+    knows PyTorch as `torch`. That is another one where a script imports its own modules first, or
+    multiprocessing, and what was compiled elsewhere is not found. Where PyTorch makes its keys by
+    something else, this changes nothing.
+    """
+    from torch._inductor import codecache
+
+    pickler: Any = getattr(codecache, "FxGraphCachePickler", None)
+    if pickler is None or hasattr(pickler, "advisor_plain"):
+        return
+    plain = pickler.advisor_plain = pickler.__init__
+
+    def stable(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        # Only for a digest: nothing of it is read again.
+        self.dispatch_table |= {kind: _by_name for kind in (torch.memory_format, torch.dtype)}
+
+    pickler.__init__ = stable
+
+
+def _by_name(value: object) -> tuple[type[str], tuple[str]]:
+    return str, (str(value),)
+
+
+class Fetch:
+    """Artifacts on their way to a script: fetched in a thread beside it, loaded in its own before
+    what they are for is called. What goes wrong with them costs what they would have saved.
+
+    Importing what loads them, and loading, is the script's own thread's: PyTorch's modules import
+    each other in circles, which two threads at once do not survive.
+
+    Args:
+        find: finds them, None where there are none.
+
+    Attributes:
+        said: what became of them, for people; '' as long as there is nothing to say.
+    """
+
+    def __init__(self, find: Callable[[], Found | None]) -> None:
+        self._find = find
+        self._thread: threading.Thread | None = None
+        self._found: Found | None = None
+        self._failed = ""
+        self._over = False
+        self.said = ""
+
+    def begin(self) -> None:
+        """Fetch, beside whatever the script does next."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="advisor: artifacts", daemon=True
+            )
+            self._thread.start()
+
+    def load(self) -> None:
+        """Have PyTorch know them, where they come in time."""
+        if self._over:
+            return
+        self._over = True
+        self.begin()
+        assert self._thread is not None
+        self._thread.join(WAIT_S)
+        if self._thread.is_alive():
+            self._tell(f"not there within {WAIT_S:g} s; compiled anew")
+        elif self._failed:
+            self._tell(f"{self._failed}; compiled anew")
+        elif self._found is not None:
+            self._load(self._found)
+
+    def _run(self) -> None:
+        try:
+            self._found = self._find()
+        except Exception as exc:  # whatever a store raises: training goes on
+            self._failed = str(exc) or type(exc).__name__
+
+    def _load(self, found: Found) -> None:
+        began = time.perf_counter()
+        try:
+            have_stable_keys()
+            taken = load(found.data)
+        except Exception as exc:  # whatever PyTorch makes of it: training goes on
+            self._tell(f"not loaded ({type(exc).__name__}: {exc}); compiled anew")
+            return
+        self._found = None
+        if not taken:
+            self._tell("PyTorch cannot read them; compiled anew")
+            return
+        took_s = time.perf_counter() - began
+        self.said = f"{size(found.size)} of artifacts loaded from {found.store} in {took_s:.2g} s"
+        _log.info("%s", self.said)
+
+    def _tell(self, why: str) -> None:
+        self.said = why if why.startswith("artifacts") else f"artifacts: {why}"
+        if os.environ.get("RANK", "0") == "0":  # one speaks for all
+            _log.warning("%s", self.said)
+
+
+def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
+    """Have something done once, right before what was compiled in place of a model is called."""
+    compiled = model._compiled_call_impl
+    if compiled is None:
+        return
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        # Within another compilation there is nothing to wait for, and this is traced.
+        if not torch.compiler.is_compiling():
+            if model._compiled_call_impl is first:
+                model._compiled_call_impl = compiled
+            act()
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = first

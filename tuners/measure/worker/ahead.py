@@ -1,0 +1,100 @@
+"""Several configs built at once, each in a process of its own; a worker finds them compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement
+from advisor.tuners import host
+from advisor.tuners.measure.runner import Builder, Built
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import Job
+
+CORES = 2
+"""For each process: one that traces and lowers, and at times all of them for kernels."""
+HOST_BYTES = 6 * 2**30
+"""Of the host's memory: PyTorch with CUDA, Inductor, and the processes that compile kernels."""
+CONTEXT_BYTES = 2**30
+"""Of the device's memory, beside what a step takes: a CUDA context and what libraries keep."""
+MOST = 8
+LATE, LATE_LEAST_S = 3.0, 30.0
+"""Once half of them are built, the others are given up after so many times as long, and this."""
+TELL_S = 1.0
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+class Ahead:
+    """A Builder beside a worker, which holds nothing on the device meanwhile."""
+
+    def __init__(self, job: Job, worker: Worker) -> None:
+        self._job = job
+        self._worker = worker
+
+    def room(self, peak_bytes: int) -> int:
+        """As `Builder.room`: by the cores, the host's memory and the device's.
+
+        Raises:
+            WorkerError: no worker can be started any more.
+        """
+        most = min(MOST, host.cores() // CORES)
+        if most < 2:
+            return 1
+        if self._job.device.startswith("cpu"):
+            return max(1, min(most, host.free_bytes() // (HOST_BYTES + peak_bytes)))
+        most = min(most, host.free_bytes() // HOST_BYTES)
+        free = min(self._worker.free_bytes(), self._job.task.max_memory or math.inf)
+        return max(1, min(most, int(free // (CONTEXT_BYTES + peak_bytes))))
+
+    def build(
+        self,
+        configs: Sequence[Config],
+        *,
+        deadline_s: float,
+        tell: Callable[[Sequence[Config], float], None],
+    ) -> dict[Config, Built]:
+        """As `Builder.build`."""
+        began = time.monotonic()
+        # Twice as many as there are cores for: they seldom all compile kernels at a time.
+        threads = str(max(1, 2 * host.cores() // len(configs)))
+        environment = {} if _THREADS in os.environ else {_THREADS: threads}
+        built: dict[Config, Built] = {}
+        with contextlib.ExitStack() as stack:
+            begun: dict[int, tuple[Worker, Config]] = {}
+            for config in configs:
+                worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
+                worker.begin(
+                    config, environment=environment, memory=host.memory_limit() // len(configs)
+                )
+                begun[worker.fileno()] = worker, config
+            until_s = deadline_s
+            while begun and (spent_s := time.monotonic() - began) < until_s:
+                tell([config for _, config in begun.values()], spent_s)
+                for pipe in select.select(begun, [], [], min(TELL_S, until_s - spent_s))[0]:
+                    worker, config = begun[pipe]
+                    if measured := worker.heard():
+                        del begun[pipe]
+                        worker.stop()
+                        seconds = time.monotonic() - began
+                        built[config] = Built(measurement=measured, seconds=seconds)
+                        until_s = min(until_s, _patience_s(built, len(configs)))
+        late = Measurement(outcome="timed_out", reason=f"not built within {until_s:.0f} s")
+        for _, config in begun.values():
+            built[config] = Built(measurement=late, seconds=until_s)
+        return built
+
+
+def _patience_s(built: Mapping[Config, Built], most: int) -> float:
+    """Seconds after which what is not built is given up, by those that are."""
+    took = sorted(one.seconds for one in built.values() if one.measurement.ok)
+    if 2 * len(took) < most:
+        return math.inf
+    return max(LATE_LEAST_S, LATE * took[(most - 1) // 2])
+
+
+_: type[Builder] = Ahead
