@@ -293,8 +293,6 @@ class Lookup:
         if ranks != record.key.task.processes:
             reason += f"; measured in {record.key.task.processes} process"
             reason += f"{'es' * (record.key.task.processes > 1)}, this job has {ranks}"
-            if self._asked.get("capture"):
-                reason += ": no step is captured in it"
         name = record.target.name
         if match.differs:
             listed = ", ".join(map(str, match.differs))

@@ -72,11 +72,12 @@ def test_inference_has_no_optimizer() -> None:
     assert of(mode="infer", optimizer="adamw").given == {"mode": "infer"}
 
 
-def test_a_step_is_captured_in_one_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_in_several_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert (processes(), of(capture=True).use) == (1, "capture")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (processes(), of(capture=True).use) == (2, "loop")
+    assert (processes(), of(capture=True).use) == (2, "capture")
+    assert of(capture=False).use == "loop"
     for odd in ("", "0", "-3", "many", "9" * 10, "9" * 6000):
         monkeypatch.setenv("WORLD_SIZE", odd)
         assert processes() == 1

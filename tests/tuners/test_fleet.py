@@ -22,7 +22,7 @@ from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.study import Scope, Search
 from tests.tuners.test_study import SPACE, Seen, Simulated
 
-ANCHOR = Config(batch_size=1)
+ANCHOR = Ask(config=Config(batch_size=1), seconds=1.0)
 WAIT_S = 30.0
 
 
@@ -67,7 +67,7 @@ class Device:
 
     def _measured(self, config: Config) -> Measurement:
         self.measured.append(config)
-        if config == ANCHOR:
+        if config == ANCHOR.config:
             return self._took(0.01, 0.01)
         if self.fails:
             raise WorkerError(self.fails)
@@ -134,7 +134,7 @@ def test_what_the_host_is_the_limit_of_is_measured_alone(two: tuple[Device, Devi
     found = run(two, asked(2, 3, alone=True) + asked(4, 5))
     assert sorted(done.config.batch for done in found) == [2, 3, 4, 5]
     assert all(done.beside == 1 for done in found)
-    beside = [together for together in two[0].floor.together if ANCHOR not in together]
+    beside = [together for together in two[0].floor.together if ANCHOR.config not in together]
     assert {Config(batch_size=2)} in beside and {Config(batch_size=3)} in beside
     assert not any(len(s) > 1 for s in beside if s & {Config(batch_size=n) for n in (2, 3)})
     last = {next(iter(together)) for together in beside[-2:] if len(together) == 1}
@@ -147,7 +147,7 @@ def test_what_is_slow_enough_beside_others_is_not_measured_again(
     configs = {Config(batch_size=n) for n in (50, 51)}
     for one in two:
         one.host_bound = configs
-    asks = [Ask(config=config, seconds=1.0, floor=5.0) for config in configs]
+    asks = [Ask(config=config, seconds=1.0, worth=5.0) for config in configs]
     assert {done.config for done in run(two, asks)} == configs
     assert sum(len(one.measured) for one in two) == 4
 
@@ -230,6 +230,25 @@ def test_a_search_over_two_finds_what_one_finds_and_measures_nothing_twice(
     assert 0 < again.clock.spent_s < spent
 
 
+class HostBound(Twice):
+    """Whose host is the limit in half precision."""
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        measured = super().measure(config, **how)
+        half = config["precision"] in ("bf16", "fp16")
+        return dataclasses.replace(measured, behind_s=0.0 if half else 1.0)
+
+
+def test_what_is_sure_to_be_the_host_s_is_begun_alone(tmp_path: Path) -> None:
+    study, _ = open_study(tmp_path, "one")
+    search = Search(HostBound(), SPACE, study, Scope(clock=Clock(1e6)))
+    fp32, bf16 = SPACE.default, SPACE.default.replace(precision="bf16")
+    search._try_each([fp32, bf16.at(128)], "guess", always=True)
+    assert not search._is_host_bound(fp32)
+    assert search._is_host_bound(bf16) and search._is_host_bound(bf16.replace(precision="fp16"))
+    assert not search._is_host_bound(bf16.at(256))  # the device has more to do
+
+
 SLEEPY = """
 import time
 from pathlib import Path
@@ -250,7 +269,6 @@ class Net(nn.Module):
 
 def test_two_real_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets, "UNLIKE", 1e9)  # they share the cores of one host
-    monkeypatch.setattr(fleets, "ANCHOR_S", 0.05)
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     task = Task.of(str(tmp_path / "sleepy.py"), {"shape": [(4, 3)]})
     job = Job(task=task, device="cpu", seed=0)
@@ -266,7 +284,7 @@ def test_two_real_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         described = fleet.describe()
         assert described["first"].model == described["second"].model
         asks = [Ask(config=config, seconds=0.05, deadline_s=60) for config in (four, eight)]
-        found = {done.config: done.measured for done in fleet.each(asks, four)}
+        found = {done.config: done.measured for done in fleet.each(asks, asks[0])}
         assert all(found[config].ok and found[config].host_bound for config in (four, eight))
         running = fleet.begin(fleet.lanes[0], lambda: first.measure(hangs, seconds=0.05))
         until = time.monotonic() + WAIT_S

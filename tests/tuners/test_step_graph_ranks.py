@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
+from advisor.tuners.act import buckets
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture import step_graph, unison
 from advisor.tuners.act.capture.recorder import RECORDERS
@@ -48,7 +48,7 @@ class Full(AtenRecorder):
 class Crowded(AtenRecorder):
     """Has no memory for the step that a replay is compared with."""
 
-    def beside(self) -> contextlib.AbstractContextManager[list[str]]:
+    def beside(self) -> Any:
         if self.replays:
             raise torch.OutOfMemoryError("out of memory")
         return super().beside()
@@ -99,7 +99,7 @@ def train(how: str, graph: bool, rank: int, folder: Path, where: str) -> None:
     losses = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = train_step
+        step: Callable[[Any], Any] = train_step
         if how != "absent" or not second:
             step = advice.capture(train_step, batch_of(0, rank))
         for number in range(STEPS):
@@ -261,3 +261,24 @@ def test_alone_it_agrees_with_itself() -> None:
     one = Unison(None)
     one.share()
     assert one.alone and one.most(2) == 2 and one.agree("why") == "why" and not one.any(False)
+
+
+def gathers(weight: Tensor) -> Any:
+    """What the gradient of a weight is gathered by."""
+    return weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def test_what_gathers_gradients_is_made_on_the_stream_of_the_capture(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(nn.Linear(3, 2))
+        weight = parallel.module.weight
+        gathers(weight).metadata["by"] = "who wrapped it"
+        assert "by" in gathers(weight).metadata  # the reducer keeps it
+        buckets.move(parallel)
+        assert "by" not in gathers(weight).metadata
+        parallel(torch.ones(4, 3)).sum().backward()
+        assert torch.equal(weight.grad, torch.full((2, 3), 4.0))
+    finally:
+        dist.destroy_process_group()

@@ -39,6 +39,8 @@ LEADING = 1
 """Guesses before the first look at a large batch."""
 HOPELESS = 0.6
 """Below this fraction of the fastest at its batch and use a config is measured no longer."""
+BESIDE = 0.85
+"""Below this fraction a config that others ran beside is not measured again alone."""
 EAGER, EAGER_AHEAD = 0.5, 0.3
 """Share of the search for guesses and larger batches where a dear knob is to be tried after; the
 same where several configs are then built at once, which takes as long as the slowest."""
@@ -493,15 +495,15 @@ class Search:
         drawn = random.Random(self._scope.seed + len(self.trials)).choice(left)
         return self._journal.ask("sampler", drawn)
 
-    def _hopeless(self, config: Config) -> float:
-        """Samples/s with which a config could be neither a finalist nor a leader."""
+    def _fastest(self, config: Config) -> float:
+        """Samples/s of the fastest at its batch and use; 0 where there is none."""
         use = next(u for u in RACED if knobs.follows(u, config, self._space.default))
         rates = [
             trial.measurement.samples_per_s
             for trial in self.trials
             if trial.measurement.ok and self._covers(_Aim(use, config.batch), trial.config)
         ]
-        return HOPELESS * max(rates, default=0.0)
+        return max(rates, default=0.0)
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
@@ -551,34 +553,42 @@ class Search:
         if self._space.is_dear(config):
             self._progress.building([config], 0.0)
         self._running[config] = asked, origin
+        fastest = self._fastest(config)
         return Ask(
             config=config,
             seconds=self.clock.trial_s,
-            floor=self._hopeless(config),
+            floor=HOPELESS * fastest,
+            worth=BESIDE * fastest,
             deadline_s=self._limit_s(config),
             alone=self._is_host_bound(config),
             first=self._builds.built(config),
         )
 
     def _is_host_bound(self, config: Config) -> bool:
-        """Whether the host is sure to be the limit, as it is of the default: what changes neither
-        that, as compiling and graphs do, only has the device wait longer."""
-        default = self._known.get(self._space.default)
-        if default is None:
-            return True
-        frees = (
-            self._space.is_dear(config)
-            or config.batch > self._space.batch
-            or knobs.use_of(config, self._space.default) == CAPTURE
+        """Whether the host is sure to be the limit: it was of something eager that gave the device
+        as much to do, or more."""
+        return not self._frees_host(config) and any(
+            trial.measurement.host_bound
+            and not self._frees_host(trial.config)
+            and trial.config.batch >= config.batch
+            and knobs.is_half(trial.config) <= knobs.is_half(config)
+            for trial in self.trials
         )
-        return default.measurement.host_bound and not frees
+
+    def _frees_host(self, config: Config) -> bool:
+        """Whether the host has less to do for a step: compiled, or in a graph."""
+        default = self._space.default
+        return self._space.is_dear(config) or knobs.use_of(config, default) == CAPTURE
 
     def _measured(self, asks: Iterable[Ask]) -> Iterator[Trial]:
         """The trials as they end, each told to the study."""
         if self._fleet is None:
             found = one_by_one(self._runner, asks, self.clock.now)
         else:
-            found = self._fleet.each(asks, self._space.default)
+            default = self._space.default
+            limit_s = self._limit_s(default)
+            anchor = Ask(config=default, seconds=self.clock.trial_s, deadline_s=limit_s)
+            found = self._fleet.each(asks, anchor)
         return map(self._told, found)
 
     def _told(self, done: Done) -> Trial:

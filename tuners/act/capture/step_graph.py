@@ -6,10 +6,12 @@ anyway, and says so: a replay runs kernels, and no Python.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -167,7 +169,7 @@ class StepGraph:
             return
         obstacle = ""
         if not parallels:
-            obstacle = "gradients are exchanged otherwise than by DistributedDataParallel"
+            obstacle = "it reaches no DistributedDataParallel that exchanges its gradients"
         elif not all(map(buckets.can_rebuild, parallels)):
             obstacle = "DistributedDataParallel exchanges gradients with a hook or a static graph"
         if obstacle := self._unison.agree(obstacle):
@@ -176,18 +178,21 @@ class StepGraph:
         self._unison.share()
         self._warm_steps = WARM_STEPS_PARALLEL
         self._parallels = parallels
-        self._exchange_anew()
+        with self._recorder.beside():
+            self._exchange_anew()
         from advisor.tuners.act.capture.outlived import release_first
 
         release_first(self)
 
     def _exchange_anew(self) -> None:
-        """Of gradients, where a reducer is not made for captures, or one broke off in it."""
-        if not self._parallels:
-            return
-        with self._recorder.beside():
-            for parallel in self._parallels:
-                buckets.move(parallel)
+        """Of gradients, on the stream that is current: in all ranks at one step. A capture that
+        broke off in an exchange is then forgotten too."""
+        for parallel in self._parallels:
+            buckets.move(parallel)
+
+    def _aside(self) -> AbstractContextManager[Any]:
+        """For a step without the graph, on the stream where its gradients are exchanged."""
+        return self._recorder.beside() if self._parallels else contextlib.nullcontext()
 
     def _plainly(self, batch: Any) -> Any:
         if self._recorded is not None:
@@ -208,13 +213,15 @@ class StepGraph:
                 stacklevel=3,
             )
         if self._recorded is None:
-            return self._plainly(batch)
+            with self._aside():
+                return self._plainly(batch)
         # The step may need what memory the graph holds. Buffers are small; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
         kept, random = [buffer.clone() for buffer in buffers], self._recorder.random_state()
         with self._optimizers.counting() as stepped:
             try:
-                return self._plainly(batch)
+                with self._aside():
+                    return self._plainly(batch)
             except RuntimeError as exc:
                 if stepped or not self._goes_on(exc):
                     raise
@@ -316,7 +323,6 @@ class StepGraph:
         if why := self._unison.agree(why):
             del gradients  # they lie in the graph's memory, which is given back
             self._give_up(why)
-            self._exchange_anew()
         return not why
 
     def _record(self) -> tuple[Callable[[], None], Any]:
@@ -372,7 +378,7 @@ class StepGraph:
             start.restore()
         luck = self._luck()
         try:
-            with self._optimizers.counting() as stepped:
+            with self._optimizers.counting() as stepped, self._aside():
                 output = self._plainly(batch)
         except RuntimeError as exc:
             if not self._goes_on(exc):
@@ -470,6 +476,7 @@ class StepGraph:
     def _give_up(self, reason: str) -> None:
         self.failure = reason
         self._recorded, self._written = None, []
+        self._exchange_anew()
         self._buffers.drop()
         self._optimizers.drop_rates()
         self._watch = Watch(lambda: None, (), ())

@@ -22,8 +22,6 @@ from advisor.errors import AdvisorError, WorkerError
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.measure.worker.wire import Facts
 
-ANCHOR_S = 1.0
-"""Timed seconds of the anchor: what it is off by, all that its device measures is off by."""
 UNLIKE = 0.15
 """A device whose anchor differs by more is in use, or throttled: it is left out."""
 LOOK_S = 0.2
@@ -34,12 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A trial to run: see `Runner.measure`. `alone`: while no other runs; `first`: on the first
-    device, for which it was compiled."""
+    """A trial to run: see `Runner.measure`. `alone`: while no other runs; `worth`: samples/s from
+    which it is measured once more, alone, where others that ran beside it have slowed it down;
+    `first`: on the first device, for which it was compiled."""
 
     config: Config
     seconds: float
     floor: float = 0.0
+    worth: float = 0.0
     deadline_s: float | None = None
     alone: bool = False
     first: bool = False
@@ -123,13 +123,13 @@ class Fleet:
         found = self._everywhere(lambda lane: lane.member.describe())
         return {lane.name: facts for lane, facts in found.items()}
 
-    def each(self, asks: Iterable[Ask], anchor: Config) -> Iterator[Done]:
+    def each(self, asks: Iterable[Ask], anchor: Ask) -> Iterator[Done]:
         """Run trials as devices come free; they end in any order.
 
         The next one is asked for once there is a device for it, and all that ended was told.
 
         Args:
-            anchor: the config by which devices are held against one another.
+            anchor: the trial by which devices are held against one another, once.
 
         Raises:
             WorkerError: no worker can be started on the first device any more.
@@ -178,11 +178,10 @@ class Fleet:
                 self.leave_out(lane, str(exc))
         return found
 
-    def _anchor(self, anchor: Config) -> None:
-        ask = Ask(config=anchor, seconds=ANCHOR_S)
-        found = self._everywhere(lambda lane: ask.measured(lane.member))
+    def _anchor(self, anchor: Ask) -> None:
+        found = self._everywhere(lambda lane: anchor.measured(lane.member))
         if any(one.host_bound for one in found.values()):
-            found = {lane: ask.measured(lane.member) for lane in found}
+            found = {lane: anchor.measured(lane.member) for lane in found}
         first = found[self.lanes[0]]
         for lane, one in found.items():
             if not one.ok:
@@ -258,7 +257,7 @@ class _Round:
             self._waiting.append(ask)
             return None
         disturbed = trial.beside > 1 and measured.host_bound
-        if disturbed and measured.samples_per_s >= ask.floor:
+        if disturbed and measured.samples_per_s >= ask.worth:
             self._waiting.append(dataclasses.replace(ask, alone=True))
             return None
         return Done(
