@@ -44,7 +44,7 @@ BESIDE = 0.85
 EAGER, EAGER_AHEAD = 0.5, 0.3
 """Share of the search for guesses and larger batches where a dear knob is to be tried after; the
 same where several configs are then built at once, which takes as long as the slowest."""
-AHEAD_SHARE = 0.8
+AHEAD_SHARE = 0.9
 """Of what the search may take then, what building them may; measuring them has the rest."""
 DEAR_SHARE = 2 / 3
 """Of the search time left, what one value of a dear knob may take before it is given up."""
@@ -316,7 +316,8 @@ class Search:
         room = self._room(self._space.batch)
         for group in together(dear, room, self._needs_s) if room > 1 else groups:
             self._try_group(group, room)
-            self._try_on_leaders()  # a compiler has done most of its work for these
+            if room == 1:
+                self._try_on_leaders()  # a compiler has done most of its work for these
         return dear
 
     def _room(self, batch: int) -> int:
@@ -546,6 +547,7 @@ class Search:
             self._attempts[config] < TRIES
             and not self._cannot_fit(config)
             and self._affords(config)
+            and (not self._builds.built(config) or self._has_time(config))
         )
 
     def _ask(self, asked: optuna.Trial, origin: str) -> Ask:

@@ -37,6 +37,10 @@ TRIES = 2
 """Times what a comparison was given in vain, or the budget, that is to be given the next time."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
+BUILDS, ROUNDING_S = 2, 10.0
+"""What a comparison in a worker takes beside its steps: building a config, once more where it draws
+random numbers, and fp32 with rounding, which Python draws one operation after the other.
+MobileNetV3 took more than 31 s on an H200."""
 REFERENCE_S = 0.5
 """Timed seconds of strict fp32, measured to compare with."""
 
@@ -191,7 +195,7 @@ class _Decision:
             (t for t in self.trials if t.measurement.ok),
             key=lambda trial: trial.measurement.samples_per_s,
         )
-        leaves_s = self._least_s(leader.config) if self.terms.compare_steps else 0.0
+        leaves_s = self._leaves_s(leader.config)
         most = 1 - leaves_s / max(self.clock.left_s, 1e-9)
         if most < plan.RACE / 2:
             most = 1.0  # no comparison fits in: its time is worth more in the race
@@ -208,6 +212,17 @@ class _Decision:
         if self.default not in self.rates and part.left_s <= 0:
             self.progress.notice(f"no time was left for the race; {self.terms.baseline} is advised")
             self.rates = {self.default: [self.tried.measurement.samples_per_s]}
+
+    def _leaves_s(self, leader: Config) -> float:
+        """Seconds that the race leaves for a comparison with fp32."""
+        from advisor.tuners.measure.numerics import LEAST_STEPS, seconds_of
+
+        if not (self.terms.tolerance and knobs.doubtful(leader)):
+            return 0.0
+        if self.terms.compare_steps:
+            return self._least_s(leader)
+        steps_s = seconds_of(LEAST_STEPS, self.tried.measurement.step_s)
+        return BUILDS * self._before_s(leader) + steps_s + ROUNDING_S
 
     def _heats(self, found: list[Config], part: plan.Part) -> Rates:
         """One race, or two where the finalists are not in memory together: those at the user's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -86,7 +87,10 @@ class CudaRecorder:
         side = _side_stream(torch.cuda.current_device())
         try:
             # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with (
+                _without_collection(),
+                torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
+            ):
                 output = step()
         except BaseException:
             _recover()
@@ -112,6 +116,20 @@ class CudaRecorder:
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
 """By the type of the device; on others a step is never captured."""
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No graph ends by garbage collection meanwhile: it may not while another is captured, which
+    is lost with it (reset in PyTorch's CUDAGraph.cpp). PyTorch collects none before it any more."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @cache

@@ -34,6 +34,9 @@ CONTAINED = {
 }
 """Switches by which libraries report to nobody, or to a folder, {}, that is removed. There is none
 for what a script saves or pushes itself, nor for the folder of Lightning's loggers."""
+COLLECTS = {"TORCH_CUDAGRAPH_GC": "1"}
+"""Garbage is collected before a CUDA graph is captured (torch.compiler.config): a graph of a config
+that is over ends one that is being captured if it ends meanwhile."""
 
 
 class Command(Guarded):
@@ -63,6 +66,7 @@ class Command(Guarded):
         scratch.mkdir()
         environment = {
             **os.environ,
+            **COLLECTS,
             **{name: value.format(scratch) for name, value in CONTAINED.items()},
             # Here and not in the scratch folder: what one start compiles the next one loads.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
