@@ -86,7 +86,11 @@ def train(how: str, graph: bool, rank: int, folder: Path, where: str) -> None:
     settings = Settings()
     advice = Advice(Config(precision="default", step_graph=graph), device=device)
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    model = DistributedDataParallel(advice.prepare(layers))
+    model = DistributedDataParallel(
+        advice.prepare(layers),
+        gradient_as_bucket_view=how == "views",
+        find_unused_parameters=how == "unused",
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
 
     def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -170,6 +174,8 @@ def plainly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[An
     [
         ("alike", "", ""),
         ("by the store", "", ""),
+        ("views", "", ""),
+        ("unused", "it waits for the device", "it waits for the device"),
         ("odd", "", ""),
         ("changed", "", ""),
         ("looks", "on rank 1 it waits for the device", "it waits for the device"),

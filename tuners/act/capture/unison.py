@@ -129,15 +129,16 @@ class Unison:
         group = self._group
         if group is None:
             return
-        token, path = secrets.token_hex(16), ""
-        if group.rank == 0:
-            path = _file(token, group.size)
-        told = self._gathered(f"{path}:{token}", AGREE_S)
-        path, _, token = (told or {}).get(0, "").rpartition(":")
-        board = _Board.opened(path, token, group)
-        apart = self.agree("" if board else "it shares no memory with rank 0")
-        if group.rank == 0 and path:
-            Path(path).unlink(missing_ok=True)
+        token = secrets.token_hex(16)
+        made = _file(token, group.size) if group.rank == 0 else ""
+        try:
+            told = self._gathered(f"{made}:{token}", AGREE_S)
+            path, _, token = (told or {}).get(0, "").rpartition(":")
+            board = _Board.opened(path, token, group)
+            apart = self.agree("" if board else "it shares no memory with rank 0")
+        finally:
+            if made:  # whoever has opened it keeps it
+                Path(made).unlink(missing_ok=True)
         if board is not None and not apart:
             self._most = board.most
 
