@@ -1,4 +1,4 @@
-"""The worker process: `python -P -m advisor.tuners.measure.worker.child FD`."""
+"""What the worker process does: it builds, measures, and answers over its pipe."""
 
 from __future__ import annotations
 
@@ -423,7 +423,6 @@ def main() -> int:
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
-    gc.disable()  # until it has imported what it will: all of it stays
     answers = Answers()
     send(pipe, {"ready": True})
     while True:
@@ -439,7 +438,3 @@ def main() -> int:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
         if reply is not None:
             send(pipe, reply)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
