@@ -58,7 +58,7 @@ def test_several_candidates_are_listed(tmp_path: Path) -> None:
 
 def test_a_file_without_a_model_is_told(tmp_path: Path) -> None:
     path = write(tmp_path, "x = 1\n")
-    with pytest.raises(TargetError, match="it defines no nn.Module class that builds without"):
+    with pytest.raises(TargetError, match=r"it defines no nn\.Module class that builds without"):
         loaded(path)
 
 
