@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def pytest_collection_finish() -> None:
     """From here on there is garbage, beside what was imported."""
     gc.freeze()
     gc.enable()
+
+
+_MANY = 100
+_looked_through = 0
+"""Modules that no collection looks through any more."""
+
+
+def pytest_runtest_logfinish() -> None:
+    """Where a test has imported a library, that is no garbage either."""
+    global _looked_through
+    if len(sys.modules) > _looked_through + _MANY:
+        gc.collect()
+        gc.freeze()
+        _looked_through = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:

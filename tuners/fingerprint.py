@@ -18,7 +18,7 @@ import sysconfig
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +295,12 @@ def libraries(model: nn.Module) -> tuple[str, ...]:
     tops = {type(module).__module__.partition(".")[0] for module in model.modules()}
     found = set()
     for top in tops - {"torch", "__main__"}:
-        for name in importlib.metadata.packages_distributions().get(top, ()):
+        for name in _distributions().get(top, ()):
             found.add(f"{name}=={importlib.metadata.version(name)}")
     return tuple(sorted(found))
+
+
+@functools.cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    """By the top-level module that they install: the files of all are read for it, once."""
+    return importlib.metadata.packages_distributions()

@@ -31,7 +31,7 @@ from tests.face.commands import COMMAND, MODEL, PACE, SHAPE, advisor, own, scrip
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
 FIVE_TRIALS = ("--budget", "6s", "--trials", "5")
-TWO_TRIALS = ("--budget", "8s", "--trials", "2")
+TWO_TRIALS = ("--budget", "5s", "--trials", "2")
 NOISY = "import sys\nprint('the model says hello')\nprint('and goodbye', file=sys.stderr)\n"
 
 
@@ -334,14 +334,14 @@ def test_a_sabotaged_model_keeps_torchs_numbers(tmp_path: Path) -> None:
     )
     options = ("--precisions", "bf16", "--fixed-batch", "--effort", "quick", "--no-compile")
     tune = ("tune", "model.py", "--shape", SHAPE, "--json")
-    done = advisor(tmp_path, *tune, *options, "--budget", "24s")
+    done = advisor(tmp_path, *tune, *options, "--budget", "16s")
     assert done.returncode == 0, done.stderr
     assert "struck out" in done.stderr
     record = json.loads(done.stdout)["record"]
     assert {w["choice"]["config"]["precision"] for w in record["winners"]} == {"default"}
     struck = [t for t in record["trials"] if t["stage"] == "numerics"]
     assert struck and {t["measurement"]["outcome"] for t in struck} == {"wrong"}
-    unchecked = advisor(tmp_path, *tune, *options, "--budget", "12s", "--no-verify")
+    unchecked = advisor(tmp_path, *tune, *options, "--budget", "10s", "--no-verify")
     loop = winner(json.loads(unchecked.stdout)["record"], "loop")
     assert loop["config"]["precision"] == "bf16"
     shown = advisor(tmp_path, "show", json.loads(unchecked.stdout)["record"]["id"])

@@ -273,7 +273,7 @@ def test_more_effort_goes_on_and_less_does_not(
             progress=Heard(),
         )
 
-    first = tune("normal", 12.0, 300).record
+    first = tune("normal", 6.0, 300).record
     assert (first.provenance.effort, first.provenance.steps) == ("normal", 300)
     assert "--steps 300" in tune_again(first)
     said.clear()

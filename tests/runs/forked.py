@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import runpy
@@ -31,6 +33,8 @@ Weights = dict[str, Tensor]
 
 TOLERANCE = 0.02
 
+gc.freeze()  # no collection of a fork looks through what was imported before it
+atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
@@ -140,6 +144,7 @@ class Variant:
 
 def _one_by_one(library: str, script: str, folder: str, variants: Sequence[Variant]) -> None:
     importlib.import_module(library)
+    gc.freeze()
     for number, one in enumerate(variants):
         out = str(Path(folder) / f"{number}.pt")
         values = None if one.values is None else dict(one.values)

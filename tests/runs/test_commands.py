@@ -34,6 +34,8 @@ from tests.face.commands import COMMAND, PACE, Done, advisor, own, take_over
 from tests.runs.forked import space_of
 
 TRAINING = """
+import gc
+gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
 import torch
 from torch import nn
 

@@ -32,8 +32,10 @@ from advisor.tuners.search.plan import suffices
 from tests.runs.forked import left_behind, space_of
 
 SCRIPT = """
-import sys, time
+import gc, sys, time
 from pathlib import Path
+
+gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
 
 import advisor
 
@@ -125,7 +127,9 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
 
 
 PARALLEL = """
-import os
+import gc, os
+
+gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
 
 import advisor
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -215,6 +216,7 @@ def test_a_model_is_tuned_and_found_by_others(
     )
     log = team.log(number)
     assert "Net: " in log and "trial 0:" in log
+    assert tempfile.gettempdir() not in log  # what lay there is gone
     monkeypatch.setenv("ADVISOR_TOKEN", team.token)
     monkeypatch.setenv("ADVISOR_CACHE", team.url)
     (held,) = Records(open_store(team.url)).held(EVERYTHING)

@@ -56,6 +56,12 @@ def test_several_candidates_are_listed(tmp_path: Path) -> None:
         loaded(path)
 
 
+def test_a_file_without_a_model_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, "x = 1\n")
+    with pytest.raises(TargetError, match=r"it defines no nn\.Module class that builds without"):
+        loaded(path)
+
+
 def test_arguments_reach_the_factory(tmp_path: Path) -> None:
     assert loaded(write(tmp_path, NET), width=9).fc.out_features == 9  # type: ignore[union-attr]
 
@@ -71,8 +77,8 @@ def test_torchvision_is_built_untrained() -> None:
         ("nope.py", "no file"),
         ("nothing", "expected"),
         ("a b:c", "expected"),
-        ("torchvision:resnet5000", "resnet50"),
-        ("no_such_module:f", "no module"),
+        ("torchvision:resnet5000", "did you mean .*resnet50"),
+        ("no.such:thing", "'no.such:thing': there is no module 'no'"),
         ("torchvision:", "expected"),
     ],
 )

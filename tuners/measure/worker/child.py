@@ -1,4 +1,4 @@
-"""The worker process: `python -P -m advisor.tuners.measure.worker.child FD`."""
+"""What the worker process does: it builds, measures, and answers over its pipe."""
 
 from __future__ import annotations
 
@@ -481,7 +481,6 @@ def main() -> int:
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
     # Pickle would name it where it writes what is compiled, and no script has such a module.
     sys.modules.pop("__mp_main__", None)
-    gc.disable()  # until it has imported what it will: all of it stays
     answers = Answers()
     send(pipe, {"ready": True})
     while True:
@@ -497,7 +496,3 @@ def main() -> int:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
         if reply is not None:
             send(pipe, reply)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -312,7 +312,7 @@ class Worker:
                     *(sys.executable, "-I", "-S", _GUARD),
                     *(lifeline, pipe, str(self._permitted), ""),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
-                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker.child", pipe),
+                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
                 env={**os.environ, **environment},
