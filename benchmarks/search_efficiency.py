@@ -306,13 +306,14 @@ def ask(question: Question, method: str, seeds: int) -> dict[str, object]:
         trials.append(len({config for _, config in runner.log}))
         seconds.append(reached)
         compiled.append(runner.compiled)
+    middle = statistics.median(seconds)
     return {
         "share_to_1pct": round(statistics.median(shares), 4),
         "share_of_table": round(statistics.median(of_table), 4),
         "missed": sum(share == 1.0 for share in shares) / seeds,
         "regret_p90": round(sorted(regrets)[math.ceil(0.9 * seeds) - 1], 4),
         "configs_measured": statistics.median(trials),
-        "seconds_to_1pct": round(statistics.median(seconds), 1),
+        "seconds_to_1pct": round(middle, 1) if middle < math.inf else None,
         "compiled": statistics.median(compiled),
         "shares": sorted(shares),
     }
@@ -390,7 +391,8 @@ def main() -> int:
             name,
             *(f"{figures[key]:.1%}" for key in ("share_to_1pct", "share_of_table")),
             *(f"{figures[key]:.1%}" for key in ("missed", "regret_p90")),
-            *(f"{figures[k]:.0f}" for k in ("configs_measured", "compiled", "seconds_to_1pct")),
+            *(f"{figures[key]:.0f}" for key in ("configs_measured", "compiled")),
+            f"{figures['seconds_to_1pct'] or math.inf:.0f}",
         )
     out.print(shown)
     if given.plot:
