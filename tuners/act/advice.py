@@ -68,8 +68,6 @@ class Advice:
         artifacts: what was compiled for it, to be fetched; None where nothing was.
     """
 
-    artifacts: Fetch | None = None
-
     def __init__(
         self,
         config: Config,
@@ -87,6 +85,7 @@ class Advice:
         self.explanation = served.explanation
         self.use = served.use
         self.gains = served.gains
+        self.artifacts: Fetch | None = None
         self._acting = Acting(config, served.default, self.device)
         self._following = Following(tuple(self._acting.advised), served)
         self._used = self._following.used

@@ -108,7 +108,7 @@ class Starts:
 
     def keep(self, default: Config, configs: Iterable[Config]) -> None:
         """Save the artifacts of these alone where they were not yet, by what is compiled on this
-        machine, and then see what loading them gives, as far as the time goes."""
+        machine, and then see what loading those of the first gives, as far as the time goes."""
         chosen = [config for config in dict.fromkeys(configs) if compiles(config)]
         for config in chosen if self._folder is not None else ():
             if config not in self.artifacts and self._warm_s(config) <= self._left_s():
@@ -117,7 +117,7 @@ class Starts:
             # that was left alone, as a script does, and compiles anew.
             if self._raced is not None and SWITCH in config.changed(default):
                 self.artifacts.setdefault(config, self._raced)
-        for config in chosen:
+        for config in chosen[:1]:
             file = self.artifacts.get(config)
             left = self._left_s()
             if file is not None and self._warm_s(config) <= left:
