@@ -29,13 +29,13 @@ from advisor.errors import Busy, StoreDamaged, StoreError, UsageError, WorkerErr
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
-from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
+from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
-    from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -71,6 +71,8 @@ def tune(
     device: str | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
+    data: str | None = None,
+    data_args: Mapping[str, Value] | None = None,
     precisions: Sequence[str] | str | None = None,
     deterministic: bool | None = None,
     max_memory: int | str | None = None,
@@ -99,6 +101,8 @@ def tune(
         device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
+        data: what it trains on, as data.py:make_dataset, package.module:function or
+            torchvision:FakeData, and its keyword arguments: its loader is tuned with the step.
         precisions: those permitted; default: default, tf32, bf16, fp16.
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.
@@ -175,7 +179,7 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `process_s`: what starting that took, and
-    `compare_s`, `compare_steps` and `draws` as in `Terms`."""
+    `compare_s`, `compare_steps`, `draws` and `samples` as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -186,6 +190,7 @@ class _Subject:
     compare_s: float = 0.0
     compare_steps: int = 0
     draws: bool = False
+    samples: int = 0
 
     @property
     def task(self) -> Task:
@@ -273,6 +278,12 @@ class _Tuning(ABC):
         if not known.compares and subject.space.is_choice:
             self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
+        if key.task.data and (key.task.data, key.task.data_args) != (
+            known.key.task.data,
+            known.key.task.data_args,
+        ):
+            self._progress.notice("tuned without this data; goes on with its loader")
+            return _Before()
         if more := set(key.task.map) - set(known.key.task.map):
             self._progress.notice(f"tuned without --map {', '.join(sorted(more))}; goes on with it")
             return _Before()
@@ -299,7 +310,7 @@ class _Tuning(ABC):
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
-                clock=Clock(plan.seconds),
+                clock=Clock(plan.seconds - self._loader_s(subject)),
                 baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
@@ -334,7 +345,13 @@ class _Tuning(ABC):
             compare_steps=subject.compare_steps,
             draws=subject.draws,
             baseline=subject.task.baseline,
+            loader_s=self._loader_s(subject),
+            samples=subject.samples,
         )
+
+    def _loader_s(self, subject: _Subject) -> float:
+        """Seconds that are kept for the loader."""
+        return LOADER * self._plan.seconds if subject.space.inputs else 0.0
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -375,6 +392,8 @@ class _OfTarget(_Tuning):
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
+        if task.data:
+            parse(task.data, role="data")
         self._device = task.device or default_device()
         self._environment = detect(self._device)
         self._task = task
@@ -400,13 +419,23 @@ class _OfTarget(_Tuning):
                 threads=facts.threads if self._device == "cpu" else 0,
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
+            situation = _situation(key, self._plan, facts, batches)
+            samples = 0
+            if self._task.data:
+                data = worker.describe_data()
+                samples = data.samples
+                workers, lines = fed_by(data)
+                situation = dataclasses.replace(situation, loaded=True, workers=workers)
+                for line in lines:
+                    self._progress.notice(line)
             yield _Subject(
                 worker=worker,
                 facts=facts,
                 key=key,
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
-                space=Space.of(_situation(key, self._plan, facts, batches)),
+                space=Space.of(situation),
                 process_s=process_s,
+                samples=samples,
             )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
@@ -637,6 +666,34 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         compiles=task.compile and much.compiles,
         step_graph=task.step_graph,
     )
+
+
+def fed_by(data: DataFacts) -> tuple[int, list[str]]:
+    """Workers that a loader of the data may have here, and what must be said of that."""
+    from advisor.tuners import room
+
+    batch = room.Batch(bytes=data.batch_bytes, tensors=data.tensors)
+    of = f"data {data.name!r}:"
+    if data.held_open:
+        held = data.held_open[0]
+        what = "a connection" if held.startswith("socket:") else held
+        return 0, [
+            f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
+            "Open it in __getitem__ or __iter__, where it is not open yet"
+        ]
+    most, lines = min(room.cores(), room.MOST), []
+    if not data.shared_out and most > 1:
+        most = 1
+        lines.append(
+            f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
+            "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
+        )
+    lacking = ""
+    while most and (why := room.lacking(batch, most, room.AHEAD)):
+        most, lacking = most - 1, why
+    if lacking:
+        lines.append(f"{of} {most} workers at most: {lacking}")
+    return most, lines
 
 
 def _memory(subject: _Subject) -> int:

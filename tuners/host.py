@@ -166,17 +166,29 @@ def files_read() -> list[str]:
     return sorted({path for path in _open_to_read() if path not in mapped})
 
 
+def held_open() -> list[str]:
+    """What a forked process would share with this one: such files, and connections."""
+    return [*files_read(), *(path for _, path in _descriptors() if path.startswith("socket:"))]
+
+
 def _open_to_read() -> Iterator[str]:
-    for entry in (_PROCESS / "fd").iterdir():
+    for entry, path in _descriptors():
         try:
-            there, path = entry.stat(), str(entry.readlink())
-        except OSError:  # the one that this folder is read by, gone by now
+            there = entry.stat()
+        except OSError:
             continue
         if int(entry.name) <= 2 or not stat.S_ISREG(there.st_mode) or not there.st_size:
             continue
         said = dict(line.split(":", 1) for line in _lines(_PROCESS / "fdinfo" / entry.name))
         if int(said.get("flags", "0"), 8) & os.O_ACCMODE != os.O_WRONLY:
             yield path
+
+
+def _descriptors() -> Iterator[tuple[Path, str]]:
+    """What this process has open, and where that leads."""
+    for entry in (_PROCESS / "fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that this folder is read by, gone by now
+            yield entry, str(entry.readlink())
 
 
 def _groups(groups: Path, process: Path, controller: str = "") -> Iterator[Path]:
