@@ -31,6 +31,8 @@ GAIN = 1.05
 """More workers that give less than so many times as much are of no use, twice in a row."""
 NEAR = 0.97
 """Of the best that can be, what is as good."""
+CLOSE = 0.8
+"""Of that, what may yet be."""
 MOST_PAIRS = 5
 PAIRS = 0.7
 """Of the time after that: how many workers; what is left goes to how they work."""
@@ -110,14 +112,11 @@ class Loaders:
         knee = min(workers for workers, rate in rates.items() if rate >= wanted)
         # Those passed over may do: what one gives, several do, as far as there are cores.
         likely = min((n for n in self._counts if n * rates.get(1, 0.0) >= wanted), default=knee)
+        least = min(knee, likely)
         # Beside the step each gives less than alone: rather more than fewer.
-        near = [
-            knee,
-            min(knee, likely),
-            *self._beside(min(knee, likely), 1),
-            *self._beside(knee, 1),
-        ]
-        near += self._beside(min(knee, likely), -1)
+        near = [knee, least, *self._beside(least, 1), *self._beside(knee, 1)]
+        # Pairs give no more than the loader alone, but for its own noise.
+        near += (n for n in self._beside(least, -1) if rates.get(n, wanted) >= CLOSE * wanted)
         return sorted({0, *list(dict.fromkeys(near))[: MOST_PAIRS - 1]})
 
     def _beside(self, workers: int, by: int) -> list[int]:

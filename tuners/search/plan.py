@@ -220,9 +220,10 @@ class Clock:
 
     def kept(self, seconds: float) -> Part:
         """A part that so many seconds beyond the budget were kept for, which has them from here
-        on."""
+        on, and half of what was left."""
+        left_s = max(0.0, self.left_s)
         self.budget_s += seconds
-        return Part(self, self.spent_s + seconds)
+        return Part(self, self.spent_s + seconds + left_s / 2)
 
     def part(self, share: float = 1.0, *, reserve: float = 0.0) -> Part:
         """A share of what is left now, and another that the part may take if it must."""

@@ -26,8 +26,9 @@ BLOCKS = 3
 """Of a measurement at least, where its time allows."""
 WARM = 3
 """Steps with a loader before they are timed, at least."""
-OVERDUE = 4.0
-"""As many times what was given to a measurement it may take until it has its blocks."""
+OVERDUE, LATE = 4.0, 16.0
+"""As many times what was given to a measurement it may take until it has its blocks, and until the
+loader settles."""
 
 
 class Fed(Protocol):
@@ -64,6 +65,7 @@ class _Blocks:
     _at: int = 0
     _since: float = 0.0
     _began: float | None = None
+    _settled_s: float | None = None
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -83,14 +85,19 @@ class _Blocks:
 
     def enough(self) -> bool:
         """Whether no more batches are wanted."""
+        if self._settled_s is None:
+            # Epochs that are over before: each is a block.
+            return self.spent_s >= self.seconds * (1 if len(self.times) >= BLOCKS else LATE)
         most = self.seconds if len(self.times) >= BLOCKS else OVERDUE * self.seconds
-        return self.spent_s >= most
+        return self.spent_s - self._settled_s >= most
 
     def came(self) -> None:
         """A batch has come."""
         self.batches += 1
         if self.batches == self.settling:
             self._at, self._since = self.batches, self._now()
+            if self._settled_s is None:
+                self._settled_s = self.spent_s
         elif self.batches > self.settling:
             whole = (self.batches - self._at) % self.together == 0
             # The host's own time first: to wait for the device at each step would be another step.
@@ -98,8 +105,10 @@ class _Blocks:
                 self._end_block()
 
     def end(self) -> None:
-        """The epoch is over, or was: what came of it is a block where there is none yet."""
-        if not self.times and self.batches > self._at:
+        """The epoch is over, or no more is wanted: what came is a block where there is none yet,
+        as is each epoch that did not settle."""
+        unsettled = self._at == 0 and not self.enough()
+        if self.batches > self._at and (unsettled or not self.times):
             self._end_block()
 
     def _end_block(self) -> None:
@@ -172,7 +181,8 @@ def fed(
             workload.feed(waiting.through(epoch()))
             _train(workload, blocks)
             blocks.end()
-    return blocks.measurement(batch, waited=waiting.share)
+        waited = waiting.share  # before what ends the workers takes its time
+    return blocks.measurement(batch, waited=waited)
 
 
 def _train(workload: Fed, blocks: _Blocks) -> None:
