@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
@@ -15,6 +15,8 @@ from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS, described
 
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
+MOST_HELP, WORTH = 3, 0.1
+"""Parts of a sample's cost that are named as what may be saved, and their least share."""
 UNTUNED = (
     "The loader is not tuned: --data data.py:make_dataset, or torchvision:FakeData, names what it "
     "loads."
@@ -102,6 +104,36 @@ def said(record: Record) -> Iterator[str]:
     if not record.input:
         yield "loader: DataLoader default, which nothing measured beats"
     yield _bound(record, chosen)
+
+
+def explained(record: Record, costs: Mapping[str, float]) -> Iterator[str]:
+    """What bounds the training, what a sample costs, and what would help, computed from that."""
+    chosen = _chosen(record)
+    if record.key.task.command or chosen is None:
+        return
+    yield _bound(record, chosen)
+    if not costs:
+        yield "Give --data for what a sample costs, and what would help."
+        return
+    whole_s = sum(costs.values())
+    shares = [f"{part} {spent_s / whole_s:.0%}" for part, spent_s in costs.items()]
+    small = len([share for share in shares if share.endswith(" 0%")])
+    listed = ", ".join(shares[: len(shares) - small])
+    yield f"a sample costs {duration(whole_s)} of a worker: {listed}"
+    if _alone(record, chosen.workers) < KEEPS_UP * step(record).samples_per_s:
+        yield from _helps(record, costs, max(1, chosen.workers))
+
+
+def _helps(record: Record, costs: Mapping[str, float], workers: int) -> Iterator[str]:
+    """What less would give: computed, not measured; it changes the user's code, so it is said."""
+    whole_s, takes = sum(costs.values()), step(record).samples_per_s
+    needed = math.ceil(takes * whole_s)
+    yield f"{needed:,} workers with a core each would feed the step, by what a sample costs"
+    for part, spent_s in list(costs.items())[:MOST_HELP]:
+        left_s = whole_s - spent_s
+        if spent_s >= WORTH * whole_s and left_s > 0:
+            gives = min(takes, workers / left_s)
+            yield f"without {part}, as where what it makes is kept: {rate(gives)} samples/s at most"
 
 
 def _chosen(record: Record) -> Pair | None:

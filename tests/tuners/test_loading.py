@@ -22,6 +22,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.measure.loading import timed
+from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import load
 from advisor.tuners.measure.loading.described import described
 from advisor.tuners.measure.loading.faults import told
@@ -402,3 +403,38 @@ def test_data_that_cannot_be_loaded_is_refused_before_anything_is_measured(
     died = pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died")
     with Worker(Job(task=gone, device="cpu", seed=0), deadline_s=30.0) as worker, died:
         worker.describe_data()
+
+
+def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
+    """Sleeps, which a busy host makes longer alike: six parts, three parts, one for the batch."""
+    made = task(
+        tmp_path,
+        """
+        class Compose:
+            def __init__(self, *parts): self.parts = parts
+            def __call__(self, x):
+                for part in self.parts: x = part(x)
+                return x
+        class Resize:
+            def __call__(self, x): time.sleep(0.015); return x
+        class Costly(Samples):
+            transform = Compose(Resize())
+            def __getitem__(self, i): return self.transform(self.decode(i)), 0
+            def decode(self, i): time.sleep(0.03); return torch.ones(3)
+        def make_dataset(): return Costly(1000)
+        def make_collate(dataset):
+            def collate(samples):
+                time.sleep(0.04)
+                return torch.stack([x for x, _ in samples]), torch.zeros(len(samples))
+            return collate
+        """,
+        shape="8x3",
+    )
+    found = costs(load(made), 8, 2.5)
+    whole = sum(found.values())
+    assert list(found)[:3] == ["Costly.decode", "Resize", "collate"]
+    expected = {"Costly.decode": 0.6, "Resize": 0.3, "collate": 0.1}
+    for part, share in expected.items():
+        assert found[part] / whole == pytest.approx(share, abs=0.1), found
+    assert whole > 0.9 * 0.05
+    assert multiprocessing.active_children() == []

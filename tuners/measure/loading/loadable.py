@@ -8,6 +8,7 @@ from advisor.cache.record import Measurement
 from advisor.cache.task import Task
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.measure.loading import timed
+from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.described import described
 from advisor.tuners.measure.loading.timed import Fed
 from advisor.tuners.measure.timing import Clock
@@ -33,6 +34,10 @@ class Loadable:
         """The loader as it is advised, without a step."""
         loader = self._data.loader(**advice.loader)
         return timed.alone(loader, self._size, seconds)
+
+    def costs(self, seconds: float) -> dict[str, float]:
+        """Seconds of a worker for a sample, by part."""
+        return costs(self._data, self._size, seconds)
 
     def fed(self, workload: Fed, advice: Advice, seconds: float, clock: Clock) -> Measurement:
         """A workload that the loader feeds as it is advised."""

@@ -168,6 +168,17 @@ class Bench:
         self._floor = int(torch.cuda.memory_allocated(self._device)) if self._cuda else 0
         return facts
 
+    def costs(self, seconds: float) -> dict[str, float]:
+        """Seconds of a loader's worker for a sample, by part.
+
+        Raises:
+            TargetFailed: the user's code raised.
+        """
+        try:
+            return self._data.costs(seconds)
+        except Exception as exc:  # the user's code may raise anything; it is told as a line
+            raise TargetFailed(f"data {self._data.facts.name!r}: {told(exc)}") from exc
+
     def verify(self, config: Config, against: Config, steps: int, tolerance: float) -> Measurement:
         """Hold a config against strict fp32; outcome 'ok' or 'wrong', and how near it is."""
 
@@ -421,6 +432,9 @@ class Answers:
 
     def _describe_data(self, bench: Bench) -> dict[str, Any]:
         return {"facts": to_plain(bench.describe_data())}
+
+    def _costs(self, bench: Bench, *, seconds: float) -> dict[str, Any]:
+        return {"costs": bench.costs(seconds)}
 
     def _start(self, bench: Bench, *, config: dict[str, Any]) -> dict[str, Any]:
         gc.enable()  # as a script has it

@@ -23,6 +23,7 @@ from advisor.errors import (
     TargetError,
     TargetFailed,
     WorkerError,
+    printable,
 )
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import how
@@ -99,10 +100,21 @@ class Worker:
             TargetError, TargetFailed: the user's code or its data is wrong.
             WorkerError: it crashed or hung.
         """
+        return from_plain(DataFacts, self._of_data({"do": "describe_data"})["facts"])
+
+    def costs(self, seconds: float) -> dict[str, float]:
+        """What a sample of the data costs a worker of its loader, in seconds by part.
+
+        Raises:
+            As `describe_data`.
+        """
+        found = self._of_data({"do": "costs", "seconds": seconds})["costs"]
+        return {printable(str(part)): float(spent_s) for part, spent_s in found.items()}
+
+    def _of_data(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             self._ensure()
-            reply = self._answered({"do": "describe_data"}, max(DATA_S, self.deadline_s))
-            return from_plain(DataFacts, reply["facts"])
+            return self._answered(request, max(DATA_S, self.deadline_s))
         except _Gone as exc:
             self._kill()
             raise WorkerError(f"data {self._job.task.data!r}: {exc}") from exc
