@@ -21,7 +21,7 @@ from advisor.tuners.search.race import paired, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
 
-ALONE_S = 1.0
+ALONE_S = 0.7
 """Timed seconds of a loader by itself, and of the step."""
 ENOUGH = 1.25
 """Times the step's speed from which on more workers are not looked at."""
