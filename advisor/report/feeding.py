@@ -99,11 +99,17 @@ def said(record: Record) -> Iterator[str]:
     chosen = _chosen(record)
     if chosen is None:
         if not record.input:
-            yield UNTUNED
+            yield _untuned(record)
         return
     if not record.input:
         yield "loader: DataLoader default, which nothing measured beats"
     yield _bound(record, chosen)
+
+
+def _untuned(record: Record) -> str:
+    failed = (t.measurement.reason for t in record.trials if t.stage in (INPUT, LOADER))
+    why = next(filter(None, failed), "the budget left no time for it")
+    return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
 
 def explained(record: Record, costs: Mapping[str, float]) -> Iterator[str]:

@@ -153,7 +153,7 @@ def test_workers_stay_where_an_epoch_is_short(samples: int, kept: bool) -> None:
 def test_workers_that_fail_are_said_and_left() -> None:
     found = loaders(Host(broken=True))
     assert found.chosen(0) == Config()
-    assert found.said[0] == "1 loader worker: in a worker: ValueError: no"
+    assert found.said == ["1 loader worker: in a worker: ValueError: no"]
     failed = [trial for trial in found.trials if not trial.measurement.ok]
     assert failed and not any(
         trial.origin == "race" and trial.config["num_workers"] for trial in failed

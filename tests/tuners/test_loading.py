@@ -293,6 +293,17 @@ def test_what_a_worker_raises_is_told_as_a_line() -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
+    class Raises(Slow):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("no such image")
+
+    with pytest.raises(OSError) as raised:
+        timed.alone(loader(Raises()), 4, 0.2)
+    said = told(raised.value)
+    assert said.startswith("OSError: no such image (test_loading.py, line ")
+
+
 def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
     class Dies(Slow):
         def __getitem__(self, index: int) -> Any:

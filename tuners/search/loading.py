@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -55,6 +56,7 @@ class Loaders:
         self.trials: list[Trial] = []
         self.said: list[str] = []
         self._alone: dict[int, Measurement] = {}
+        self._failing = math.inf
 
     def chosen(self, samples: int) -> Config:
         """What differs from a DataLoader's own; nothing where that is as good, or time ran out.
@@ -95,6 +97,7 @@ class Loaders:
                 continue
             measured = self._measured(self._with(workers), LOADER, "alone")
             if measured is None:
+                self._failing = workers
                 return
             self._alone[workers] = measured
             rate = measured.samples_per_s
@@ -173,7 +176,8 @@ class Loaders:
 
     @property
     def _counts(self) -> list[int]:
-        return [_number(value) for value in self._space.inputs[WORKERS]]
+        counts = map(_number, self._space.inputs[WORKERS])
+        return [workers for workers in counts if workers < self._failing]
 
     def _with(self, workers: int) -> Config:
         """The step with a loader of so many workers, as they work by themselves."""

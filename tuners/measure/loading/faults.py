@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import re
+import traceback
 
 CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
 _KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: ([\w ]+)")
-_LIBRARY = ("site-packages", "dist-packages")
+_LIBRARY = ("site-packages", "dist-packages", "tuners/measure/")
+"""Of no interest to who wrote the dataset."""
 MOST = 300
 """Characters."""
 
@@ -31,7 +33,7 @@ def told(exc: BaseException) -> str:
             f'({first}); DataLoader(multiprocessing_context="fork") needs no pickling'
         )
     else:
-        said = f"{type(exc).__name__}: {first}"
+        said = f"{type(exc).__name__}: {first}{_where(traceback.format_tb(exc.__traceback__))}"
     return said[:MOST]
 
 
