@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config, Value
@@ -27,7 +27,7 @@ from advisor.cache.record import (
 )
 from advisor.cache.records import Records
 from advisor.cache.shown import speedup, tells
-from advisor.cache.task import permitted
+from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
@@ -53,10 +53,12 @@ WIDE = 0.25
 """Of a speed-up: an interval that goes further to a side cannot tell whether it holds."""
 MOST_APART = 1000
 """Ends of an interval: further apart they are not told."""
+COSTS, COSTS_S = 0.1, 5.0
+"""Of explain's budget, at most so many seconds: what a sample costs."""
 NUMERICS_STEPS = 16
 DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
-FIRST, SECOND, THIRD = 0.45, 0.15, 0.5
+FIRST, SECOND, THIRD = 0.45, 0.5, 0.5
 """Of what is left of explain's budget: knob by knob, through a DataLoader, and what is simpler."""
 RACE, LEAST_RACE = 0.7, 0.3
 """Of verify's budget: the race's share, down to the least where a comparison needs the time."""
@@ -64,10 +66,18 @@ RACE, LEAST_RACE = 0.7, 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """`dropped`: knobs that contributed nothing and are as in the baseline again in the advice."""
+    """What each knob of the advice contributes, and what a sample costs.
+
+    Attributes:
+        record: with its parts.
+        dropped: knobs that contributed nothing and are as in the baseline again in the advice.
+        costs: seconds of a loader's worker for a sample of the data, by part, the dearest first;
+            empty where no data was given.
+    """
 
     record: Record
     dropped: tuple[str, ...]
+    costs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +117,8 @@ def explain(
     target: str | None = None,
     command: Sequence[str] = (),
     options: Mapping[str, Value] | None = None,
+    data: str = "",
+    data_args: Mapping[str, Value] | None = None,
     budget: float | str = EXPLAIN,
     cache: Cache = None,
     progress: Progress | None = None,
@@ -122,6 +134,8 @@ def explain(
         target: where the record's target is now; default: its file, if it is under this folder.
         command: of the record of a run, as `advisor tune -- COMMAND` took it: nothing that a
             record names is started. `options` of it as `advisor tune --map` takes them.
+        data: of a record with a loader, as `advisor tune --data` took it: what a sample costs is
+            told then. `data_args`: its keyword arguments.
         budget: wall seconds, or '40s', of all measuring; the first start is not counted.
 
     Raises:
@@ -133,15 +147,17 @@ def explain(
     records = _records(cache)
     record = records.get(key)
     _refuse(record, about("explain", record, cache), target, command)
-    subject = _Subject(records, record, target, command, options, progress or Progress())
+    task = _loaded(record, data, data_args)
+    subject = _Subject(records, record, target, command, options, progress or Progress(), task)
     with subject.measured(budget_s) as again:
-        parts = again.parts()
+        costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else {}
+        parts = again.parts(loaded=bool(task.data))
         idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
         explained = dataclasses.replace(record, parts=tuple(parts))
         simpler, dropped = again.simplified(explained, idle)
         revised = dataclasses.replace(simpler, revised=time.time())
         records.put(revised, revises=record)
-        return Explained(record=revised, dropped=dropped)
+        return Explained(record=revised, dropped=dropped, costs=costs)
 
 
 def verify(
@@ -169,7 +185,8 @@ def verify(
     records = _records(cache)
     record = records.get(key)
     _refuse(record, about("verify", record, cache), target, command)
-    subject = _Subject(records, record, target, command, options, progress or Progress())
+    task = _loaded(record, "", None)
+    subject = _Subject(records, record, target, command, options, progress or Progress(), task)
     with subject.measured(budget_s) as again:
         base, advised = record.baseline.config, record.winner(record.use).config
         winners = {use: record.winner(use).config for use in _uses(record)}
@@ -352,33 +369,53 @@ class _Again:
                 )
         return rates
 
-    def parts(self) -> list[Part]:
-        """What each knob of the advice contributes, the most first."""
+    def costs(self, seconds: float) -> Mapping[str, float]:
+        """What a sample of the data costs a worker of its loader, in seconds by part."""
+        from advisor.tuners.measure.worker.parent import Worker
+
+        assert isinstance(self._worker, Worker)  # a run has no data of its own
+        return self._worker.costs(seconds)
+
+    def parts(self, *, loaded: bool) -> list[Part]:
+        """What each knob of the advice contributes, the most first; those of the loader where its
+        data is `loaded`."""
         from advisor.tuners.knobs import INPUT
 
         record = self._record
         chosen, default = record.winner(record.use).config, record.baseline.config
-        found = self._parts(chosen, default, "compute", FIRST)
-        inputs = record.input
-        usual = Config({name: _usual(name) for name in inputs})
-        found += self._parts(inputs, usual, INPUT, SECOND, beside=chosen)
+        without = {
+            name: chosen.replace(**{name: default[name]}) for name in chosen.changed(default)
+        }
+        found = self._parts(chosen, without, "compute", FIRST)
+        if loaded:
+            whole = Config(chosen | record.input)
+            found += self._parts(whole, self._without_input(chosen), INPUT, SECOND)
         return sorted(found, key=lambda part: -part.ratio)
 
+    def _without_input(self, chosen: Config) -> dict[str, Config]:
+        """The advice without each knob of its loader; without workers there are no others."""
+        from advisor.tuners.knobs import WORKERS, Situation
+        from advisor.tuners.search.space import Space
+
+        record = self._record
+        device = record.key.environment.device.kind
+        own = Space.of(Situation(device=device, loaded=True, workers=1)).default_input
+        return {
+            name: Config(
+                chosen
+                | ({name: own[name]} if name == WORKERS else {**record.input, name: own[name]})
+            )
+            for name in record.input
+            if name in own
+        }
+
     def _parts(
-        self,
-        chosen: Config,
-        default: Config,
-        stage: str,
-        share: float,
-        beside: Config | None = None,
+        self, whole: Config, without: Mapping[str, Config], stage: str, share: float
     ) -> list[Part]:
         from advisor.tuners.search.race import paired
 
-        changed = chosen.changed(default)
-        if not changed:
+        if not without:
             return []
-        whole = Config((beside or Config()) | chosen)
-        without = {name: whole.replace(**{name: default[name]}) for name in changed}
         rates = self.race([whole, *without.values()], share, stage)
         found = []
         for name, config in without.items():
@@ -387,7 +424,7 @@ class _Again:
                 continue  # one turn tells no interval: a larger budget does
             found.append(
                 Part(
-                    knob=Config({name: chosen[name]}),
+                    knob=Config({name: whole[name]}),
                     ratio=ratio.mean,
                     low=ratio.low,
                     high=ratio.high,
@@ -494,10 +531,21 @@ class _Again:
         )
 
 
-def _usual(name: str) -> bool | str | int | float | None:
-    from advisor.tuners.knobs import BY_NAME
+def _loaded(record: Record, data: str, data_args: Mapping[str, Value] | None) -> Task:
+    """The record's task with the data that is named, and none that only the record names.
 
-    return BY_NAME[name].default
+    Raises:
+        UsageError: there is no such data, or the record is of a run.
+    """
+    from advisor.tuners.target import parse
+
+    task = record.key.task
+    if data and task.command:
+        raise UsageError(f"data: record {record.id} is of a run, which has its own; leave it out")
+    given = checked(Task, {"data": data, "data_args": data_args})
+    if given.get("data"):
+        parse(data, role="data")
+    return dataclasses.replace(task, **{"data": "", "data_args": Config(), **given})
 
 
 def _differs(record: Record) -> tuple[str, ...]:
@@ -592,8 +640,8 @@ def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """A record, and what is run for it: a target, or a command with its `options`. `progress` is
-    told of the latter's side effects."""
+    """A record, and what is run for it: a target with its data in `task`, or a command with its
+    `options`. `progress` is told of the latter's side effects."""
 
     records: Records
     record: Record
@@ -601,6 +649,7 @@ class _Subject:
     command: Sequence[str]
     options: Mapping[str, Value] | None
     progress: Progress
+    task: Task
 
     @contextlib.contextmanager
     def measured(self, budget_s: float) -> Iterator[_Again]:
@@ -645,7 +694,7 @@ class _Subject:
 
         record, device = self.record, _device(self.record)
         name = _target(record, self.target)
-        task = dataclasses.replace(record.key.task, target=name, device=device)
+        task = dataclasses.replace(self.task, target=name, device=device)
         known = record.key.model, record.key.hooks
         job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
         with Worker(job, deadline_s=DEADLINE_S) as worker:

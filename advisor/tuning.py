@@ -33,7 +33,7 @@ from advisor.errors import Busy, StoreDamaged, StoreError, UsageError, WorkerErr
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.opening import Cache, open_records
-from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
+from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.runner import Builder
     from advisor.tuners.measure.worker.fleet import Fleet
     from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import Facts, Job
+    from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -78,6 +78,8 @@ def tune(
     device: str | None = None,
     optimizer: str | None = None,
     model_args: Mapping[str, Value] | None = None,
+    data: str | None = None,
+    data_args: Mapping[str, Value] | None = None,
     precisions: Sequence[str] | str | None = None,
     deterministic: bool | None = None,
     max_memory: int | str | None = None,
@@ -107,6 +109,8 @@ def tune(
             'cuda:0,2' or 'all': one study on several GPUs that are alike.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
+        data: what it trains on, as data.py:make_dataset, package.module:function or
+            torchvision:FakeData, and its keyword arguments: its loader is tuned with the step.
         precisions: those permitted; default: default, tf32, bf16, fp16.
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.
@@ -184,8 +188,8 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
-    `process_s`: what starting that took, and `compare_s`, `compare_steps` and `draws` as in
-    `Terms`."""
+    `process_s`: what starting that took, and `compare_s`, `compare_steps`, `draws` and `samples`
+    as in `Terms`."""
 
     worker: Tester
     facts: Facts
@@ -198,6 +202,7 @@ class _Subject:
     draws: bool = False
     builder: Builder | None = None
     fleet: Fleet | None = None
+    samples: int = 0
 
     @property
     def task(self) -> Task:
@@ -286,6 +291,12 @@ class _Tuning(ABC):
         if not known.compares and subject.space.is_choice:
             self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
+        if key.task.data and (key.task.data, key.task.data_args) != (
+            known.key.task.data,
+            known.key.task.data_args,
+        ):
+            self._progress.notice("tuned without this data; goes on with its loader")
+            return _Before()
         if more := set(key.task.map) - set(known.key.task.map):
             self._progress.notice(f"tuned without --map {', '.join(sorted(more))}; goes on with it")
             return _Before()
@@ -312,7 +323,7 @@ class _Tuning(ABC):
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
-                clock=Clock(plan.seconds),
+                clock=Clock(plan.seconds - self._loader_s(subject)),
                 baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
@@ -352,7 +363,13 @@ class _Tuning(ABC):
             draws=subject.draws,
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
+            loader_s=self._loader_s(subject),
+            samples=subject.samples,
         )
+
+    def _loader_s(self, subject: _Subject) -> float:
+        """Seconds that are kept for the loader."""
+        return LOADER * self._plan.seconds if subject.space.inputs else 0.0
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -393,6 +410,8 @@ class _OfTarget(_Tuning):
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
+        if task.data:
+            parse(task.data, role="data")
         self._devices = devices(task.device or default_device())
         self._device = self._devices[0]
         self._environment = detect(self._device)
@@ -407,10 +426,10 @@ class _OfTarget(_Tuning):
         from advisor.tuners.measure.worker.fleet import Fleet
         from advisor.tuners.search.space import Space
 
-        with contextlib.ExitStack() as workers:
-            members = {name: workers.enter_context(self._worker(name)) for name in self._devices}
+        with contextlib.ExitStack() as started:
+            members = {name: started.enter_context(self._worker(name)) for name in self._devices}
             worker = members[self._device]
-            fleet = workers.enter_context(Fleet(members, self._progress.notice))
+            fleet = started.enter_context(Fleet(members, self._progress.notice))
             began = time.monotonic()
             described = fleet.describe()
             process_s = time.monotonic() - began
@@ -426,15 +445,25 @@ class _OfTarget(_Tuning):
                 threads=facts.threads if self._device == "cpu" else 0,
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
+            situation = _situation(key, self._plan, facts, batches)
+            samples = 0
+            if self._task.data:
+                data = worker.describe_data()
+                samples = data.samples
+                workers, lines = fed_by(data)
+                situation = dataclasses.replace(situation, loaded=True, workers=workers)
+                for line in lines:
+                    self._progress.notice(line)
             yield _Subject(
                 worker=worker,
                 facts=facts,
                 key=key,
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
-                space=Space.of(_situation(key, self._plan, facts, batches)),
+                space=Space.of(situation),
                 process_s=process_s,
                 builder=Ahead(self._job(self._device), worker),
                 fleet=fleet if len(described) > 1 else None,
+                samples=samples,
             )
 
     def _worker(self, device: str) -> Worker:
@@ -678,6 +707,34 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         quick=much.quick,
         step_graph=task.step_graph,
     )
+
+
+def fed_by(data: DataFacts) -> tuple[int, list[str]]:
+    """Workers that a loader of the data may have here, and what must be said of that."""
+    from advisor.tuners import room
+
+    batch = room.Batch(bytes=data.batch_bytes, tensors=data.tensors)
+    of = f"data {data.name!r}:"
+    if data.held_open:
+        held = data.held_open[0]
+        what = "a connection" if held.startswith("socket:") else held
+        return 0, [
+            f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
+            "Open it in __getitem__ or __iter__, where it is not open yet"
+        ]
+    most, lines = min(room.cores(), room.MOST), []
+    if not data.shared_out and most > 1:
+        most = 1
+        lines.append(
+            f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
+            "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
+        )
+    lacking = ""
+    while most and (why := room.lacking(batch, most, room.AHEAD)):
+        most, lacking = most - 1, why
+    if lacking:
+        lines.append(f"{of} {most} workers at most: {lacking}")
+    return most, lines
 
 
 def _memory(subject: _Subject) -> int:

@@ -25,7 +25,7 @@ from advisor.cache.key import Key
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 
-STAGES = ("compute", "input", "numerics")
+STAGES = ("compute", "input", "loader", "numerics")
 
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""

@@ -133,6 +133,23 @@ class Task:
         decides=False,
         shown=True,
     )
+    data: str = row(
+        kinds.Line(),
+        "What it trains on, whose loader is tuned: data.py:make_dataset or torchvision:FakeData.",
+        "",
+        decides=False,
+        asked=False,
+        shown=True,
+    )
+    data_args: Config = row(  # noqa: RUF009 # a row is no default
+        kinds.Arguments(),
+        "Keyword argument of the data's class or function; repeat for more.",
+        NONE,
+        option="--data-arg",
+        decides=False,
+        asked=False,
+        shown=True,
+    )
     device: str = row(
         kinds.Device(),
         "Where it runs; default: the first CUDA device, else the CPU. One study on several that "
@@ -232,6 +249,10 @@ class Task:
         task = cls(target=target, **found)
         if task.map:
             raise UsageError("map: a TARGET has no options; give your command after --")
+        if task.data_args and not task.data:
+            raise UsageError("data args: of which data? give it as data, e.g. data.py:make_dataset")
+        if task.data and task.mix:
+            raise UsageError("data: a mix of shapes has no loader that is tuned; leave it out")
         if len(task.shapes) > 1 and task.batches:
             raise UsageError(
                 "batches: a mix of shapes is tuned at the batches given; leave them out"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +35,20 @@ def keep_private() -> None:
 
 
 def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Those that this process may use, by its affinity and its control groups (v2)."""
+    """Those that this process may use, by its affinity, which the kernel keeps within its cpuset,
+    and the quotas of its control groups (v2 or v1)."""
     found = [float(len(os.sched_getaffinity(0)))]
-    for group in _groups(groups, process):
-        for said in _lines(group / "cpu.max"):
-            quota, _, period = said.partition(" ")
-            found += [int(quota) / int(period)] if quota != "max" else []
+    quotas = [
+        said.partition(" ")[::2]
+        for group in _groups(groups, process)
+        for said in _lines(group / "cpu.max")
+    ]
+    for group in _groups(groups, process, "cpu"):
+        quotas += zip(
+            _lines(group / "cpu.cfs_quota_us"), _lines(group / "cpu.cfs_period_us"), strict=False
+        )
+    # 'max' is no quota, nor is v1's -1.
+    found += [int(quota) / int(period) for quota, period in quotas if quota.isdigit()]
     return max(1, int(min(found)))
 
 
@@ -54,23 +63,46 @@ def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Of memory, by the host and the control groups (v2) of this process."""
+    """Of memory, by the host and the control groups (v2 or v1) of this process. What a group holds
+    of files that were read and are not in use counts as free, as the kernel gives it up."""
     found = [_kib(Path("/proc/meminfo"), "MemAvailable")]
-    for group in _groups(groups, process):
-        for most, now in zip(
-            _lines(group / "memory.max"), _lines(group / "memory.current"), strict=False
-        ):
-            found += [int(most) - int(now)] if most != "max" else []
+    v2 = (
+        (group, "memory.max", "memory.current", "inactive_file")
+        for group in _groups(groups, process)
+    )
+    v1 = (
+        (group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        for group in _groups(groups, process, "memory")
+    )
+    for group, most, now, idle in (*v2, *v1):
+        limit, held = _number(group / most), _number(group / now)
+        if limit is not None and held is not None:
+            found += [limit - held + _field(group / "memory.stat", idle)]
     return max(0, min(found))
 
 
 def shared_bytes() -> int:
     """Of the memory through which worker processes hand batches over, used or not."""
+    return _shared()[0]
+
+
+def shared_free_bytes() -> int:
+    """The same, of what nobody uses now."""
+    return _shared()[1]
+
+
+def _shared() -> tuple[int, int]:
     try:
         there = os.statvfs(_SHARED)
     except OSError:
-        return 0
-    return there.f_blocks * there.f_frsize
+        return 0, 0
+    return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+
+
+def files_left() -> int:
+    """Files that this process may open beside those that are open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(0, most - len(list((_PROCESS / "fd").iterdir())))
 
 
 def own_bytes() -> int:
@@ -134,17 +166,29 @@ def files_read() -> list[str]:
     return sorted({path for path in _open_to_read() if path not in mapped})
 
 
+def held_open() -> list[str]:
+    """What a forked process would share with this one: such files, and connections."""
+    return [*files_read(), *(path for _, path in _descriptors() if path.startswith("socket:"))]
+
+
 def _open_to_read() -> Iterator[str]:
-    for entry in (_PROCESS / "fd").iterdir():
+    for entry, path in _descriptors():
         try:
-            there, path = entry.stat(), str(entry.readlink())
-        except OSError:  # the one that this folder is read by, gone by now
+            there = entry.stat()
+        except OSError:
             continue
         if int(entry.name) <= 2 or not stat.S_ISREG(there.st_mode) or not there.st_size:
             continue
         said = dict(line.split(":", 1) for line in _lines(_PROCESS / "fdinfo" / entry.name))
         if int(said.get("flags", "0"), 8) & os.O_ACCMODE != os.O_WRONLY:
             yield path
+
+
+def _descriptors() -> Iterator[tuple[Path, str]]:
+    """What this process has open, and where that leads."""
+    for entry in (_PROCESS / "fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that this folder is read by, gone by now
+            yield entry, str(entry.readlink())
 
 
 def _groups(groups: Path, process: Path, controller: str = "") -> Iterator[Path]:
@@ -176,8 +220,19 @@ def _total() -> int:
 
 def _kib(file: Path, name: str) -> int:
     """A size in KiB that a file of lines 'name: 1 kB' tells, in bytes."""
-    said = next((line.split() for line in _lines(file) if line.startswith(f"{name}:")), [])
-    return int(said[1]) * 1024 if len(said) > 1 else 0
+    return 1024 * _field(file, f"{name}:")
+
+
+def _field(file: Path, name: str) -> int:
+    """The number behind a name in a file of such lines; 0 where there is none."""
+    said = (line.split() for line in _lines(file))
+    return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
+
+
+def _number(file: Path) -> int | None:
+    """What a file of one number says; None where it says none, as 'max'."""
+    said = _lines(file)
+    return int(said[0]) if said and said[0].isdigit() else None
 
 
 def _lines(file: Path) -> list[str]:

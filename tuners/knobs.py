@@ -26,7 +26,12 @@ from advisor.tuners.tf32 import Float32, describe, set_float32
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPUTE, INPUT = "compute", "input"
+COMPUTE, INPUT, LOADER = "compute", "input", "loader"
+"""Stages: a batch that lies on the device; fed by a loader; the loader alone, without a step."""
+WORKERS = "num_workers"
+"""What feeds a workload: the first that is chosen of its loader, and what others stand on."""
+COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Of them, as far as the host has cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,9 @@ class Situation:
     use: str = USES[-1]
     """The widest use that is looked for: of a run that nobody rewrote the pilot's."""
     workers: int = 0
-    """That the loader of a running script may be given at most."""
+    """That a loader may be given at most: a running script's, or that of a workload's own data."""
+    loaded: bool = False
+    """Whether a workload has data of its own."""
     mapped: tuple[str, ...] = ()
     """Knobs that options of a run's command set, at a start each."""
     varies: bool = False
@@ -215,11 +222,13 @@ class Knob:
     shown: Callable[[Value], str] | None = None
     """As a report calls it; default: 'name', 'no name' or 'name=value'."""
     stage: str = COMPUTE
-    """COMPUTE is measured on a batch on the device, INPUT on a real DataLoader afterwards; in a run
-    all are measured with its steps."""
+    """COMPUTE is measured on a batch on the device, INPUT with a loader of the user's data
+    afterwards; in a run all are measured with its steps."""
     feeds: bool = False
     """It acts on what a run's steps wait for: tried where they wait, and kept for what is tried
     then; it makes no other key."""
+    per_epoch: bool = False
+    """It acts where an epoch begins, and nowhere else."""
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
@@ -440,8 +449,15 @@ def _threads(here: Situation) -> tuple[Value, ...]:
 def _workers(here: Situation) -> tuple[Value, ...]:
     """Few first: what gains no more by more is left at that."""
     most, own = here.workers, int(here.own.get("num_workers") or 0)
+    if here.use != PILOT:
+        return tuple(sorted({min(most, number) for number in COUNTS})) if here.loaded else ()
     more = sorted({most, most // 2, most // 4})
     return (own, *(number for number in more if number > own)) if most else ()
+
+
+def _pinning(here: Situation) -> tuple[Value, ...]:
+    """Of workers' batches alone: pinned where they are made, memory gains nothing."""
+    return (False, True) if here.device == "cuda" and here.workers else ()
 
 
 def _own_workers(script: Script) -> Own | None:
@@ -620,13 +636,14 @@ KNOBS: tuple[Knob, ...] = (
         chosen=threads_set,
     ),
     Knob(
-        name="num_workers",
-        summary="processes that load data ahead of a run's steps",
+        name=WORKERS,
+        summary="processes that load data ahead of the steps",
         domain=Domain(most=2**10, least=0),
         default=None,
         values=_workers,
         needs=lambda _value: PILOT,
         guess="",
+        stage=INPUT,
         shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
         feeds=True,
         mapped="num_workers",
@@ -635,7 +652,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="prefetch_factor",
-        summary="batches that each loader worker of a run fetches ahead",
+        summary="batches that each loader worker fetches ahead",
         domain=Domain(most=2**10),
         default=None,
         # PyTorch's own first. More evens out samples that take longer than others.
@@ -643,19 +660,28 @@ KNOBS: tuple[Knob, ...] = (
         needs=lambda _value: PILOT,
         conflicts={"num_workers": (0,)},
         guess="",
+        stage=INPUT,
         shown=lambda value: f"{value} batches ahead",
         feeds=True,
         script=_own_prefetching,
         loader=lambda value: {"prefetch_factor": value},
     ),
     Knob(
+        name="persistent_workers",
+        summary="loader workers that stay from one epoch to the next",
+        # A running script may change its dataset between two epochs.
+        values=_off_on(lambda here: here.use != PILOT and here.workers > 0),
+        conflicts={"num_workers": (0,)},
+        guess="",
+        stage=INPUT,
+        per_epoch=True,
+        loader=lambda value: {"persistent_workers": bool(value)},
+    ),
+    Knob(
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
         carries=True,
-        # Of a run the workers' batches alone: pinned where they are made, memory gains nothing.
-        values=_off_on(
-            lambda here: here.device == "cuda" and (here.use != PILOT or here.workers > 0)
-        ),
+        values=_pinning,
         needs=lambda _value: PILOT,
         conflicts={"num_workers": (0,)},
         stage=INPUT,

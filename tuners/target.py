@@ -32,7 +32,11 @@ HOOKS = ("make_batch", "loss")
 """What a target's file may define beside the model."""
 EDITED = "edited since"
 NAMED = ("model", "build_model", "get_model")
-_FORMS = "model.py, model.py:Net, package.module:factory or torchvision:resnet50"
+_FORMS = {
+    "target": ("model.py", "model.py:Net", "package.module:factory", "torchvision:resnet50"),
+    "data": ("data.py", "data.py:make_dataset", "package.module:factory", "torchvision:FakeData"),
+}
+"""By role; the last one of torchvision's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class Spec:
     attribute: str
     file: str = ""
     """Absolute path of the user's own source; '' where that is a library's, or not found."""
+    role: str = "target"
+    """What it is called where it is refused."""
 
     @property
     def name(self) -> str:
@@ -81,7 +87,7 @@ def origin_of(path: Path) -> str:
     return fingerprint(str(path.resolve()))[:16]
 
 
-def parse(text: str, *, base: Path | None = None) -> Spec:
+def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
     """Take a target string apart; a relative file is looked for in `base` (default: here).
 
     Raises:
@@ -91,27 +97,31 @@ def parse(text: str, *, base: Path | None = None) -> Spec:
         name = text.removeprefix("torchvision:")
         if not name.isidentifier():
             raise TargetError(
-                f"target {text!r}: expected torchvision:NAME, e.g. torchvision:resnet50"
+                f"{role} {text!r}: expected torchvision:NAME, e.g. {_FORMS[role][-1]}"
             )
-        return Spec(kind="torchvision", place="", attribute=name)
+        return Spec(kind="torchvision", place="", attribute=name, role=role)
     place, colon, attribute = text.rpartition(":")
     if not colon or (not place.endswith(".py") and text.endswith(".py")):
         place, attribute = text, ""
     if place.endswith(".py"):
         if attribute and not attribute.isidentifier():
-            raise TargetError(f"target {text!r}: {attribute!r} is not a name; write {place}:Net")
+            raise TargetError(f"{role} {text!r}: {attribute!r} is not a name; write {place}:Net")
         try:
             path = Path(place).expanduser()
             path = path if path.is_absolute() else (base or Path.cwd()) / path
         except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
-            raise TargetError(f"target {text!r}: cannot be looked for ({exc})") from exc
+            raise TargetError(f"{role} {text!r}: cannot be looked for ({exc})") from exc
         if not path.is_file():
-            raise TargetError(f"target {text!r}: there is no file {path}; expected {_FORMS}")
+            raise TargetError(f"{role} {text!r}: there is no file {path}; expected {_forms(role)}")
         place = str(path.resolve())
-        return Spec(kind="file", place=place, attribute=attribute, file=place)
+        return Spec(kind="file", place=place, attribute=attribute, file=place, role=role)
     if not attribute or not all(part.isidentifier() for part in place.split(".")):
-        raise TargetError(f"target {text!r}: expected {_FORMS}")
-    return Spec(kind="module", place=place, attribute=attribute, file=_source_of(place))
+        raise TargetError(f"{role} {text!r}: expected {_forms(role)}")
+    return Spec(kind="module", place=place, attribute=attribute, file=_source_of(place), role=role)
+
+
+def _forms(role: str) -> str:
+    return f"{', '.join(_FORMS[role][:-1])} or {_FORMS[role][-1]}"
 
 
 def _source_of(module: str) -> str:
@@ -155,7 +165,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
     """
     if spec.kind == "torchvision":
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
-    module = _import_file(Path(spec.place)) if spec.kind == "file" else _import_module(spec)
+    module = imported(spec)
     attribute = spec.attribute or _only_candidate(module, spec, arguments)
     found = getattr(module, attribute, None)
     if found is None:
@@ -201,7 +211,9 @@ def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
     details = "".join(
         ["Traceback (most recent call last):\n", *traceback.format_list(where), *last[-1:], "\n"]
     )
-    return TargetFailed(f"target {spec.name!r}: {what} {last[-1]}{line}", details if where else "")
+    return TargetFailed(
+        f"{spec.role} {spec.name!r}: {what} {last[-1]}{line}", details if where else ""
+    )
 
 
 def _user_frames(exc: BaseException, spec: Spec) -> list[traceback.FrameSummary]:
@@ -217,7 +229,17 @@ def _user_frames(exc: BaseException, spec: Spec) -> list[traceback.FrameSummary]
     return mine
 
 
-def _import_file(path: Path) -> ModuleType:
+def imported(spec: Spec) -> ModuleType:
+    """The module that a file or a name is.
+
+    Raises:
+        TargetError: there is none. TargetFailed: its code raised.
+    """
+    return _import_file(spec) if spec.kind == "file" else _import_module(spec)
+
+
+def _import_file(spec: Spec) -> ModuleType:
+    path = Path(spec.place)
     # As `python model.py` would: the file's folder comes first for its own imports.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -226,17 +248,17 @@ def _import_file(path: Path) -> ModuleType:
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
     sys.modules[name] = module
-    spec = Spec(kind="file", place=str(path), attribute="")
+    whole = dataclasses.replace(spec, attribute="")
     try:
         source.loader.exec_module(module)
     except SystemExit as exc:
         raise TargetFailed(
-            f"target {spec.name!r}: importing it called exit(); put the script part under "
+            f"{spec.role} {whole.name!r}: importing it called exit(); put the script part under "
             "if __name__ == '__main__':"
         ) from exc
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         del sys.modules[name]
-        raise failed(spec, "importing it raised", exc) from exc
+        raise failed(whole, "importing it raised", exc) from exc
     return module
 
 
@@ -248,7 +270,7 @@ def _import_module(spec: Spec) -> ModuleType:
     except ModuleNotFoundError as exc:
         if exc.name and spec.place.startswith(exc.name):
             raise TargetError(
-                f"target {spec.name!r}: there is no module {exc.name!r} here or installed"
+                f"{spec.role} {spec.name!r}: there is no module {exc.name!r} here or installed"
             ) from exc
         raise failed(spec, "importing it raised", exc) from exc
     except Exception as exc:  # the user's code may raise anything; it is reported whole

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from advisor.cache.shown import speedup
-from advisor.cache.task import Task, permissions
+from advisor.cache.task import Task, checked, permissions
 from advisor.cli.options import (
     COMMAND,
     DONE,
@@ -23,6 +23,8 @@ from advisor.cli.options import (
     collected,
     complete_files,
     console,
+    data_args_option,
+    data_option,
     json_option,
     map_option,
     mapped,
@@ -162,6 +164,8 @@ def _budget(default: str) -> Callable[[Command], Command]:
 )
 @_budget(EXPLAIN)
 @target_option
+@data_option
+@data_args_option
 @map_option
 @cache_option
 @json_option
@@ -172,6 +176,8 @@ def explain(
     plot: Path | None,
     budget: float,
     target: str | None,
+    data: str | None,
+    data_args: tuple[str, ...],
     map: tuple[str, ...],
     cache: str | None,
     as_json: bool,
@@ -179,10 +185,12 @@ def explain(
     """Measure what each knob of the record KEY's advice contributes.
 
     What contributes nothing is set back in the advice. Of a run give its command too, as you would
-    type it: advisor explain KEY -- python train.py.
+    type it: advisor explain KEY -- python train.py. With --data of a model's own data also what
+    bounds the training, and what a sample costs.
     """
     from advisor import remeasuring
-    from advisor.report import data, tables
+    from advisor.report import data as shapes
+    from advisor.report import feeding, tables
     from advisor.report import plots as charts
 
     if plot is not None:
@@ -192,6 +200,8 @@ def explain(
         target=target,
         command=ctx.meta[COMMAND],
         options=mapped(map),
+        data=data or "",
+        data_args=checked(Task, {"data_args": data_args})["data_args"] if data_args else None,
         budget=budget,
         cache=cache,
         progress=_said(budget),
@@ -199,10 +209,13 @@ def explain(
     if plot is not None and found.record.parts:
         charts.parts(found.record, plot)
     if as_json:
-        shown = data.as_data(found.record, cache)
-        click.echo(json.dumps({"dropped": list(found.dropped), "record": shown}))
+        shown = shapes.as_data(found.record, cache)
+        told = {"dropped": list(found.dropped), "costs": dict(found.costs), "record": shown}
+        click.echo(json.dumps(told))
         return
     out = console()
+    for line in feeding.explained(found.record, found.costs):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
     if not found.record.parts:
         out.print(f"Nothing to explain: the advice is {found.record.key.task.baseline}.")
         return

@@ -137,6 +137,8 @@ cache_option = click.option(
     "pyproject.toml's, else your cache folder]",
 )
 map_option = _valued(rows(Task)["map"], default=False)
+data_option = _valued(rows(Task)["data"], default=False)
+data_args_option = _valued(rows(Task)["data_args"], default=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 

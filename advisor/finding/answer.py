@@ -358,6 +358,8 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
         deterministic=bool(request.given.get("deterministic")),
         precisions=request.given.get("precisions", PERMITTED),
         full=True,
+        loaded=True,
+        workers=1,
     )
     found = Config(
         {

@@ -69,6 +69,7 @@ FRAMEWORK = Framework(
         "threads": rows.threads,
         "num_workers": rows.num_workers,
         "prefetch_factor": rows.prefetch_factor,
+        "persistent_workers": rows.persistent_workers,
         "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {}, "cpu": {"cpu": True}},

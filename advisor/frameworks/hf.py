@@ -59,6 +59,10 @@ def _prefetch_factor(value: Value, _scene: Scene) -> Words:
     return Words(settings={"dataloader_prefetch_factor": value}) if value != 2 else NOTHING
 
 
+def _persistent_workers(value: Value, _scene: Scene) -> Words:
+    return Words(settings={"dataloader_persistent_workers": True}) if value else NOTHING
+
+
 def _pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(settings={"dataloader_pin_memory": bool(value)})
 
@@ -90,6 +94,7 @@ FRAMEWORK = Framework(
         "threads": rows.threads,
         "num_workers": _num_workers,
         "prefetch_factor": _prefetch_factor,
+        "persistent_workers": _persistent_workers,
         "pin_memory": _pin_memory,
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},

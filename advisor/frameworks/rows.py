@@ -98,6 +98,10 @@ def prefetch_factor(value: Value, _scene: Scene) -> Words:
     return Words(loader={"prefetch_factor": value}) if value not in (None, 2) else NOTHING
 
 
+def persistent_workers(value: Value, _scene: Scene) -> Words:
+    return Words(loader={"persistent_workers": True}) if value else NOTHING
+
+
 def pin_memory(value: Value, _scene: Scene) -> Words:
     return Words(loader={"pin_memory": True}) if value else NOTHING
 

@@ -6,8 +6,9 @@ import sys
 
 from advisor.cache.record import Record
 from advisor.cache.shown import size
+from advisor.report import feeding
 from advisor.report.data import Comparison, Estimate, Timeline, Tried
-from advisor.report.tables import called, part_name, pipelines, raced
+from advisor.report.tables import called, part_name, raced
 from advisor.report.text import rate
 
 
@@ -49,13 +50,15 @@ def _compared(title: str, axis: str, rows: tuple[Estimate, ...]) -> Comparison:
 
 
 def inputs(record: Record) -> Comparison | None:
-    """The step alone, and fed through each input pipeline; None where none ran."""
-    rows = tuple(
-        Estimate(name, one.samples_per_s, one.low, one.high) for name, one in pipelines(record)
-    )
-    if not rows:
+    """The step alone, and with each loader that fed it; None where none did."""
+    found = ((one.name, one.together) for one in feeding.pairs(record))
+    fed = [Estimate(name, one.samples_per_s, one.low, one.high) for name, one in found if one]
+    if not fed:
         return None
-    title, axis = "The step alone, and through a DataLoader", "samples/s (slowest to fastest turn)"
+    step = feeding.step(record)
+    alone = Estimate("on the device already", step.samples_per_s, step.low, step.high)
+    rows = (alone, *fed)
+    title, axis = "The step alone, and with its loader", "samples/s (slowest to fastest turn)"
     return Comparison(title=title, axis=axis, rows=rows, text=rate)
 
 

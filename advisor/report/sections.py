@@ -9,7 +9,7 @@ from advisor.cache.record import Record
 from advisor.cache.shown import size
 from advisor.finding.answer import break_even
 from advisor.printed import about, script_line
-from advisor.report import charts, tables
+from advisor.report import charts, feeding, tables
 from advisor.report.data import Report, Section
 from advisor.report.text import spread
 from advisor.tuners.knobs import described
@@ -107,19 +107,14 @@ def _lengths(record: Record) -> Section:
 
 def _inputs(record: Record) -> Section:
     chart = charts.inputs(record)
-    missing = (
-        "Not measured: what is chosen of the loader is pinned memory, of no use to a CPU."
-        if record.key.environment.device.kind == "cpu"
-        else "Not measured. advisor tune with --force and a larger --budget does, where there is "
-        "something to choose."
-    )
+    missing = feeding.UNTUNED
     if record.key.task.command:
         missing = f"The script as it is waits for its data {tables.waits(record):.0%} of the time."
     return Section(
         name="loader",
         title="Loader against step",
         chart=chart,
-        table=tables.inputs(record) if chart else None,
+        table=feeding.table(record),
         lines=() if chart else (missing,),
     )
 

@@ -9,15 +9,16 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, PILOT, Choice, Measurement, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, PILOT, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import line_anywhere, script_line
+from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, spread
-from advisor.tuners.knobs import BY_NAME, FEEDS, INPUT, described
+from advisor.tuners.knobs import FEEDS, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
@@ -50,13 +51,12 @@ def verdict(record: Record) -> Table:
 
 
 def summary(record: Record, cache: str | None) -> Iterator[str]:
-    """The lines below the verdict: the input pipeline, and what it cost."""
+    """The lines below the verdict: the loader, and what it cost."""
     if record.stale:
         yield stale(record)
     yield from said(record)
     yield from compared(record)
-    if record.input:
-        yield f"input pipeline: {_pipeline(record.input)}"
+    yield from feeding.said(record)
     yield f"record {record.id}: {cost(record)}"
 
 
@@ -145,11 +145,6 @@ def cost(record: Record) -> str:
     """'18 trials in 24.7 s'."""
     made = record.provenance
     return f"{made.trials} trial{'s' if made.trials != 1 else ''} in {duration(made.seconds)}"
-
-
-def _pipeline(config: Config) -> str:
-    said = described(config)
-    return "DataLoader default" if said == "torch default" else said
 
 
 def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
@@ -306,40 +301,6 @@ def trials(record: Record) -> Table:
             warns=not ok,
         )
     return table
-
-
-def inputs(record: Record) -> Table:
-    """The step on data that is there already, and fed through a DataLoader."""
-    step = record.winner(record.use)
-    table = Table(
-        "The advice's step, and the same fed through a DataLoader",
-        ("data", "samples/s", "turns", "of the step"),
-        right=("samples/s", "of the step"),
-        whole=("turns",),
-    )
-    for name, measured in pipelines(record):
-        table.row(
-            name,
-            rate(measured.samples_per_s),
-            f"{rate(measured.low)}-{rate(measured.high)}",
-            f"{measured.samples_per_s / step.samples_per_s:.0%}",
-        )
-    return table
-
-
-def pipelines(record: Record) -> list[tuple[str, Choice | Measurement]]:
-    """The loop's advice without a loader, then each input pipeline; empty where none ran."""
-    found = [
-        (_pipeline(Config({name: trial.config[name] for name in _input_knobs(trial.config)})), one)
-        for trial in record.trials
-        for one in [trial.measurement]
-        if trial.stage == "input" and one.ok
-    ]
-    return [("on the device already", record.winner(record.use)), *found] if found else []
-
-
-def _input_knobs(config: Config) -> Iterator[str]:
-    return (name for name in config if name in BY_NAME and BY_NAME[name].stage == INPUT)
 
 
 def memory(record: Record) -> Table:

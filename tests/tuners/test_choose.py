@@ -21,15 +21,14 @@ from advisor.tuners.search.finalists import affordable, finalists
 from advisor.tuners.search.plan import Clock, Part
 from advisor.tuners.search.race import paired_ratio, race
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import Verdict, choose, choose_input, raced, untold
+from advisor.tuners.search.winners import Verdict, choose, raced, untold
 
 SPACE = Space(
     {
         "precision": ("default", "bf16"),
         "channels_last": (False, True),
         "batch_size": (64, 128, 256),
-    },
-    inputs={"pin_memory": (False, True)},
+    }
 )
 DEFAULT = SPACE.default
 FAST = DEFAULT.replace(precision="bf16", channels_last=True)
@@ -219,15 +218,6 @@ def test_losers_leave_the_race_and_close_ones_stay() -> None:
 def test_a_steady_race_ends_early() -> None:
     rates = run(Steady({DEFAULT: 100.0, FAST: 200.0}), [DEFAULT, FAST])
     assert len(rates[DEFAULT]) == 3
-
-
-def test_pinning_is_chosen_only_where_it_pays() -> None:
-    pinned = FAST.replace(pin_memory=True)
-    plain = FAST.replace(pin_memory=False)
-    for rate, expected in ((150.0, True), (100.2, False), (80.0, False)):
-        runner = Steady({plain: 100.0, pinned: rate})
-        chosen, _seen = choose_input(runner, SPACE, FAST, runner.part())
-        assert chosen == Config(pin_memory=expected)
 
 
 def test_a_short_job_is_chosen_for_by_its_whole_time() -> None:

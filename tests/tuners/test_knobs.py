@@ -45,6 +45,7 @@ SITUATIONS = [
     on_cpu(),
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
+    on_cuda(loaded=True, workers=15),
 ]
 
 
@@ -53,7 +54,8 @@ def test_the_rows() -> None:
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
         *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
-        *("threads", "num_workers", "prefetch_factor", "pin_memory"),
+        *("threads", "num_workers", "prefetch_factor", "persistent_workers"),
+        "pin_memory",
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -69,6 +71,7 @@ def test_what_torch_does_by_itself() -> None:
         "compile": "none",
         "dynamic_shapes": False,
         "step_graph": False,
+        "persistent_workers": False,
         "pin_memory": False,
     }
 
@@ -163,11 +166,19 @@ OFF, FIXED_ON = (False,), (True,)
         ("threads", on_cpu(cores=1, threads=1), (1,)),
         ("threads", on_cpu(threads_set=True), (4,)),
         ("num_workers", on_cpu(), ()),
-        ("num_workers", on_cpu(workers=1), (0, 1)),
-        ("num_workers", on_cpu(workers=15), (0, 3, 7, 15)),
+        ("num_workers", on_cpu(use="pilot"), ()),
+        ("num_workers", on_cpu(use="pilot", workers=1), (0, 1)),
+        ("num_workers", on_cpu(use="pilot", workers=15), (0, 3, 7, 15)),
+        ("num_workers", on_cpu(loaded=True), (0,)),
+        ("num_workers", on_cpu(loaded=True, workers=5), (0, 1, 2, 3, 4, 5)),
+        ("num_workers", on_cpu(loaded=True, workers=16), (0, 1, 2, 3, 4, 6, 8, 12, 16)),
         ("prefetch_factor", on_cpu(), ()),
         ("prefetch_factor", on_cpu(workers=1), (2, 4, 8)),
-        ("pin_memory", on_cuda(), OFF_ON),
+        ("persistent_workers", on_cpu(), ()),
+        ("persistent_workers", on_cpu(use="pilot", workers=1), ()),
+        ("persistent_workers", on_cpu(loaded=True, workers=1), OFF_ON),
+        ("pin_memory", on_cuda(), ()),
+        ("pin_memory", on_cuda(loaded=True, workers=2), OFF_ON),
         ("pin_memory", on_cuda(use="pilot"), ()),
         ("pin_memory", on_cuda(use="pilot", workers=1), OFF_ON),
         ("pin_memory", on_cpu(), ()),
@@ -213,6 +224,7 @@ FOLLOWING = {
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
     ("prefetch_factor", 4): ("pilot", False, 1),
+    ("persistent_workers", True): ("loop", False, 1),
     ("pin_memory", True): ("pilot", False, 1),
 }
 
@@ -242,11 +254,14 @@ def test_what_holds_of_a_row() -> None:
         *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
         *("fused_optimizer", "pin_memory"),
     }
-    assert names(lambda knob: knob.stage == "input") == {"pin_memory"}
-    assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - {"pin_memory"}
+    loading = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
+    assert names(lambda knob: knob.stage == "input") == loading
+    assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
+    assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "num_workers", "prefetch_factor")
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes"),
+        *("num_workers", "prefetch_factor", "persistent_workers"),
     }
     assert (
         names(lambda knob: knob.feeds)
@@ -270,6 +285,7 @@ def test_what_does_not_go_together() -> None:
             "fused_optimizer": (True,),
         },
         "prefetch_factor": {"num_workers": (0,)},
+        "persistent_workers": {"num_workers": (0,)},
         "pin_memory": {"num_workers": (0,)},
     }
 
@@ -612,7 +628,8 @@ def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
-    assert gpu == Config({**held, BATCH: 16}).without("compile", "dynamic_shapes")
+    loading = ("persistent_workers", "pin_memory")
+    assert gpu == Config({**held, BATCH: 16}).without("compile", "dynamic_shapes", *loading)
     cpu = knobs.plain(task, "cpu")
     assert dict(cpu) == {
         BATCH: 16,

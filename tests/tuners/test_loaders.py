@@ -281,21 +281,6 @@ def test_it_may_be_asked_to_leave_loaders_alone(
     assert looked_at(fed, DataLoader(Numbered())) == Loading(room=2, why=why)
 
 
-def test_as_many_as_there_are_cores_for_and_as_memory_holds(
-    fed: Loaders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "cores", lambda: 9)
-    assert loaders._most(0) == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert loaders._most(0) == 3
-    monkeypatch.setattr(host, "shared_bytes", lambda: 12 * 2**20)
-    assert [loaders._most(size) for size in (2**18, 2**19, 2**20, 2**24)] == [3, 2, 1, 0]
-    monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
-    for free, expected in ((2**40, 3), (15 * 2**30, 3), (11 * 2**30, 2), (2**30, 0)):
-        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
-        assert loaders._most(0) == expected
-
-
 def test_files_that_are_read_by_position(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x" * 5000)
@@ -305,27 +290,6 @@ def test_files_that_are_read_by_position(tmp_path: Path) -> None:
         assert host.files_read() == sorted([*before, str(file)])
     with file.open("ab"):
         assert host.files_read() == before
-
-
-def test_what_a_control_group_leaves(tmp_path: Path) -> None:
-    groups, process = tmp_path / "groups", tmp_path / "self"
-    (groups / "a" / "b").mkdir(parents=True)
-    process.mkdir()
-    (process / "cgroup").write_text("1:cpu:/c\n0::/a/b\n")
-    there = len(os.sched_getaffinity(0))
-    assert host.cores(groups, process) == there
-    (groups / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    assert host.cores(groups, process) == there
-    (groups / "a" / "cpu.max").write_text("150000 100000\n")
-    assert host.cores(groups, process) == 1
-    whole = host.free_bytes(groups, process)
-    assert whole > 2**20
-    (groups / "a" / "memory.max").write_text("max\n")
-    (groups / "a" / "memory.current").write_text("5000\n")
-    (groups / "a" / "b" / "memory.max").write_text("9000\n")
-    (groups / "a" / "b" / "memory.current").write_text("8000\n")
-    assert host.free_bytes(groups, process) == 1000
-    assert 2**20 < host.own_bytes() < 2**40
 
 
 def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:

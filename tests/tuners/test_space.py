@@ -18,11 +18,10 @@ def on_cuda(**more: Any) -> Space:
 
 def test_of_a_gpu() -> None:
     space = on_cuda()
-    assert space.inputs == {"pin_memory": (False, True)}
+    assert space.inputs == {}
     assert "pin_memory" not in space.choices and "threads" not in space.choices
     assert space.dear == ("compile",)
     assert (space.batch, space.batches) == (32, (32, 64))
-    assert space.default_input == Config(pin_memory=False)
     assert space.is_choice
     assert space.uses == ("capture", "loop", "pilot", "flags")
     # tf32 is the default of nothing, and fp32 is not offered: the reference is beside the space.

@@ -93,8 +93,6 @@ def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
     measured = made.measure(CONFIG, 0.02, "compute", False)
     assert measured.ok, measured.reason
     assert measured.low <= measured.samples_per_s <= measured.high
-    through_loader = made.measure(CONFIG, 0.02, "input", False)
-    assert through_loader.ok, through_loader.reason
 
 
 @pytest.mark.parametrize(

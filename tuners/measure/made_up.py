@@ -1,20 +1,17 @@
-"""The made-up data of a workload: batches of its shapes, their targets, a DataLoader of them."""
+"""The made-up data of a workload: batches of its shapes, and their targets."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
-from torch.utils.data import DataLoader, Dataset
 
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
-from advisor.tuners.act.advice import Advice
 from advisor.tuners.target import Loaded, failed
 
 
@@ -26,13 +23,13 @@ class Feed:
         batch: samples in one.
         seed: of its numbers.
         count: different batches of each shape, which are cycled through.
-        from_loader: whether they come through a DataLoader, else they lie on the device.
+        given: the one batch, in place of one that is made.
     """
 
     batch: int
     seed: int
     count: int = 1
-    from_loader: bool = False
+    given: tuple[Any, Any] | None = None
 
 
 def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -98,34 +95,3 @@ def random_targets(output: Any) -> Tensor | list[Tensor]:
             "define loss(output, target) in the target's file"
         )
     return found[0] if len(found) == 1 else found
-
-
-class _Repeated(Dataset[Any]):
-    """An in-memory dataset: one made batch, taken apart into samples and repeated."""
-
-    REPEATS = 16
-
-    def __init__(self, batch: tuple[Any, Any], size: int) -> None:
-        # A mapping of another kind is a leaf to a tree of tensors.
-        parts = [dict(part) if isinstance(part, Mapping) else part for part in batch]
-        self._batch = tree_map_only(Tensor, Tensor.cpu, parts)
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size * self.REPEATS
-
-    def __getitem__(self, index: int) -> Any:
-        def pick(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return leaf[index % self._size]
-            return 0 if leaf is None else leaf  # a DataLoader takes no None
-
-        return tree_map(pick, self._batch)
-
-
-def forever(advice: Advice, made: tuple[Any, Any], batch: int) -> Iterator[tuple[Any, Any]]:
-    """Batches of a DataLoader as the advice has it, over the samples of one made batch."""
-    dataset = _Repeated(made, batch)
-    loader = DataLoader(dataset, shuffle=True, drop_last=True, **advice.loader)
-    while True:
-        yield from advice.batches(loader)

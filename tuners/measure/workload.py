@@ -16,7 +16,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.measure.made_up import Feed, forever, make_batch, outputs_of, random_targets
+from advisor.tuners.measure.made_up import Feed, make_batch, outputs_of, random_targets
 from advisor.tuners.target import Loaded, build
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -51,14 +51,10 @@ class Workload:
         self._watch = watch
         self.outputs: list[Tensor] = []
         made = self._made_batches(feed)
-        self._passes = 1 if feed.from_loader else max(1, len(task.mix))
+        self._passes = max(1, len(task.mix))
         self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
-        self._made = made[0]
-        if feed.from_loader:
-            self._source = forever(advice, self._made, feed.batch)
-        else:
-            self._placed = [advice.place(one) for one in made]
-            self.rewind()
+        self._placed = [advice.place(one) for one in made]
+        self.rewind()
         torch.manual_seed(feed.seed + 1000)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -69,6 +65,8 @@ class Workload:
         return self._plain_optimizer(parameters, **self.advice.optimizer)
 
     def _made_batches(self, feed: Feed) -> list[tuple[Any, Any]]:
+        if feed.given is not None:
+            return [feed.given]
         made = []
         for number in range(feed.count):
             # The same numbers for every config, whatever a model's dropout has drawn before.
@@ -89,10 +87,15 @@ class Workload:
         """The optimizer without advice, for other parameters."""
         return self._plain_optimizer(parameters)
 
-    def fed_by(self, advice: Advice, batch: int) -> Workload:
-        """The same model and optimizer behind another DataLoader: nothing is compiled again."""
+    def feed(self, batches: Iterator[Any]) -> None:
+        """Take the batches of the next steps from here, until `rewind`."""
+        self._source = self.advice.batches(batches)
+
+    def under(self, advice: Advice) -> Workload:
+        """The same model and optimizer, whose batches another advice places: nothing is compiled
+        again."""
         other = copy.copy(self)
-        other._source = forever(advice, self._made, batch)
+        other.advice = advice
         return other
 
     def _make_target(self, inputs: Any, seed: int) -> Any:

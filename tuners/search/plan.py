@@ -37,8 +37,8 @@ STARTS = 0.4
 """Of what the race left, where the length of the job decides: first steps."""
 NUMERICS = 0.75
 """Of what these left: what was chosen, against strict fp32."""
-INPUT = 0.4
-"""Of what that left: the input pipeline. First steps have the rest."""
+LOADER = 0.25
+"""Of the whole budget, where there is data: its loader, once all else is chosen."""
 
 TRIAL_S = (0.3, 2.0)
 """Timed seconds of one trial, least and most."""
@@ -224,6 +224,13 @@ class Clock:
     def search(self) -> Part:
         """The time in which configs are tried."""
         return Part(self, SEARCH * self.budget_s)
+
+    def kept(self, seconds: float) -> Part:
+        """A part that so many seconds beyond the budget were kept for, which has them from here
+        on, and half of what was left."""
+        left_s = max(0.0, self.left_s)
+        self.budget_s += seconds
+        return Part(self, self.spent_s + seconds + left_s / 2)
 
     def part(self, share: float = 1.0, *, reserve: float = 0.0) -> Part:
         """A share of what is left now, and another that the part may take if it must."""

@@ -1,4 +1,4 @@
-"""What a search ends in: the race, the comparison with fp32, the input pipeline, first steps."""
+"""What a search ends in: the race, the comparison with fp32, first steps, the loader."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from advisor.tuners.measure.first_step import Starter, Starts
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.search import plan
 from advisor.tuners.search.finalists import affordable, finalists
+from advisor.tuners.search.loading import Loaders
 from advisor.tuners.search.plan import Progress
 from advisor.tuners.search.race import beside, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Search
-from advisor.tuners.search.winners import Rates, Verdict, choose, choose_input, raced, untold
+from advisor.tuners.search.winners import Rates, Verdict, choose, raced, untold
 
 FIRST_HEAT = 0.7
 """Of the race's time, where there are two."""
@@ -82,6 +83,8 @@ class Terms:
         compare_steps: as many of the default's steps take as long as its own; 0 where it takes as
             many as fit. Where it is known the race leaves that time, up to half of its own.
         draws: what is compared draws random numbers, otherwise then, and is compiled anew for it.
+        loader_s: kept for the loader, where there is one.
+        samples: of an epoch of its data; 0 where that is not known.
     """
 
     length: Length | None = None
@@ -93,6 +96,8 @@ class Terms:
     draws: bool = False
     baseline: str = "torch's default"
     folder: Path | None = None
+    loader_s: float = 0.0
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +159,7 @@ class _Decision:
             self._start(self._worthwhile())
         self._verify()
         verdict = self._verdict()
-        chosen_input = self._input(verdict.winner(LOOP).config)
+        chosen_input = self._loader(verdict.winner(LOOP).config)
         self._reference()
         self.starting = self.clock
         self._start([*self._chosen(verdict), *self._worthwhile()])
@@ -386,29 +391,19 @@ class _Decision:
             for trial in self.trials
         ]
 
-    def _input(self, config: Config) -> Config:
-        """The input pipeline's knobs, chosen through a DataLoader."""
-        default = self.space.default_input
-        if not any(len(values) > 1 for values in self.space.inputs.values()):
-            return default
-        part = self.clock.part(plan.INPUT)
-        if part.left_s < self.starts.seen(config) + self.tried.measurement.step_s:
-            self.progress.notice("the input pipeline is not measured: the budget is spent")
-            return default
-        self.progress.phase("the input pipeline, through a DataLoader")
-        chosen, seen = choose_input(self.worker, self.space, config, part)
-        for raced_config, rates in seen.items():
-            middle = statistics.median_low(rates)
-            measured = Measurement(
-                outcome="ok",
-                samples_per_s=middle,
-                low=min(rates),
-                high=max(rates),
-                step_s=config.batch / middle,
-                blocks=tuple(config.batch / rate for rate in rates),
-            )
-            self._add(raced_config, measured, knobs.INPUT, "race", 0.0)
-        return chosen
+    def _loader(self, config: Config) -> Config:
+        """What is chosen of the data's loader, with the step of a config."""
+        if not self.space.inputs:
+            return Config()
+        self.progress.phase("the loader: alone, and with the step that it feeds")
+        part = self.clock.kept(self.terms.loader_s)
+        loaders = Loaders(self.worker, self.space, config, part)
+        found = loaders.chosen(self.terms.samples)
+        for trial in loaders.trials:
+            self._add(trial.config, trial.measurement, trial.stage, trial.origin, trial.seconds)
+        for line in loaders.said:
+            self.progress.notice(line)
+        return found
 
     def _reference(self) -> None:
         """Strict fp32, measured to compare with; advised only where it is permitted."""

@@ -10,9 +10,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.measure.runner import Runner
-from advisor.tuners.search.plan import Part
-from advisor.tuners.search.race import CLEAR, TIE, Ratio, paired, race
+from advisor.tuners.search.race import CLEAR, TIE, Ratio, paired
 from advisor.tuners.search.space import Space
 
 FREE_WITHIN = 0.97
@@ -92,7 +90,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
     for use in RACED:
         at_user = fixed[use, False]
         # At the user's batch nobody is served less than with the batch fixed.
-        if held.batch == space.batch or _faster(paired(at_user.rounds, held.rounds)):
+        if held.batch == space.batch or faster(paired(at_user.rounds, held.rounds)):
             held = at_user
         better = _better(space, choices, use)
         if better:
@@ -100,7 +98,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
             near = [c for c in better if c.samples_per_s >= FREE_WITHIN * fastest]
             smallest = min(choice.batch for choice in near)
             best = _lightest(space, [c for c in near if c.batch == smallest])
-            if _faster(paired(best.rounds, at_user.rounds)) and not ties(held, best):
+            if faster(paired(best.rounds, at_user.rounds)) and not ties(held, best):
                 held = best
         found[use, True] = held
     return found
@@ -126,12 +124,17 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
     )
 
 
-def _faster(ratio: Ratio) -> bool:
+def faster(ratio: Ratio) -> bool:
+    """Whether it is clearly more than 1."""
     return ratio.mean >= CLEARLY and ratio.low > 1.0
 
 
 def ties(ours: Choice, fastest: Choice) -> bool:
-    ratio = paired(ours.rounds, fastest.rounds)
+    return level(paired(ours.rounds, fastest.rounds))
+
+
+def level(ratio: Ratio) -> bool:
+    """Whether it is about 1, as far as that can be told."""
     return ratio.mean >= TIE or (ratio.mean >= NOISY_TIE and ratio.high >= 1.0)
 
 
@@ -184,32 +187,3 @@ def untold(space: Space, choices: dict[Config, Choice], verdict: Verdict) -> lis
         for choice in wide
         if choice.config in chosen or (choice.speedup >= CLEARLY and choice.speedup_low <= 1.0)
     ]
-
-
-def choose_input(runner: Runner, space: Space, config: Config, part: Part) -> tuple[Config, Rates]:
-    """Choose the input pipeline's knobs one by one, measured through a real DataLoader.
-
-    Returns the chosen values and each race turn's samples/s by config.
-    """
-    chosen = space.default_input
-    seen: Rates = {}
-    open_ = [(name, values) for name, values in space.inputs.items() if len(values) > 1]
-    for number, (name, values) in enumerate(open_):
-        configs = [Config(config | chosen.replace(**{name: value})) for value in values]
-        rates = race(
-            runner,
-            configs,
-            part.share(1 / (len(open_) - number)),
-            stage=knobs.INPUT,
-            drop=False,
-        )
-        seen |= rates
-        held = rates.get(configs[0])
-        if not held:
-            continue
-        ratios = {c: paired(rates[c], held) for c in rates}
-        better = [c for c in ratios if _faster(ratios[c])]
-        if better:
-            best = max(better, key=lambda c: ratios[c].mean)
-            chosen = chosen.replace(**{name: best[name]})
-    return chosen, seen

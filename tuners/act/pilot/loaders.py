@@ -8,9 +8,7 @@ seen twice.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
-import os
 import sys
 import threading
 import time
@@ -27,21 +25,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
 from advisor.cache import settings
-from advisor.tuners import host
+from advisor.tuners import host, room
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Feed, Load
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
 
-MOST = 32
-"""Workers of one process: each is a copy of it."""
-AHEAD = 2
-"""Batches that each worker has ready, unless it is told otherwise: PyTorch's own."""
-PREFETCHED = AHEAD + 1
-"""Batches of each worker in shared memory: one is on its way."""
-SHARE = 0.5
-"""Of the memory that is free, and of all that is shared, what they may take."""
 PATIENCE_S = 60.0
 """For a batch: workers may hang in what a library of the script had locked when they were forked.
 """
@@ -106,9 +96,9 @@ class Loaders:
         if not self._ways:
             return Loading()
         workers, pinned, why = max(self._ways)
-        room = _most(self._batch_bytes)
-        self._most = 0 if workers or why else room
-        return Loading(workers=workers, pinned=pinned, most=self._most, room=room, why=why)
+        most = room.workers(self._batch_bytes)
+        self._most = 0 if workers or why else most
+        return Loading(workers=workers, pinned=pinned, most=self._most, room=most, why=why)
 
     def begin_lap(self) -> None:
         """What workers do from here on is told by `fed`."""
@@ -141,8 +131,8 @@ class Loaders:
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
-                fits = _fit(self._batch_bytes * workers) - 1
-                self._given["prefetch_factor"] = int(max(AHEAD, min(wanted, fits)))
+                fits = room.times(self._batch_bytes * workers) - 1
+                self._given["prefetch_factor"] = int(max(room.AHEAD, min(wanted, fits)))
 
     def remove(self) -> None:
         """Leave the loaders as they were found."""
@@ -325,27 +315,6 @@ def _why_alone(loader: DataLoader[Any]) -> str:
     if files := host.files_read():
         return f"the loader: {files[0]} is open, and workers would share the place in it"
     return ""
-
-
-def _most(batch_bytes: int) -> int:
-    """Workers that make sense in one process of a job here."""
-    ranks = _ranks()
-    most = min(max(1, host.cores() // ranks - 1), MOST)
-    fits = SHARE * host.free_bytes() / (ranks * max(1, host.own_bytes()))
-    fits = min(fits, _fit(PREFETCHED * batch_bytes))
-    # What is free is never the same twice: a power of two is more often.
-    return most if fits >= most else 1 << int(fits).bit_length() >> 1
-
-
-def _fit(size: int) -> float:
-    """Times that so many bytes fit into the share of one process of a job of the memory through
-    which workers hand batches over."""
-    return SHARE * host.shared_bytes() / (_ranks() * size) if size else math.inf
-
-
-def _ranks() -> int:
-    """Processes of the job on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _bytes(batch: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import gc
 import math
 import os
@@ -27,8 +28,10 @@ from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.served import Served
 from advisor.tuners.blocks import repeated
-from advisor.tuners.knobs import INPUT, KNOBS, TORCH, compiles, plain
+from advisor.tuners.knobs import COMPUTE, INPUT, KNOBS, LOADER, TORCH, compiles, plain
 from advisor.tuners.measure import numerics
+from advisor.tuners.measure.loading.faults import told
+from advisor.tuners.measure.loading.loadable import Loadable
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.observe import BATCHES
 from advisor.tuners.measure.timing import (
@@ -39,7 +42,7 @@ from advisor.tuners.measure.timing import (
     time_steps,
     warm_up,
 )
-from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import CHANGED, DataFacts, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Layers, Workload
 
 # PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
@@ -172,6 +175,17 @@ class Bench:
         self._floor = int(torch.cuda.memory_allocated(self._device)) if self._cuda else 0
         return facts
 
+    def costs(self, seconds: float) -> dict[str, float]:
+        """Seconds of a loader's worker for a sample, by part.
+
+        Raises:
+            TargetFailed: the user's code raised.
+        """
+        try:
+            return self._data.costs(seconds)
+        except Exception as exc:  # the user's code may raise anything; it is told as a line
+            raise TargetFailed(f"data {self._data.facts.name!r}: {told(exc)}") from exc
+
     def verify(self, config: Config, against: Config, steps: int, tolerance: float) -> Measurement:
         """Hold a config against strict fp32; outcome 'ok' or 'wrong', and how near it is."""
 
@@ -225,15 +239,6 @@ class Bench:
         self.release()
         return self.start(config)
 
-    def _beside(self, config: Config, stage: str) -> Workload | None:
-        """What is kept already of a config that differs in its input pipeline alone."""
-        batch = config.batch
-        for (other, at), (workload, _first, _expected) in self._kept.items():
-            if stage == at == INPUT and other.without(*INPUTS) == config.without(*INPUTS):
-                advice = Advice(config, device=self._job.device, batch_size=batch)
-                return workload.fed_by(advice, batch)
-        return None
-
     def _build(
         self,
         config: Config,
@@ -248,8 +253,25 @@ class Bench:
         batch = config.batch
         served = Served(default=default)
         advice = Advice(config, device=self._job.device, batch_size=batch, served=served)
-        feed = Feed(batch=batch, seed=self._job.seed, count=count, from_loader=stage == INPUT)
+        given = self._data.batch if stage == INPUT else None
+        feed = Feed(batch=batch, seed=self._job.seed, count=count, given=given)
         return Workload(self._loaded, self._task, advice, feed, watch=watch)
+
+    @functools.cached_property
+    def _data(self) -> Loadable:
+        """The user's own data, once it is asked for."""
+        return Loadable(self._task, made_batches=self._loaded.make_batch is not None)
+
+    def describe_data(self) -> DataFacts:
+        """What is known of the data by loading a batch of it.
+
+        Raises:
+            TargetError, TargetFailed: it gives none, or others than are tuned.
+        """
+        return self._data.facts
+
+    def _advice(self, config: Config) -> Advice:
+        return Advice(config, device=self._job.device, batch_size=config.batch)
 
     def first_step(self) -> None:
         """One forward and backward at the user's batch, naming the layer that rejects it."""
@@ -294,9 +316,12 @@ class Bench:
         if not keep:
             self.release()
         try:
-            result = self._measure(config, seconds, stage, keep, floor)
+            if stage == LOADER:
+                result = self._data.alone(self._advice(config), seconds)
+            else:
+                result = self._measure(config, seconds, stage, keep, floor)
         except Exception as exc:  # a config may fail in any way; the outcome names it
-            result = _failure(exc)
+            result = _failure(exc) if stage == COMPUTE else _failure(exc, told(exc))
         if not result.ok and self._kept:
             # Beside others in memory it may have failed for their sake: once more, alone.
             self.release()
@@ -310,15 +335,20 @@ class Bench:
         self, config: Config, seconds: float, stage: str, keep: bool, floor: float
     ) -> Measurement:
         held = self._reset_peak()
+        loading, config = config.only(*INPUTS), config.without(*INPUTS)
         kept = self._kept.get((config, stage))
         if kept is None:
-            workload = self._beside(config, stage) or self._build(config, stage)
+            workload = self._build(config, stage)
             first, expected = warm_up(workload.step, self._clock, workload.start)
         else:
             # Built and warm: one step brings its memory back into the caches.
             workload, first, expected = kept
             workload.advice.set_flags()
             workload.step()
+        if loading:
+            self._kept[config, stage] = (workload, first, expected)
+            under = workload.under(self._advice(config | loading))
+            return self._data.fed(under, under.advice, seconds, self._clock)
         retries = self._retries()
         timing = time_steps(
             workload.step,
@@ -410,12 +440,12 @@ class Bench:
         return host.peak_bytes()
 
 
-def _failure(exc: Exception) -> Measurement:
+def _failure(exc: Exception, reason: str = "") -> Measurement:
     said = str(exc).strip().splitlines()
     first = said[0] if said else ""
     # Some say only at the end of their own traceback what it was.
     last = f" ... {said[-1].strip()}" if len(said) > 1 and first.endswith(":") else ""
-    reason = f"{type(exc).__name__}: {first}{last}"[:300]
+    reason = reason or f"{type(exc).__name__}: {first}{last}"[:300]
     return Measurement(
         outcome="out_of_memory" if is_out_of_memory(exc) else "failed", reason=reason
     )
@@ -448,6 +478,12 @@ class Answers:
         gc.freeze()
         gc.enable()
         return {"facts": to_plain(bench.describe())}
+
+    def _describe_data(self, bench: Bench) -> dict[str, Any]:
+        return {"facts": to_plain(bench.describe_data())}
+
+    def _costs(self, bench: Bench, *, seconds: float) -> dict[str, Any]:
+        return {"costs": bench.costs(seconds)}
 
     def _start(self, bench: Bench, *, config: dict[str, Any], **files: str) -> dict[str, Any]:
         gc.enable()  # as a script has it

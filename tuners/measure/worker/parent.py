@@ -25,12 +25,13 @@ from advisor.errors import (
     TargetError,
     TargetFailed,
     WorkerError,
+    printable,
 )
 from advisor.tuners import host
 from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
-from advisor.tuners.measure.worker.wire import Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job, receive, send
 
 START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
@@ -38,6 +39,8 @@ START_S = 300.0
 _GUARD = str(Path(__file__).with_name("guard.py"))
 SAVE_S = 30.0
 """For putting what was compiled into a file."""
+DATA_S = 300.0
+"""For making a dataset and loading a batch: a folder of millions of files is listed for minutes."""
 END_S = 30.0
 """For ending a worker: a process that a driver holds on to ends when the driver lets go."""
 
@@ -96,6 +99,32 @@ class Worker:
                     f"default settings: {exc}; give a smaller batch"
                 ) from exc
             raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
+
+    def describe_data(self) -> DataFacts:
+        """What the task's own data is, by a batch of it.
+
+        Raises:
+            TargetError, TargetFailed: the user's code or its data is wrong.
+            WorkerError: it crashed or hung.
+        """
+        return from_plain(DataFacts, self._of_data({"do": "describe_data"})["facts"])
+
+    def costs(self, seconds: float) -> dict[str, float]:
+        """What a sample of the data costs a worker of its loader, in seconds by part.
+
+        Raises:
+            As `describe_data`.
+        """
+        found = self._of_data({"do": "costs", "seconds": seconds})["costs"]
+        return {printable(str(part)): float(spent_s) for part, spent_s in found.items()}
+
+    def _of_data(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._ensure()
+            return self._answered(request, max(DATA_S, self.deadline_s))
+        except _Gone as exc:
+            self._kill()
+            raise WorkerError(f"data {self._job.task.data!r}: {exc}") from exc
 
     def measure(
         self,
@@ -278,9 +307,17 @@ class Worker:
     def _start(self) -> Facts:
         self._launch({})
         deadline_s = max(60.0, self.deadline_s)
-        reply = self._load(deadline_s)
-        if "error" not in reply:
-            reply = self._ask({"do": "describe"}, deadline_s)
+        self._raised(self._load(deadline_s))
+        return from_plain(Facts, self._answered({"do": "describe"}, deadline_s)["facts"])
+
+    def _load(self, deadline_s: float) -> dict[str, Any]:
+        return self._ask({"do": "load", "job": to_plain(self._job)}, deadline_s)
+
+    def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        return self._raised(self._ask(request, deadline_s))
+
+    def _raised(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """A reply, where it tells of no fault of the user's; that is raised, the worker ended."""
         if "error" in reply:
             self._kill()
             errors: dict[str, type[TargetError | TargetFailed]] = {
@@ -288,10 +325,7 @@ class Worker:
                 "TargetFailed": TargetFailed,
             }
             raise errors[reply["error"]](reply["message"], reply["details"])
-        return from_plain(Facts, reply["facts"])
-
-    def _load(self, deadline_s: float) -> dict[str, Any]:
-        return self._ask({"do": "load", "job": to_plain(self._job)}, deadline_s)
+        return reply
 
     def _launch(self, environment: Mapping[str, str]) -> None:
         self._spawn(environment)

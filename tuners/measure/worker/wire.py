@@ -53,6 +53,22 @@ class Facts:
     step_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """What the worker found out about a workload's data by loading a batch of it."""
+
+    name: str
+    samples: int
+    """Of an epoch; 0 where that is not known."""
+    batch_bytes: int
+    tensors: int
+    """In a batch, each of them a file; 0 where workers share by name."""
+    shared_out: bool
+    """Whether several workers share it out; else each would read all."""
+    held_open: tuple[str, ...]
+    """Files and connections that the dataset holds, which workers would share."""
+
+
 def send(pipe: Connection, message: dict[str, Any]) -> None:
     pipe.send_bytes(msgpack.packb(message))
 

@@ -1,0 +1,186 @@
+"""The loader beside the step that it feeds: what each gives alone, and both together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from advisor.cache.config import Config
+from advisor.cache.record import Choice, Measurement, Record
+from advisor.cache.shown import size
+from advisor.report.data import Table
+from advisor.report.text import duration, rate
+from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS, described
+
+KEEPS_UP = 0.95
+"""Of the step alone: a loader that gives so much of it does not bound it."""
+MOST_HELP, WORTH = 3, 0.1
+"""Parts of a sample's cost that are named as what may be saved, and their least share."""
+UNTUNED = (
+    "The loader is not tuned: --data data.py:make_dataset, or torchvision:FakeData, names what it "
+    "loads."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A loader: by itself, and with the step; None where that was not measured."""
+
+    loader: Config
+    alone: Measurement | None
+    together: Measurement | None
+
+    @property
+    def name(self) -> str:
+        """'8 loader workers, pin_memory'."""
+        said = described(self.loader)
+        return "DataLoader default" if said == "torch default" else said
+
+    @property
+    def workers(self) -> int:
+        found = self.loader.get(WORKERS)
+        return found if isinstance(found, int) else 0
+
+
+def pairs(record: Record) -> list[Pair]:
+    """All that were measured, in the order of their workers; empty where none was."""
+    found: dict[Config, dict[str, Measurement]] = {}
+    for trial in record.trials:
+        loader = _loader(trial.config)
+        if trial.stage in (INPUT, LOADER) and trial.measurement.ok and loader:
+            found.setdefault(loader, {})[trial.stage] = trial.measurement
+    made = (
+        Pair(loader=loader, alone=seen.get(LOADER), together=seen.get(INPUT))
+        for loader, seen in found.items()
+    )
+    return sorted(made, key=lambda one: one.workers)
+
+
+def step(record: Record) -> Choice | Measurement:
+    """The advised step on a batch that lies on the device: of the data, where there is one."""
+    own = (t.measurement for t in record.trials if t.stage == INPUT and not _loader(t.config))
+    return next((one for one in own if one.ok), record.winner(record.use))
+
+
+def table(record: Record) -> Table | None:
+    """Loaders with what each gives; None where none was measured."""
+    found = pairs(record)
+    if not found:
+        return None
+    alone = step(record)
+    shown = Table(
+        f"The loader beside the advised step, which takes {rate(alone.samples_per_s)} samples/s",
+        ("loader", "alone", "with the step", "turns", "of the step", "start", "memory"),
+        right=("alone", "with the step", "of the step", "start", "memory"),
+        whole=("turns",),
+        spare=("turns", "start", "memory"),
+    )
+    for one in found:
+        by_itself, both = one.alone, one.together
+        shown.row(
+            one.name,
+            rate(by_itself.samples_per_s) if by_itself else "",
+            rate(both.samples_per_s) if both else "",
+            f"{rate(both.low)}-{rate(both.high)}" if both else "",
+            f"{both.samples_per_s / alone.samples_per_s:.0%}" if both else "",
+            duration(by_itself.first_step_s) if by_itself else "",
+            size(by_itself.peak_bytes) if by_itself else "",
+        )
+    return shown
+
+
+def said(record: Record) -> Iterator[str]:
+    """What is chosen of the loader, and what bounds the training then."""
+    if record.key.task.command:
+        return
+    if record.input:
+        yield f"loader: {described(record.input)}"
+    chosen = _chosen(record)
+    if chosen is None:
+        if not record.input:
+            yield _untuned(record)
+        return
+    if not record.input:
+        yield "loader: DataLoader default, which nothing measured beats"
+    yield _bound(record, chosen)
+
+
+def _untuned(record: Record) -> str:
+    failed = (t.measurement.reason for t in record.trials if t.stage in (INPUT, LOADER))
+    why = next(filter(None, failed), "the budget left no time for it")
+    return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
+
+
+def explained(record: Record, costs: Mapping[str, float]) -> Iterator[str]:
+    """What bounds the training, what a sample costs, and what would help, computed from that."""
+    chosen = _chosen(record)
+    if record.key.task.command or chosen is None:
+        return
+    yield _bound(record, chosen)
+    if not costs:
+        yield "Give --data for what a sample costs, and what would help."
+        return
+    whole_s = sum(costs.values())
+    shares = [f"{part} {spent_s / whole_s:.0%}" for part, spent_s in costs.items()]
+    small = len([share for share in shares if share.endswith(" 0%")])
+    listed = ", ".join(shares[: len(shares) - small])
+    yield f"a sample costs {duration(whole_s)} of a worker: {listed}"
+    if _alone(record, chosen.workers) < KEEPS_UP * step(record).samples_per_s:
+        yield from _helps(record, costs, max(1, chosen.workers))
+
+
+def _helps(record: Record, costs: Mapping[str, float], workers: int) -> Iterator[str]:
+    """What less would give: computed, not measured; it changes the user's code, so it is said."""
+    whole_s, takes = sum(costs.values()), step(record).samples_per_s
+    needed = math.ceil(takes * whole_s)
+    yield f"{needed:,} workers with a core each would feed the step, by what a sample costs"
+    for part, spent_s in list(costs.items())[:MOST_HELP]:
+        left_s = whole_s - spent_s
+        if spent_s >= WORTH * whole_s and left_s > 0:
+            gives = min(takes, workers / left_s)
+            yield f"without {part}, as where what it makes is kept: {rate(gives)} samples/s at most"
+
+
+def _chosen(record: Record) -> Pair | None:
+    """What was measured with the step of the loader that is advised."""
+    wanted = record.input.get(WORKERS, 0)
+    both = [one for one in pairs(record) if one.together and one.workers == wanted]
+    exact = [one for one in both if record.input.items() <= one.loader.items()]
+    return next(iter(exact[-1:] or both[-1:]), None)
+
+
+def _bound(record: Record, chosen: Pair) -> str:
+    assert chosen.together is not None
+    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+    together = rate(chosen.together.samples_per_s)
+    line = f"the step can take {rate(takes)} samples/s, the loader gives "
+    line += f"{rate(gives)} with {_workers(chosen.workers)}, together they make {together}"
+    if gives >= KEEPS_UP * takes:
+        return f"{line}: the loader keeps up"
+    return f"{line}: input-bound{_wanted(record, takes)}"
+
+
+def _wanted(record: Record, takes: float) -> str:
+    """How many workers would do, by what one gives."""
+    one = _alone(record, 1) or _alone(record, 0)
+    if not one:
+        return ""
+    return f"; some {math.ceil(takes / one):,} workers with a core each would feed it"
+
+
+def _alone(record: Record, workers: int) -> float:
+    rates = (p.alone.samples_per_s for p in pairs(record) if p.alone and p.workers == workers)
+    return max(rates, default=0.0)
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' * (number != 1)}" if number else "no worker"
+
+
+def _loader(config: Config) -> Config:
+    return config.only(*(name for name in config if name in BY_NAME and _feeds(name)))
+
+
+def _feeds(name: str) -> bool:
+    return BY_NAME[name].stage == INPUT

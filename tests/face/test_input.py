@@ -1,0 +1,95 @@
+"""--data: the loader of a model's own data, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.face.commands import advisor
+
+MODEL = """
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 4)
+"""
+DATA = """
+import time
+import torch
+from torch.utils.data import Dataset
+
+class Slow(Dataset):
+    def __init__(self, length): self.length = length
+    def __len__(self): return self.length
+    def __getitem__(self, i): return self.read(), i % 4
+    def read(self):
+        time.sleep(0.005)
+        return torch.ones(3)
+
+def make_dataset(length=100_000): return Slow(length)
+"""
+TUNE = ("tune", "model.py", "--shape", "4x3", "--device", "cpu", "--cache", "store")
+QUICK = ("--fixed-batch", "--no-compile", "--no-verify", "--precisions", "default")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "data.py").write_text(DATA)
+    return tmp_path
+
+
+def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
+    plain = advisor(folder, *TUNE, *QUICK, "--budget", "3s")
+    assert plain.returncode == 0, plain.stderr
+    assert "The loader is not tuned: --data data.py:make_dataset" in plain.stdout
+
+    words = (*TUNE, *QUICK, "--data", "data.py", "--data-arg", "length=1000", "--budget", "24s")
+    tuned = advisor(folder, *words, "--json")
+    assert tuned.returncode == 0, tuned.stderr
+    assert "tuned without this data; goes on with its loader" in tuned.stderr
+    record = json.loads(tuned.stdout)["record"]
+    trials = record["trials"]
+    stages = {(trial["stage"], trial["origin"]) for trial in trials}
+    assert stages >= {("input", "step"), ("loader", "alone"), ("input", "race")}
+    alone = {
+        trial["config"]["num_workers"]: trial["measurement"]["samples_per_s"]
+        for trial in trials
+        if trial["stage"] == "loader"
+    }
+    # A sample takes five milliseconds, or more where the host is busy.
+    assert 0 < alone[0] < 201 and alone[1] < 210
+
+    again = advisor(folder, *words)
+    assert "Already tuned" in again.stdout
+    assert "the step can take" in again.stdout and "input-bound" in again.stdout
+    shown = advisor(folder, "show", record["id"], "--cache", "store")
+    assert "with the step" in shown.stdout and "0 loader workers" in shown.stdout
+
+    why = ("explain", record["id"], "--cache", "store", "--budget", "20s")
+    told = advisor(folder, *why, "--data", "data.py")
+    assert told.returncode == 0, told.stderr
+    assert "a sample costs" in told.stdout and "of a worker: Slow.read 9" in told.stdout
+    assert "workers with a core each would feed the step" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--data", "none.py"), 2, "data 'none.py': there is no file"),
+        (("--data", "data.py:nothing"), 2, "data 'data.py:nothing': data.py has no function or"),
+        (("--data-arg", "length=5"), 2, "data args: of which data?"),
+        (("--data", "data.py", "--data-arg", "size=2"), 1, "raised TypeError"),
+    ],
+)
+def test_refused(folder: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    done = advisor(folder, *TUNE, *QUICK, "--budget", "10s", *words)
+    assert done.returncode == code and said in done.stderr, done.stderr
+
+
+def test_of_a_run_data_is_its_own(folder: Path) -> None:
+    done = advisor(folder, "tune", "--data", "data.py", "--", "python", "train.py")
+    assert done.returncode == 2 and "--data: a run shows it itself; leave it out" in done.stderr

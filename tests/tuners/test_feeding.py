@@ -1,0 +1,179 @@
+"""How a loader is chosen for a step, on a host by formula."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement
+from advisor.tuners.knobs import COUNTS, Situation
+from advisor.tuners.search.loading import Loaders
+from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.space import Space
+
+STEP = Config(precision="bf16", batch_size=64)
+
+
+class Host:
+    """A step of `step` samples/s, and samples that cost a core `cost_s` each.
+
+    Args:
+        cores: for workers; a step on a `cpu` takes one of them.
+        start_s: of an epoch with workers.
+        pinned: what the step gains from workers that pin memory.
+        broken: workers fail.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: float = 1000.0,
+        cost_s: float = 1 / 300,
+        cores: int = 16,
+        cpu: bool = False,
+        start_s: float = 0.1,
+        pinned: float = 1.0,
+        broken: bool = False,
+        noise: float = 0.005,
+    ) -> None:
+        self.step, self.cost_s, self.cores, self.cpu = step, cost_s, cores, cpu
+        self.start_s, self.pinned, self.broken, self.noise = start_s, pinned, broken, noise
+        self.time = 0.0
+        self.draw = random.Random(0)
+        self.alone: list[int] = []
+        self.together: set[Config] = set()
+        self.released = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def _rate(self, config: Config, stage: str) -> float:
+        if "num_workers" not in config:
+            return self.step
+        workers = int(config["num_workers"] or 0)
+        if stage == "loader":
+            self.alone.append(workers)
+            return min(max(1, workers), self.cores) / self.cost_s
+        self.together.add(config)
+        step = self.step * (self.pinned if config.get("pin_memory") else 1.0)
+        if not workers:
+            return 1 / (1 / step + self.cost_s)
+        left = self.cores - 1 if self.cpu else self.cores
+        return min(step, min(workers, left) / self.cost_s)
+
+    def measure(
+        self,
+        config: Config,
+        *,
+        seconds: float,
+        stage: str = "compute",
+        keep: bool = False,
+        floor: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> Measurement:
+        self.time += seconds + 0.1
+        rate = self._rate(config, stage) * math.exp(self.draw.gauss(0, self.noise))
+        if self.broken and config.get("num_workers"):
+            return Measurement(outcome="failed", reason="in a worker: ValueError: no")
+        return Measurement(
+            outcome="ok",
+            samples_per_s=rate,
+            low=rate,
+            high=rate,
+            first_step_s=self.start_s if config.get("num_workers") else 0.0,
+            waited=max(0.0, 1 - rate / self.step) if stage == "input" else 0.0,
+        )
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def space(workers: int, device: str = "cuda") -> Space:
+    return Space.of(Situation(device=device, loaded=True, workers=workers))
+
+
+def loaders(host: Host, workers: int = 16, device: str = "cuda", budget_s: float = 75.0) -> Loaders:
+    part = Clock(budget_s, now=host.now).part()
+    return Loaders(host, space(workers, device), STEP, part)
+
+
+def test_as_few_workers_as_feed_the_step() -> None:
+    """Four of sixteen, and not all numbers of them are looked at, nor any beyond."""
+    host = Host()
+    found = loaders(host)
+    assert found.chosen(0) == Config(num_workers=4)
+    assert 0 in host.alone and 1 in host.alone and len(host.alone) <= 6
+    assert max(host.alone) <= 8 < max(COUNTS)
+    assert len({config["num_workers"] for config in host.together}) <= 5
+    assert host.released == 1 and host.time < 75
+    stages = [(trial.stage, trial.origin) for trial in found.trials]
+    assert stages[0] == ("input", "step") and ("loader", "alone") in stages
+    assert all(trial.measurement.ok for trial in found.trials) and found.said == []
+
+
+def test_a_step_that_takes_more_than_all_give_has_all_that_help() -> None:
+    assert loaders(Host(step=5500.0, cost_s=1 / 380)).chosen(0) == Config(num_workers=16)
+    assert loaders(Host(step=5500.0, cost_s=1 / 380, cores=4)).chosen(0) == Config(num_workers=4)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        Host(cost_s=1e-6),
+        Host(cores=2, cpu=True, step=100.0, cost_s=1e-5),
+    ],
+)
+def test_without_workers_where_they_gain_nothing(host: Host) -> None:
+    assert loaders(host, workers=2, device="cpu").chosen(0) == Config()
+
+
+def test_pinned_memory_only_where_it_pays() -> None:
+    assert loaders(Host(pinned=1.3)).chosen(0) == Config(num_workers=4, pin_memory=True)
+    assert loaders(Host(pinned=0.8)).chosen(0) == Config(num_workers=4)
+    assert not any("pin_memory" in c for c in _measured(Host(pinned=1.3), device="cpu"))
+
+
+def _measured(host: Host, device: str) -> set[Config]:
+    loaders(host, device=device).chosen(0)
+    return host.together
+
+
+@pytest.mark.parametrize(("samples", "kept"), [(10**6, False), (2000, True), (0, False)])
+def test_workers_stay_where_an_epoch_is_short(samples: int, kept: bool) -> None:
+    found = loaders(Host())
+    expected = Config(num_workers=4) | ({"persistent_workers": True} if kept else {})
+    assert found.chosen(samples) == expected
+    said = "an epoch's start takes 0.1 s of its 2 s: workers stay from one to the next"
+    assert found.said == ([said] if kept else [])
+
+
+def test_workers_that_fail_are_said_and_left() -> None:
+    found = loaders(Host(broken=True))
+    assert found.chosen(0) == Config()
+    assert found.said == ["1 loader worker: in a worker: ValueError: no"]
+    failed = [trial for trial in found.trials if not trial.measurement.ok]
+    assert failed and not any(
+        trial.origin == "race" and trial.config["num_workers"] for trial in failed
+    )
+
+
+def test_without_time_nothing_is_chosen_and_that_is_said() -> None:
+    found = loaders(Host(), budget_s=4.0)
+    assert found.chosen(0) == Config()
+    assert len(found.said) == 1 and "budget" in found.said[0], found.said
+
+
+def test_a_space_without_data_has_no_loader() -> None:
+    assert Space.of(Situation(device="cuda")).inputs == {}
+    assert space(0).inputs == {"num_workers": (0,)}
+    found = space(5)
+    assert found.inputs == {
+        "num_workers": (0, 1, 2, 3, 4, 5),
+        "prefetch_factor": (2, 4, 8),
+        "persistent_workers": (False, True),
+        "pin_memory": (False, True),
+    }
+    assert set(found.choices) == set(Space.of(Situation(device="cuda")).choices)

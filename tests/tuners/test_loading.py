@@ -1,0 +1,451 @@
+"""The loader of a workload's own data: what is refused of it, what it gives, and what it leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from advisor.cache.config import Config
+from advisor.cache.task import Task
+from advisor.errors import TargetError, TargetFailed, WorkerError
+from advisor.tuners import host
+from advisor.tuners.measure.loading import timed
+from advisor.tuners.measure.loading.costs import costs
+from advisor.tuners.measure.loading.data import load
+from advisor.tuners.measure.loading.described import described
+from advisor.tuners.measure.loading.faults import told
+from advisor.tuners.measure.timing import CpuClock
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import DataFacts, Job
+from advisor.tuning import fed_by
+
+HEAD = """
+import os, pickle, sqlite3, time
+import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import get_worker_info
+
+class Samples(Dataset):
+    def __init__(self, n=64, **_): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i): return torch.ones(3), i % 4
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter([(torch.ones(3), 0)] * 32)
+"""
+MODEL = "from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n"
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path) -> Iterator[None]:
+    """A data.py of one test is none of the next."""
+    yield
+    sys.modules.pop("data", None)
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+
+
+def task(folder: Path, source: str, **given: Any) -> Task:
+    (folder / "data.py").write_text(HEAD + textwrap.dedent(source))
+    (folder / "model.py").write_text(MODEL)
+    how = {"shape": "8x3", "data": str(folder / "data.py"), "device": "cpu"}
+    return Task.of(str(folder / "model.py"), how | given)
+
+
+def facts(folder: Path, source: str, **given: Any) -> DataFacts:
+    return described(task(folder, source, **given), made_batches=False)[1]
+
+
+def test_what_is_known_of_data(tmp_path: Path) -> None:
+    found = facts(tmp_path, "make_dataset = Samples", data_args={"n": 100})
+    batch_bytes = 8 * 3 * 4 + 8 * 8
+    assert found == DataFacts(
+        name="data.py",
+        samples=100,
+        batch_bytes=batch_bytes,
+        tensors=2,
+        shared_out=True,
+        held_open=(),
+    )
+
+
+def test_data_in_the_targets_own_file_and_by_other_names(tmp_path: Path) -> None:
+    found = facts(tmp_path, "", data=str(tmp_path / "data.py") + ":Samples")
+    assert (found.name, found.samples) == ("data.py:Samples", 64)
+
+
+def test_a_collate_function_and_a_sampler(tmp_path: Path) -> None:
+    made = task(
+        tmp_path,
+        """
+        make_dataset = Samples
+        def make_collate(dataset):
+            return lambda samples: (torch.zeros(len(samples), 3), torch.tensor(len(dataset)))
+        def make_sampler(dataset):
+            return BatchSampler(SequentialSampler(dataset), 8, False)
+        """,
+    )
+    data = load(made)
+    first = next(iter(data.loader(batch_size=8, num_workers=0)))
+    assert first[0].shape == (8, 3) and int(first[1]) == 64
+    assert described(made, made_batches=False)[1].tensors == 2
+
+
+def test_torchvisions_have_the_usual_transforms(tmp_path: Path) -> None:
+    made = task(
+        tmp_path, "", data="torchvision:FakeData", data_args={"size": 20}, shape="4x3x16x16"
+    )
+    data, found, (images, labels) = described(made, made_batches=False)
+    assert (found.samples, images.shape, images.dtype) == (20, (4, 3, 16, 16), torch.float32)
+    assert labels.shape == (4,) and data.spec.name == "torchvision:FakeData"
+
+
+UNEQUAL = """
+class Unequal(Samples):
+    def __getitem__(self, i): return torch.ones(3 + i), 0
+make_dataset = Unequal
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
+        ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
+        ("def make_dataset(): raise OSError('no disk')", TargetFailed, r"OSError: no disk \(line"),
+        (UNEQUAL, TargetFailed, r"not alike, .*stack expects each .*; define make_collate"),
+        ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
+        (
+            "class Ends(Stream):\n    def __iter__(self): return iter([])\nmake_dataset = Ends",
+            TargetError,
+            "it ends before, and a batch of --shape has 8",
+        ),
+        (
+            "class Bad(Samples):\n    def __getitem__(self, i): raise KeyError('gone')\n"
+            "make_dataset = Bad",
+            TargetFailed,
+            r"loading a batch raised KeyError: 'gone' \(line 1\d\)",
+        ),
+        (
+            "class Big(Samples):\n    def __getitem__(self, i): return torch.ones(5), 0\n"
+            "make_dataset = Big",
+            TargetError,
+            "gives batches of 8x5 float32, and --shape says 8x3 float32; where lengths vary",
+        ),
+        (
+            "class One(Samples):\n    def __getitem__(self, i): return torch.ones(3)\n"
+            "make_dataset = One",
+            TargetError,
+            r"a batch must be \(inputs, target\), and it gives Tensor; define make_collate",
+        ),
+    ],
+)
+def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=r"^data 'data\.py[^']*': .*" + said):
+        facts(tmp_path, source)
+
+
+SHARED_OUT = """
+class Shared(Stream):
+    def __iter__(self):
+        worker = get_worker_info()
+        items = range(32) if worker is None else range(worker.id, 32, worker.num_workers)
+        return ((torch.ones(3), i) for i in items)
+    {length}
+make_dataset = Shared
+"""
+
+
+@pytest.mark.parametrize("length", ["", "def __len__(self): return 32"])
+def test_a_stream_is_known_to_be_shared_out(tmp_path: Path, length: str) -> None:
+    found = facts(tmp_path, SHARED_OUT.format(length=length))
+    assert (found.shared_out, found.samples) == (True, 32 if length else 0)
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_a_stream_that_each_worker_would_read_whole_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    found = facts(tmp_path, "make_dataset = Stream")
+    workers, said = fed_by(found)
+    assert workers == 1 and "get_worker_info()" in said[0]
+
+
+def test_a_database_that_the_dataset_opens_itself_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    found = facts(
+        tmp_path,
+        """
+        class Opened(Samples):
+            def __init__(self, file):
+                super().__init__()
+                self.base = sqlite3.connect(file)
+                self.base.execute("create table if not exists t (x)")
+                self.base.commit()
+        make_dataset = Opened
+        """,
+        data_args={"file": str(tmp_path / "samples.db")},
+    )
+    workers, said = fed_by(found)
+    assert workers == 0
+    assert f"it holds {tmp_path / 'samples.db'} open" in said[0] and "__getitem__" in said[0]
+
+
+def test_a_small_shared_memory_leaves_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 16)
+    monkeypatch.setattr(host, "shared_free_bytes", lambda: 64 * 2**20)
+    found = DataFacts(
+        name="d", samples=0, batch_bytes=9 * 2**20, tensors=2, shared_out=True, held_open=()
+    )
+    workers, said = fed_by(found)
+    assert workers == 2
+    assert said[0].startswith("data 'd': 2 workers at most: 7 batches of 9 MiB do not fit into")
+
+
+class Slow(Dataset[Any]):
+    """Each sample takes a while of nobody's core."""
+
+    def __init__(self, length: int = 10_000, takes_s: float = 0.002) -> None:
+        self.length, self.takes_s = length, takes_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.takes_s)
+        return torch.ones(3), index
+
+
+class Sleepy:
+    """A step that takes a while, and a batch before it."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s = takes_s
+
+    def feed(self, batches: Iterator[Any]) -> None:
+        self.batches = batches
+
+    def step(self) -> None:
+        next(self.batches)
+        time.sleep(self.takes_s)
+
+
+def loader(data: Dataset[Any], **given: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=4, drop_last=True, **given)
+
+
+def test_a_loader_alone_gives_what_its_samples_cost() -> None:
+    plain = timed.alone(loader(Slow()), 4, 0.3)
+    two = timed.alone(loader(Slow(), num_workers=2), 4, 0.3)
+    # A sleep may take longer on a busy host, and never less.
+    assert 100 < plain.samples_per_s < 500 < 1000 * 1.02
+    assert plain.samples_per_s < two.samples_per_s < 1.05 * 1000
+    assert two.peak_bytes > 2**20 and plain.peak_bytes == 0
+    assert two.first_step_s > 0 and multiprocessing.active_children() == []
+
+
+def test_what_lay_ready_is_no_speed() -> None:
+    """Workers have eight batches ready before a step of this length takes the second."""
+    fed = timed.fed(Sleepy(0.001), loader(Slow(), num_workers=2), 4, 0.3, CpuClock())
+    assert fed.samples_per_s < 1.05 * 1000
+    assert fed.waited > 0.2
+    slow = timed.fed(Sleepy(0.03), loader(Slow(), num_workers=2), 4, 0.3, CpuClock())
+    assert slow.samples_per_s < 4 / 0.03 and slow.waited < fed.waited
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_two_batches_is_measured_with_its_start(workers: int) -> None:
+    """Its workers start for every one of them, which is what it costs."""
+    tiny = Slow(length=8)
+    alone = timed.alone(loader(tiny, num_workers=workers), 4, 0.2)
+    fed = timed.fed(Sleepy(0.0), loader(tiny, num_workers=workers), 4, 0.2, CpuClock())
+    assert alone.ok and fed.ok and min(alone.samples_per_s, fed.samples_per_s) > 1
+    assert multiprocessing.active_children() == []
+
+
+def test_what_a_worker_raises_is_told_as_a_line() -> None:
+    class Raises(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if index > 20:
+                raise ValueError(f"no image {index}")
+            return super().__getitem__(index)
+
+    with pytest.raises(ValueError) as raised:
+        timed.alone(loader(Raises(), num_workers=2), 4, 0.2)
+    said = told(raised.value)
+    assert said.startswith("in a worker: ValueError: no image 2")
+    assert said.endswith(")") and "test_loading.py, line" in said and len(said) < 120
+    assert multiprocessing.active_children() == []
+
+
+def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
+    class Raises(Slow):
+        def __getitem__(self, index: int) -> Any:
+            raise OSError("no such image")
+
+    with pytest.raises(OSError) as raised:
+        timed.alone(loader(Raises()), 4, 0.2)
+    said = told(raised.value)
+    assert said.startswith("OSError: no such image (test_loading.py, line ")
+
+
+def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
+    class Dies(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if index > 20:
+                os.kill(os.getpid(), signal.SIGBUS)
+            return super().__getitem__(index)
+
+    with pytest.raises(RuntimeError) as raised:
+        timed.alone(loader(Dies(), num_workers=1), 4, 0.2)
+    assert told(raised.value) == (
+        "a worker was killed by signal: Bus error, as where /dev/shm is full"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
+    class Local(Slow):
+        pass
+
+    spawned = loader(Local(), num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        timed.alone(spawned, 4, 0.2)
+    assert "the dataset cannot be pickled" in told(raised.value)
+    assert 'multiprocessing_context="fork"' in told(raised.value)
+    assert timed.alone(loader(Local(), num_workers=1), 4, 0.1).ok  # forked ones pickle nothing
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    """Over data whose workers sleep for good once a file is there."""
+    stuck = tmp_path / "stuck"
+    made = task(
+        tmp_path,
+        f"""
+        class Stuck(Samples):
+            def __getitem__(self, i):
+                time.sleep(1000 if os.path.exists({str(stuck)!r}) else 0.001)
+                return super().__getitem__(i)
+        make_dataset = lambda: Stuck(100_000)
+        """,
+    )
+    with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as found:
+        found.describe()
+        yield found
+
+
+STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
+
+
+def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
+    worker: Worker, tmp_path: Path
+) -> None:
+    assert worker.describe_data().samples == 100_000
+    two = STEP | {"num_workers": 2, "prefetch_factor": 2}
+    step = worker.measure(STEP, seconds=0.1, stage="input", keep=True)
+    alone = worker.measure(two, seconds=0.2, stage="loader", keep=True)
+    both = worker.measure(two, seconds=0.2, stage="input", keep=True)
+    assert step.ok and alone.ok and both.ok, (step, alone, both)
+    assert step.samples_per_s > both.samples_per_s and both.waited > 0
+
+    # One that hangs costs its trial, and no process is left of it.
+    assert worker._process is not None
+    (tmp_path / "stuck").touch()
+    guard = worker._process.pid
+    began = time.monotonic()
+    hung = worker.measure(two, seconds=0.2, stage="loader", keep=True, deadline_s=2.0)
+    assert hung.outcome == "timed_out" and time.monotonic() - began < 25
+    with pytest.raises(ProcessLookupError):
+        os.kill(guard, 0)
+
+
+def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, tmp_path: Path) -> None:
+    """kill -9 of the process that has them."""
+    worker.describe_data()
+    (tmp_path / "stuck").touch()
+    assert worker._process is not None
+    guard = worker._process.pid
+    seen: list[int] = []
+
+    def kill() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            family = host.family(guard)
+            if len(family) >= 4:  # the guard, the worker, and two of its own
+                seen.extend(family)
+                os.kill(family[1], signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    two = STEP | {"num_workers": 2, "prefetch_factor": 2}
+    measured = worker.measure(two, seconds=0.2, stage="loader", deadline_s=30.0)
+    killer.join()
+    assert measured.outcome in ("crashed", "out_of_memory") and len(seen) >= 4
+    assert not any(Path(f"/proc/{one}").exists() for one in seen)
+
+
+def test_data_that_cannot_be_loaded_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    made = task(tmp_path, UNEQUAL)
+    with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
+        worker.describe()
+        with pytest.raises(TargetFailed, match="define make_collate"):
+            worker.describe_data()
+    gone = task(tmp_path, "def make_dataset(): os._exit(3)")
+    died = pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died")
+    with Worker(Job(task=gone, device="cpu", seed=0), deadline_s=30.0) as worker, died:
+        worker.describe_data()
+
+
+def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
+    """Sleeps, which a busy host makes longer alike: six parts, three parts, one for the batch."""
+    made = task(
+        tmp_path,
+        """
+        class Compose:
+            def __init__(self, *parts): self.parts = parts
+            def __call__(self, x):
+                for part in self.parts: x = part(x)
+                return x
+        class Resize:
+            def __call__(self, x): time.sleep(0.015); return x
+        class Costly(Samples):
+            transform = Compose(Resize())
+            def __getitem__(self, i): return self.transform(self.decode(i)), 0
+            def decode(self, i): time.sleep(0.03); return torch.ones(3)
+        def make_dataset(): return Costly(1000)
+        def make_collate(dataset):
+            def collate(samples):
+                time.sleep(0.04)
+                return torch.stack([x for x, _ in samples]), torch.zeros(len(samples))
+            return collate
+        """,
+        shape="8x3",
+    )
+    found = costs(load(made), 8, 2.5)
+    whole = sum(found.values())
+    assert list(found)[:3] == ["Costly.decode", "Resize", "collate"]
+    expected = {"Costly.decode": 0.6, "Resize": 0.3, "collate": 0.1}
+    for part, share in expected.items():
+        assert found[part] / whole == pytest.approx(share, abs=0.1), found
+    assert whole > 0.9 * 0.05
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,1 @@
+"""The loader of a workload's own data: by itself, and with the step that it feeds."""

@@ -1,0 +1,59 @@
+"""What a loader raises, as a line: what the user's code raised in a worker, and where."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import re
+import traceback
+
+CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
+_KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: ([\w ]+)")
+_LIBRARY = ("site-packages", "dist-packages", "tuners/measure/")
+"""Of no interest to who wrote the dataset."""
+MOST = 300
+"""Characters."""
+
+
+def told(exc: BaseException) -> str:
+    """One line: 'in a worker: ValueError: no such image (data.py, line 12)'."""
+    lines = [line for line in str(exc).splitlines() if line.strip()]
+    first = lines[0].strip() if lines else ""
+    if CAUGHT.search(first):
+        said = f"in a worker: {lines[-1].strip()}{_where(lines)}"
+    elif killed := _KILLED.search(_chain(exc)):
+        said = f"a worker was killed by signal: {killed[1].strip()}"
+        if "Bus error" in killed[1]:
+            said += ", as where /dev/shm is full"
+    elif _of_pickling(exc):
+        how = multiprocessing.get_start_method()
+        said = (
+            f"workers are started by {how!r} here, and the dataset cannot be pickled for them "
+            f'({first}); DataLoader(multiprocessing_context="fork") needs no pickling'
+        )
+    else:
+        said = f"{type(exc).__name__}: {first}{_where(traceback.format_tb(exc.__traceback__))}"
+    return said[:MOST]
+
+
+def _chain(exc: BaseException) -> str:
+    """What it and those that led to it say: of a killed worker the last one knows no signal."""
+    said = []
+    one: BaseException | None = exc
+    while one is not None:
+        said.append(str(one))
+        one = one.__cause__ or one.__context__
+    return "\n".join(said)
+
+
+def _where(lines: list[str]) -> str:
+    """The innermost line of the user's own code in a printed traceback."""
+    frames = [found for line in lines if (found := _FRAME.match(line))]
+    own = [one for one in frames if not any(name in (one["file"] or "") for name in _LIBRARY)]
+    return f" ({own[-1]['name']}, line {own[-1]['line']})" if own else ""
+
+
+def _of_pickling(exc: BaseException) -> bool:
+    said = isinstance(exc, AttributeError | TypeError) and "pickle" in str(exc)
+    return said or isinstance(exc, pickle.PicklingError)

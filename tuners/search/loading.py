@@ -1,0 +1,280 @@
+"""The loader of a workload's own data: as few workers as feed the chosen step as well as any.
+
+What a pair of loader and step gives is at most what either gives by itself, and the loader by
+itself is measured in a second: so it is, for few numbers of workers, until it outruns the step or
+gains no more. Only those near that knee are measured with the step, which shares the host with
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from advisor.cache.config import Config, Value
+from advisor.cache.record import Measurement, Trial
+from advisor.tuners import knobs
+from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
+from advisor.tuners.measure.runner import Runner
+from advisor.tuners.search.plan import Part
+from advisor.tuners.search.race import paired, race
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
+
+ALONE_S = 0.7
+"""Timed seconds of a loader by itself, and of the step."""
+ENOUGH = 1.25
+"""Times the step's speed from which on more workers are not looked at."""
+UNLIKELY = 0.6
+"""Of the step's speed: workers who can only give less, by what one gives, are passed over."""
+GAIN = 1.05
+"""More workers that give less than so many times as much are of no use, twice in a row."""
+NEAR = 0.97
+"""Of the best that can be, what is as good."""
+CLOSE = 0.8
+"""Of that, what may yet be."""
+MOST_PAIRS = 5
+PAIRS = 0.7
+"""Of the time after that: how many workers; what is left goes to how they work."""
+WAITS = 0.03
+"""Share of its time that a step waits from which it is worth a try to have more batches ready."""
+EPOCH = 0.01
+"""Of an epoch, what its start takes where workers had better stay."""
+
+
+class Loaders:
+    """What may be chosen of a loader, tried with a config's step.
+
+    Attributes:
+        trials: of it: the step alone, loaders alone, both together. Their numbers are the caller's.
+        said: what a person should know.
+    """
+
+    def __init__(self, runner: Runner, space: Space, config: Config, part: Part) -> None:
+        self._runner, self._space, self._config, self._part = runner, space, config, part
+        self.trials: list[Trial] = []
+        self.said: list[str] = []
+        self._alone: dict[int, Measurement] = {}
+        self._failing = math.inf
+
+    def chosen(self, samples: int) -> Config:
+        """What differs from a DataLoader's own; nothing where that is as good, or time ran out.
+
+        Args:
+            samples: of an epoch; 0 where that is not known.
+        """
+        found = self._chosen(samples)
+        self._runner.release()
+        return found
+
+    def _chosen(self, samples: int) -> Config:
+        step = self._measured(self._config, INPUT, "step")
+        if step is None:
+            return Config()
+        self._look(step.samples_per_s)
+        near = self._near(step.samples_per_s)
+        if not near:
+            return Config()
+        rates = self._raced([self._with(workers) for workers in near], PAIRS)
+        best = self._fewest(rates)
+        if best is None:
+            self.said.append(
+                "the loader is not tuned: the budget left no time to measure it with the step"
+            )
+            return Config()
+        if best[WORKERS]:
+            best = self._refined(best, samples)
+        own = self._space.default_input
+        return Config({name: best[name] for name in own if name in best}).changed(own)
+
+    def _look(self, step: float) -> None:
+        """Loaders by themselves, few workers first, until they outrun the step by far."""
+        counts, useless, best = self._counts, 0, 0.0
+        for workers in counts:
+            one = self._alone.get(1)
+            if one and workers < counts[-1] and workers * one.samples_per_s < UNLIKELY * step:
+                continue
+            measured = self._measured(self._with(workers), LOADER, "alone")
+            if measured is None:
+                self._failing = workers
+                return
+            self._alone[workers] = measured
+            rate = measured.samples_per_s
+            useless = useless + 1 if workers > 1 and rate < GAIN * best else 0
+            best = max(best, rate)
+            if (workers and rate >= ENOUGH * step) or useless == 2:
+                return
+
+    def _near(self, step: float) -> list[int]:
+        """Numbers of workers that may feed it best, and none at all, as torch's own loader has."""
+        rates = {workers: seen.samples_per_s for workers, seen in self._alone.items()}
+        if not rates:
+            return []
+        wanted = NEAR * min(step, max(rates.values()))
+        knee = min(workers for workers, rate in rates.items() if rate >= wanted)
+        # Those passed over may do: what one gives, several do, as far as there are cores.
+        likely = min((n for n in self._counts if n * rates.get(1, 0.0) >= wanted), default=knee)
+        least = min(knee, likely)
+        # Beside the step each gives less than alone: rather more than fewer.
+        near = [knee, least, *self._beside(least, 1), *self._beside(knee, 1)]
+        # Pairs give no more than the loader alone, but for its own noise.
+        near += (n for n in self._beside(least, -1) if rates.get(n, wanted) >= CLOSE * wanted)
+        return sorted({0, *list(dict.fromkeys(near))[: MOST_PAIRS - 1]})
+
+    def _beside(self, workers: int, by: int) -> list[int]:
+        """The next number of workers, up or down; none at the end."""
+        at = self._counts.index(workers) + by
+        return self._counts[at : at + 1] if at >= 0 else []
+
+    def _fewest(self, rates: Rates) -> Config | None:
+        """Of those that are level with the fastest, the one with fewest workers."""
+        if not rates:
+            return None
+        best = max(rates, key=lambda config: statistics.median(rates[config]))
+        plain = self._with(0)
+        if plain in rates and best != plain:
+            ratio = paired(rates[best], rates[plain])
+            if not faster(ratio):
+                if ratio.mean >= CLEARLY:
+                    self.said.append(
+                        f"{best[WORKERS]} loader workers may be faster than none, which could not "
+                        "be told: give a larger --budget, or a quieter machine"
+                    )
+                return plain
+        tied = [c for c in rates if c == best or level(paired(rates[c], rates[best]))]
+        return min(tied, key=lambda config: _number(config[WORKERS]))
+
+    def _refined(self, best: Config, samples: int) -> Config:
+        """How the workers work: each knob of that, as far as it gains."""
+        start_s, waits = self._start_s(best), self._waits(best)
+        for name, (_own, *others) in self._space.inputs.items():
+            knob = BY_NAME[name]
+            if name == WORKERS:
+                continue
+            if knob.per_epoch:
+                rate = self._rate(best)
+                if samples and rate and start_s >= EPOCH * samples / rate:
+                    best = best.replace(**{name: others[-1]})
+                    epoch_s = samples / rate
+                    self.said.append(
+                        f"an epoch's start takes {start_s:.2g} s of its {epoch_s:.2g} s: workers "
+                        "stay from one to the next"
+                    )
+            elif knob.non_blocking is not None or waits >= WAITS:
+                best = self._improved(best, name, others)
+        return best
+
+    def _improved(self, best: Config, name: str, others: Sequence[Value]) -> Config:
+        configs = [best, *(best.replace(**{name: value}) for value in others)]
+        rates = self._raced(configs, 1 / 2)
+        held = rates.get(best)
+        if not held:
+            return best
+        better = [c for c in rates if c != best and faster(paired(rates[c], held))]
+        return max(better, key=lambda c: paired(rates[c], held).mean, default=best)
+
+    @property
+    def _counts(self) -> list[int]:
+        counts = map(_number, self._space.inputs[WORKERS])
+        return [workers for workers in counts if workers < self._failing]
+
+    def _with(self, workers: int) -> Config:
+        """The step with a loader of so many workers, as they work by themselves."""
+        own = self._space.default_input
+        idle = [name for name in own if name != WORKERS and not workers]
+        return Config(self._config | own.replace(**{WORKERS: workers}).without(*idle))
+
+    def _rate(self, config: Config) -> float:
+        seen = [t.measurement for t in self.trials if t.stage == INPUT and t.config == config]
+        return max((one.samples_per_s for one in seen), default=0.0)
+
+    def _waits(self, config: Config) -> float:
+        seen = (t.measurement for t in self.trials if t.stage == INPUT and t.config == config)
+        return max((one.waited for one in seen), default=0.0)
+
+    def _start_s(self, config: Config) -> float:
+        known = self._alone.get(_number(config[WORKERS]))
+        return known.first_step_s if known else 0.0
+
+    def _raced(self, configs: Sequence[Config], share: float) -> Rates:
+        seen = _Noted(self._runner)
+        part = self._part.share(share)
+        rates = race(seen, configs, part, stage=INPUT)
+        self.trials += (
+            _trial(config, seen.whole(config, turns), INPUT, "race", seen.seconds.get(config, 0.0))
+            for config, turns in rates.items()
+        )
+        for config in configs:
+            if config not in rates and (failed := seen.failed.get(config)):
+                self._fail(config, failed, INPUT)
+        return rates
+
+    def _measured(self, config: Config, stage: str, origin: str) -> Measurement | None:
+        """None where it failed, which is said."""
+        if self._part.left_s <= 0:
+            return None
+        began = self._part.clock.now()
+        measured = self._runner.measure(
+            config,
+            seconds=ALONE_S,
+            stage=stage,
+            keep=True,  # what was compiled for the step
+            deadline_s=self._part.deadline_s,
+        )
+        if not measured.ok:
+            self._fail(config, measured, stage)
+            return None
+        self.trials.append(_trial(config, measured, stage, origin, self._part.clock.now() - began))
+        return measured
+
+    def _fail(self, config: Config, measured: Measurement, stage: str) -> None:
+        self.trials.append(_trial(config, measured, stage, "failed", 0.0))
+        what = knobs.described(config.only(WORKERS), Config({WORKERS: 0}), nothing="the loader")
+        self.said.append(f"{what}: {measured.reason}")
+
+
+class _Noted:
+    """A Runner that notes what else it is told of each config than its speed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.failed: dict[Config, Measurement] = {}
+        self.seconds: dict[Config, float] = {}
+        self._waited: dict[Config, list[float]] = {}
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        """As `Runner.measure`."""
+        measured: Measurement = self._runner.measure(config, **how)  # type: ignore[arg-type]
+        if measured.ok:
+            self._waited.setdefault(config, []).append(measured.waited)
+        else:
+            self.failed[config] = measured
+        return measured
+
+    def release(self) -> None:
+        """As `Runner.release`: not before the last race."""
+
+    def whole(self, config: Config, turns: Sequence[float]) -> Measurement:
+        """What a race's turns come to."""
+        middle = statistics.median_low(turns)
+        return Measurement(
+            outcome="ok",
+            samples_per_s=middle,
+            low=min(turns),
+            high=max(turns),
+            step_s=config.batch / middle,
+            blocks=tuple(config.batch / turn for turn in turns),
+            waited=statistics.median(self._waited[config]),
+        )
+
+
+def _trial(config: Config, measured: Measurement, stage: str, origin: str, seconds: float) -> Trial:
+    return Trial(
+        number=0, config=config, measurement=measured, stage=stage, origin=origin, seconds=seconds
+    )
+
+
+def _number(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
