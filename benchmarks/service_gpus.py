@@ -62,6 +62,12 @@ def found(record: Any) -> dict[str, Any]:
         "interval": [round(winner.speedup_low, 3), round(winner.speedup_high, 3)],
         "samples_per_s": round(winner.samples_per_s, 1),
         "trials": len(record.trials),
+        "verified": [t.measurement.reason for t in record.trials if t.stage == "numerics"],
+        "uses": {
+            one.use: [round(one.choice.speedup, 3), dict(one.choice.config)]
+            for one in record.winners
+            if not one.free
+        },
     }
 
 
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--budget", default="150s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--alone", action="store_true", help="nothing by hand")
     parser.add_argument("targets", nargs="+", metavar="TARGET SHAPE")
     args = parser.parse_args()
     pairs = list(zip(args.targets[::2], args.targets[1::2], strict=True))
@@ -97,7 +104,10 @@ def main() -> None:
                 target, _shape(shape), device=device, budget=args.budget, cache=cache
             ).record
 
-        hands = list(pool.map(by_hand, range(len(pairs)))) if not where else [by_hand(0)]
+        if args.alone:
+            hands = []
+        else:
+            hands = list(pool.map(by_hand, range(len(pairs)))) if not where else [by_hand(0)]
     with args.results.open("a") as file:
         for number, (job, advice) in enumerate(zip(jobs, there, strict=True)):
             row = {
