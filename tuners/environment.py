@@ -154,6 +154,25 @@ def device_uuid(device: str) -> str:
         return ""
 
 
+def is_exclusive(device: str) -> bool:
+    """Whether a GPU's compute mode lets one process alone use it; False where that is not known.
+
+    Raises:
+        UsageError: the device is malformed.
+    """
+    index, nvml = cuda_index(device), _nvml()
+    if nvml is None:
+        return False
+    try:
+        gpus = _visible(nvml)
+        if index >= len(gpus) or gpus[index].is_slice:
+            return False
+        mode = nvml.nvmlDeviceGetComputeMode(gpus[index].handle)
+        return bool(mode != nvml.NVML_COMPUTEMODE_DEFAULT)
+    except nvml.NVMLError:
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU that this process could use.

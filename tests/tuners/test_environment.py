@@ -13,7 +13,7 @@ import torch
 
 from advisor.errors import AdvisorError, UsageError
 from advisor.tuners import environment
-from advisor.tuners.environment import default_device, detect, device_uuid
+from advisor.tuners.environment import default_device, detect, device_uuid, is_exclusive
 
 
 class NVMLError(Exception):
@@ -30,6 +30,7 @@ class FakeNvml:
 
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
+    NVML_COMPUTEMODE_DEFAULT = 0
 
     def __init__(self, *cards: dict[str, Any], fails: tuple[str, ...] = ()) -> None:
         self.cards = cards
@@ -82,6 +83,9 @@ class FakeNvml:
 
     def nvmlDeviceGetAttributes(self, part: dict[str, Any]) -> SimpleNamespace:
         return SimpleNamespace(multiprocessorCount=part["multiprocessors"])
+
+    def nvmlDeviceGetComputeMode(self, card: dict[str, Any]) -> int:
+        return int(card.get("mode", 0))
 
     def nvmlDeviceGetMemoryInfo(self, card: dict[str, Any]) -> SimpleNamespace:
         return SimpleNamespace(total=card["memory"])
@@ -233,6 +237,14 @@ def test_visible_devices_are_read_as_cuda_reads_them(
     machine(FakeNvml(*(h200(f"GPU-{u}") for u in ("aaaa-0", "aabb-1", "cccc-2"))), visible)
     assert [device_uuid(f"cuda:{n}") for n in range(len(uuids) + 1)] == [*uuids, ""]
     assert default_device() == ("cuda:0" if uuids else "cpu")
+
+
+@pytest.mark.parametrize(("mode", "alone"), [(0, False), (2, True), (3, True)])
+def test_a_gpu_that_one_process_alone_may_use(machine: Machine, mode: int, alone: bool) -> None:
+    machine(FakeNvml(h200(mode=mode)))
+    assert is_exclusive("cuda:0") is alone and not is_exclusive("cuda:1")
+    machine(FakeNvml(h200(mode=mode), fails=("nvmlDeviceGetComputeMode",)))
+    assert not is_exclusive("cuda:0")
 
 
 @pytest.mark.parametrize("visible", [None, "0", "1", "GPU-b", "MIG-2", "MIG-2,MIG-3"])

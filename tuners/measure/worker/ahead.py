@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.tuners import host
+from advisor.tuners.environment import is_exclusive
 from advisor.tuners.measure.runner import Builder, Built
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
@@ -47,6 +48,8 @@ class Ahead:
             return 1
         if self._job.device.startswith("cpu"):
             return max(1, min(most, host.free_bytes() // (HOST_BYTES + peak_bytes)))
+        if is_exclusive(self._job.device):
+            return 1
         most = min(most, host.free_bytes() // HOST_BYTES)
         free = min(self._worker.free_bytes(), self._job.task.max_memory or math.inf)
         return max(1, min(most, int(free // (CONTEXT_BYTES + peak_bytes))))
