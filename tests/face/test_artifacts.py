@@ -23,6 +23,7 @@ from advisor.cache.stores import Shelf
 from advisor.errors import StoreError
 from advisor.opening import open_records
 from advisor.tuners.act import artifacts as acting
+from advisor.tuners.act import following
 from advisor.tuners.act.artifacts import Fetch, before_first_call, saved
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.measure.first_step import Compiled, empty_caches
@@ -76,6 +77,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model.py").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
+    following._last.clear()  # nothing of it is to be told at the end
     advisor.release()
 
 
