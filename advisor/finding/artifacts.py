@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from advisor.cache.artifacts import Found, Purpose
+from advisor.cache.records import be_patient
 from advisor.opening import Cache, open_records
 from advisor.tuners.act.served import EXACT, STALE
 from advisor.tuners.knobs import compiles
+
+PATIENCE_S = 2.0
+"""What a remote store may take to say anything: one that is down is not waited for longer."""
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
@@ -29,7 +33,9 @@ def artifacts_of(advice: Advice, cache: Cache) -> Fetch | None:
     purpose = Purpose.of(record, advice.config, detect(str(advice.device)), tools())
 
     def find() -> Found | None:
-        # Opened anew: a lookup is over within milliseconds, and this may take its time.
-        return open_records(cache, fallback=True).artifacts.find(purpose)
+        # Opened anew: a lookup is over within milliseconds, and this may take longer.
+        records = open_records(cache, patient=False, fallback=True)
+        be_patient(records.stores, PATIENCE_S)
+        return records.artifacts.find(purpose)
 
     return Fetch(find)

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from advisor.cache.artifacts import Purpose, Tools
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cli import cli
 from advisor.errors import UsageError
 from advisor.opening import open_records
-from tests.cache.examples import KEY, changed, record
+from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 
 GOOD, INFER = record(), record(key=changed(KEY, "mode", "infer"))
 SMALL = record(key=changed(KEY, "shapes", ((8, 3, 256, 256),)))
@@ -83,6 +84,38 @@ def test_gc_says_first_and_takes_exactly_that(url: str, tmp_path: Path) -> None:
     assert len(store.keys()) == 3
     assert run("gc", "--cache", url) == "nothing to remove\n"
     assert newer in there(url)
+
+
+def test_artifacts_are_shown_carried_tidied_and_forgotten(url: str, tmp_path: Path) -> None:
+    keep(url, GOOD, SMALL)
+    records = open_records(url)
+    (store,) = records.stores
+    tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
+    fits = Purpose.of(GOOD, GOOD.winner("loop").config, ENVIRONMENT, tools)
+    for purpose in (fits, replace(fits, config="ab" * 6)):
+        records.artifacts.keep(b"code", purpose, store)
+    assert store.shelf is not None
+    size = store.shelf.sizes()
+    said = json.loads(run("show", GOOD.id, "--cache", url, "--json"))["artifacts"]
+    assert sorted(one["uses"] for one in said)[0] == [] and "loop" in str(said)
+    assert "for nothing that is advised, in dir:" in run("show", GOOD.id, "--cache", url)
+    two = sum(size.values())
+    assert run("gc", "--cache", url).splitlines() == [
+        f"artifacts  2, {two} B  ({url})",
+        f"would go  {GOOD.id}  superseded: {two // 2} B of artifacts: their config is advised no "
+        f"more  ({url})",
+        "nothing was removed; to remove, add --yes",
+    ]
+    gone = json.loads(run("gc", "--cache", url, "--yes", "--json"))
+    assert gone["artifacts"] == [{"store": url, "number": 2, "bytes": two}] and not gone["stuck"]
+    (name,) = store.shelf.sizes()
+    assert name.startswith(fits.label) and gone["records"][0]["name"] in size
+    said_of = run("sync", url, f"dir:{tmp_path}/other")
+    assert f"added    {GOOD.id}  {two // 2} B of artifacts" in said_of
+    run("forget", SMALL.id, "--cache", url)
+    assert [*store.shelf.sizes()] == [name]
+    run("forget", GOOD.id, "--cache", url)
+    assert store.shelf.sizes() == {}
 
 
 def test_gc_takes_what_the_same_gpu_has_outlived(url: str) -> None:

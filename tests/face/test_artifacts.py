@@ -23,7 +23,8 @@ from advisor.cache.stores import Shelf
 from advisor.errors import StoreError
 from advisor.opening import open_records
 from advisor.tuners.act import artifacts as acting
-from advisor.tuners.act.artifacts import Fetch, before_first_call, saved
+from advisor.tuners.act import following
+from advisor.tuners.act.artifacts import Fetch, before_first_call, have_stable_keys, saved
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.measure.first_step import Compiled, empty_caches
 from advisor.tuners.measure.worker.parent import Worker
@@ -76,6 +77,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model.py").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
+    following._last.clear()  # nothing of it is to be told at the end
     advisor.release()
 
 
@@ -209,3 +211,23 @@ def test_it_is_loaded_right_before_the_first_call() -> None:
     model(torch.ones(1))
     model(torch.ones(1))
     assert order == ["load", "call", "call"]
+
+
+def test_keys_do_not_tell_what_was_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import FxGraphCachePickler
+
+    graph = torch.fx.symbolic_trace(nn.Identity())
+
+    def key() -> bytes:
+        return FxGraphCachePickler(graph).dumps([torch.channels_last, torch.float32])
+
+    own = key()
+    monkeypatch.setattr(sys, "torch", torch, raising=False)  # the first module of all
+    assert key() != own
+    for _twice in range(2):
+        have_stable_keys()
+    stable = key()
+    monkeypatch.delattr(sys, "torch")
+    assert key() == stable != own
+    advisor.release()
+    assert key() == own

@@ -214,7 +214,10 @@ def test_show(tuned: Path, first: dict[str, Any]) -> None:
         word in whole.stdout
         for word in ("torch default", "samples/s", "first step", "advisor.apply(")
     )
-    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first | {"signed": True}
+    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first | {
+        "signed": True,
+        "artifacts": [],
+    }
     rows = json.loads(advisor(tuned, "show", "--json").stdout)
     assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, []), (elsewhere.id, [])]
     assert rows["damaged"] == []

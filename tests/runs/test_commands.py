@@ -24,6 +24,7 @@ from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.pilot import UNSTEPPED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import strict
+from advisor.tuners.measure.first_step import Compiled
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
 from advisor.tuners.measure.run.guarded import how
@@ -404,11 +405,17 @@ while True:
         assert (failed.outcome, failed.reason) == ("failed", "RuntimeError: no half")
 
 
-def test_a_start_as_it_is_takes_a_step() -> None:
-    """What an advice pays before its first step is counted from there."""
+def test_a_start_as_it_is_takes_a_step(tmp_path: Path) -> None:
+    """What an advice pays before its first step is counted from there. Nothing is compiled in it,
+    so that there are no artifacts."""
     command = script(f"import time\nfrom training import train\n{SLOW}")
+    files = Compiled(loads=tmp_path / "none", saves=tmp_path / "saved")
     with started(command) as (run, _seen, own):
-        assert run.start(own, deadline_s=60).first_step_s >= 0.05
+        assert run.start(own, deadline_s=60, compiled=files).first_step_s >= 0.05
+        assert measured(run, own).ok
+        run.save(own, tmp_path / "saved")
+        assert measured(run, own).ok
+    assert not (tmp_path / "saved").exists()
 
 
 def test_another_process_that_trains_goes_on_as_it_is() -> None:

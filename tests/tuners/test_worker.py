@@ -170,6 +170,14 @@ def test_first_steps_are_those_of_a_fresh_process(tmp_path: Path) -> None:
         assert measure(worker, 4).ok
 
 
+def test_where_nothing_was_compiled_nothing_is_saved(worker: Worker, tmp_path: Path) -> None:
+    assert measure(worker, 4).ok
+    process = worker._process
+    worker.save(config(4), tmp_path / "saved")
+    assert measure(worker, 4).ok and worker._process is process
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_noise_is_no_answer(worker: Worker) -> None:
     assert measure(worker, 13).ok
     assert measure(worker, 4).ok

@@ -82,6 +82,15 @@ def have_stable_keys() -> None:
     pickler.__init__ = stable
 
 
+def have_own_keys() -> None:
+    """Have PyTorch make its keys as it does by itself."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    pickler: Any = getattr(codecache, "FxGraphCachePickler", None)
+    if hasattr(pickler, "advisor_plain"):
+        pickler.__init__ = pickler.advisor_plain
+        del pickler.advisor_plain
+
+
 def _by_name(value: object) -> tuple[type[str], tuple[str]]:
     return str, (str(value),)
 

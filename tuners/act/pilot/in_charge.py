@@ -24,12 +24,14 @@ class InCharge:
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, the flags that advice has set too."""
+        from advisor.tuners.act.artifacts import have_own_keys
         from advisor.tuners.act.in_force import IN_FORCE
 
         if self._pilot is not None:
             self._pilot.release()
             self._pilot = None
         IN_FORCE.release()
+        have_own_keys()
 
 
 IN_CHARGE = InCharge()
