@@ -376,7 +376,7 @@ class _Again:
         assert isinstance(self._worker, Worker)  # a run has no data of its own
         return self._worker.costs(seconds)
 
-    def parts(self, *, loaded: bool) -> list[Part]:
+    def parts(self, *, loaded: bool = False) -> list[Part]:
         """What each knob of the advice contributes, the most first; those of the loader where its
         data is `loaded`."""
         from advisor.tuners.knobs import INPUT

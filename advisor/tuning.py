@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.fleet import Fleet
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job
+    from advisor.tuners.room import Batch
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.verdict import Decided, Terms, Tester
 
@@ -188,8 +189,8 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
-    `process_s`: what starting that took, and `compare_s`, `compare_steps`, `draws` and `samples`
-    as in `Terms`."""
+    `process_s`: what starting that took, `compare_s`, `compare_steps` and `draws` as in `Terms`,
+    `data`: what its loader loads."""
 
     worker: Tester
     facts: Facts
@@ -202,7 +203,7 @@ class _Subject:
     draws: bool = False
     builder: Builder | None = None
     fleet: Fleet | None = None
-    samples: int = 0
+    data: DataFacts | None = None
 
     @property
     def task(self) -> Task:
@@ -351,6 +352,7 @@ class _Tuning(ABC):
         return record
 
     def _terms(self, subject: _Subject, folder: Path) -> Terms:
+        from advisor.tuners.room import Batch
         from advisor.tuners.search.verdict import Terms
 
         return Terms(
@@ -364,7 +366,8 @@ class _Tuning(ABC):
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
             loader_s=self._loader_s(subject),
-            samples=subject.samples,
+            samples=subject.data.samples if subject.data else 0,
+            loaded=_batch(subject.data) if subject.data else Batch(),
         )
 
     def _loader_s(self, subject: _Subject) -> float:
@@ -446,10 +449,8 @@ class _OfTarget(_Tuning):
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
             situation = _situation(key, self._plan, facts, batches)
-            samples = 0
-            if self._task.data:
-                data = worker.describe_data()
-                samples = data.samples
+            data = worker.describe_data() if self._task.data else None
+            if data is not None:
                 workers, lines = fed_by(data)
                 situation = dataclasses.replace(situation, loaded=True, workers=workers)
                 for line in lines:
@@ -463,7 +464,7 @@ class _OfTarget(_Tuning):
                 process_s=process_s,
                 builder=Ahead(self._job(self._device), worker),
                 fleet=fleet if len(described) > 1 else None,
-                samples=samples,
+                data=data,
             )
 
     def _worker(self, device: str) -> Worker:
@@ -713,7 +714,6 @@ def fed_by(data: DataFacts) -> tuple[int, list[str]]:
     """Workers that a loader of the data may have here, and what must be said of that."""
     from advisor.tuners import room
 
-    batch = room.Batch(bytes=data.batch_bytes, tensors=data.tensors)
     of = f"data {data.name!r}:"
     if data.held_open:
         held = data.held_open[0]
@@ -730,11 +730,17 @@ def fed_by(data: DataFacts) -> tuple[int, list[str]]:
             "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
         )
     lacking = ""
-    while most and (why := room.lacking(batch, most, room.AHEAD)):
+    while most and (why := room.lacking(_batch(data), most, room.AHEAD)):
         most, lacking = most - 1, why
     if lacking:
         lines.append(f"{of} {most} workers at most: {lacking}")
     return most, lines
+
+
+def _batch(data: DataFacts) -> Batch:
+    from advisor.tuners.room import Batch
+
+    return Batch(bytes=data.batch_bytes, tensors=data.tensors)
 
 
 def _memory(subject: _Subject) -> int:

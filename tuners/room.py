@@ -45,8 +45,8 @@ def times(size: int) -> float:
 class Batch:
     """What a worker hands over at a time: bytes, and tensors, each of them a file."""
 
-    bytes: int
-    tensors: int
+    bytes: int = 0
+    tensors: int = 0
 
 
 def lacking(batch: Batch, workers: int, ahead: int) -> str:

@@ -9,7 +9,9 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.tuners import host as host_of
 from advisor.tuners.knobs import COUNTS, Situation
+from advisor.tuners.room import Batch
 from advisor.tuners.search.loading import Loaders
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
@@ -97,7 +99,7 @@ def space(workers: int, device: str = "cuda") -> Space:
 
 def loaders(host: Host, workers: int = 16, device: str = "cuda", budget_s: float = 75.0) -> Loaders:
     part = Clock(budget_s, now=host.now).part()
-    return Loaders(host, space(workers, device), STEP, part)
+    return Loaders(host, space(workers, device), STEP, part, Batch(bytes=2**20, tensors=2))
 
 
 def test_as_few_workers_as_feed_the_step() -> None:
@@ -177,3 +179,17 @@ def test_a_space_without_data_has_no_loader() -> None:
         "pin_memory": (False, True),
     }
     assert set(found.choices) == set(Space.of(Situation(device="cuda")).choices)
+
+
+def test_batches_that_have_no_room_are_not_asked_for_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sixteen workers wait for their disks: two batches each have room, and not four."""
+    free = 40 * 2**20
+    monkeypatch.setattr(host_of, "shared_free_bytes", lambda: free)
+    host = Host(step=5500.0, cost_s=1 / 200)
+    assert loaders(host).chosen(0) == Config(num_workers=16)
+    assert {config.get("prefetch_factor") for config in host.together} <= {None, 2}
+    free = 2**40
+    loaders(host).chosen(0)
+    assert 8 in {config.get("prefetch_factor") for config in host.together}

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners import knobs
+from advisor.tuners import knobs, room
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
+from advisor.tuners.room import Batch
 from advisor.tuners.search.plan import Part
 from advisor.tuners.search.race import paired, race
 from advisor.tuners.search.space import Space
@@ -46,12 +47,18 @@ EPOCH = 0.01
 class Loaders:
     """What may be chosen of a loader, tried with a config's step.
 
+    Args:
+        loaded: what a worker hands over at a time.
+
     Attributes:
         trials: of it: the step alone, loaders alone, both together. Their numbers are the caller's.
         said: what a person should know.
     """
 
-    def __init__(self, runner: Runner, space: Space, config: Config, part: Part) -> None:
+    def __init__(
+        self, runner: Runner, space: Space, config: Config, part: Part, loaded: Batch
+    ) -> None:
+        self._loaded = loaded
         self._runner, self._space, self._config, self._part = runner, space, config, part
         self.trials: list[Trial] = []
         self.said: list[str] = []
@@ -166,13 +173,22 @@ class Loaders:
         return best
 
     def _improved(self, best: Config, name: str, others: Sequence[Value]) -> Config:
-        configs = [best, *(best.replace(**{name: value}) for value in others)]
+        tried = (best.replace(**{name: value}) for value in others)
+        configs = [best, *(config for config in tried if self._fits(config))]
+        if len(configs) == 1:
+            return best
         rates = self._raced(configs, 1 / 2)
         held = rates.get(best)
         if not held:
             return best
         better = [c for c in rates if c != best and faster(paired(rates[c], held))]
         return max(better, key=lambda c: paired(rates[c], held).mean, default=best)
+
+    def _fits(self, config: Config) -> bool:
+        """Whether what its workers have ready has room: what has not would end one of them."""
+        how = knobs.loading(config)
+        ahead = how.get("prefetch_factor", room.AHEAD)
+        return not room.lacking(self._loaded, how["num_workers"], ahead)
 
     @property
     def _counts(self) -> list[int]:

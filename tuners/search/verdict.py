@@ -17,6 +17,7 @@ from advisor.tuners import knobs
 from advisor.tuners.length import WARM, Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
 from advisor.tuners.measure.runner import Runner
+from advisor.tuners.room import Batch
 from advisor.tuners.search import plan
 from advisor.tuners.search.finalists import affordable, finalists
 from advisor.tuners.search.loading import Loaders
@@ -84,7 +85,8 @@ class Terms:
             many as fit. Where it is known the race leaves that time, up to half of its own.
         draws: what is compared draws random numbers, otherwise then, and is compiled anew for it.
         loader_s: kept for the loader, where there is one.
-        samples: of an epoch of its data; 0 where that is not known.
+        samples: of an epoch of its data; 0 where that is not known. `loaded`: what its workers
+            hand over at a time.
     """
 
     length: Length | None = None
@@ -98,6 +100,7 @@ class Terms:
     folder: Path | None = None
     loader_s: float = 0.0
     samples: int = 0
+    loaded: Batch = Batch()  # noqa: RUF009 # immutable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,7 +400,7 @@ class _Decision:
             return Config()
         self.progress.phase("the loader: alone, and with the step that it feeds")
         part = self.clock.kept(self.terms.loader_s)
-        loaders = Loaders(self.worker, self.space, config, part)
+        loaders = Loaders(self.worker, self.space, config, part, self.terms.loaded)
         found = loaders.chosen(self.terms.samples)
         for trial in loaders.trials:
             self._add(trial.config, trial.measurement, trial.stage, trial.origin, trial.seconds)
