@@ -357,7 +357,7 @@ class _Tuning(ABC):
 
         return Terms(
             length=self._plan.length(subject.task.batch),
-            tolerance=subject.task.tolerance if subject.task.mode == "train" else 0.0,
+            tolerance=_tolerance(subject.task),
             process_s=subject.process_s,
             memory=_memory(subject),
             compare_s=subject.compare_s,
@@ -462,7 +462,11 @@ class _OfTarget(_Tuning):
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
                 space=Space.of(situation),
                 process_s=process_s,
-                builder=Ahead(self._job(self._device), worker),
+                builder=Ahead(
+                    self._job(self._device),
+                    worker,
+                    compared=facts.draws and _tolerance(self._task) > 0,
+                ),
                 fleet=fleet if len(described) > 1 else None,
                 data=data,
             )
@@ -661,6 +665,7 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         parameters=seen.parameters,
         convolves=seen.convolves,
         repeats=seen.repeats,
+        draws=seen.draws,
         threads=seen.threads,
         device_uuid=device_uuid(seen.device),
         memory_bytes=memory_of(environment.device),
@@ -747,6 +752,11 @@ def _memory(subject: _Subject) -> int:
     """Bytes that a config may take; 0 where that is not known."""
     limits = [one for one in (subject.task.max_memory, subject.facts.memory_bytes) if one]
     return min(limits, default=0)
+
+
+def _tolerance(task: Task) -> float:
+    """Of the comparison with fp32; 0 for none."""
+    return task.tolerance if task.mode == "train" else 0.0
 
 
 def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:

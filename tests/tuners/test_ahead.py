@@ -112,6 +112,28 @@ def test_a_worker_finds_what_was_built_compiled(
     assert measured.first_step_s < built.measurement.first_step_s
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling on a CPU needs g++")
+def test_what_is_compiled_anew_to_be_compared_is_built_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its draws fixed dropout is other code: on an H200 44 s were too few to compile it."""
+    path = tmp_path / "counted.py"
+    drawn = str(random.SystemRandom().random())
+    path.write_text(COUNTED.replace("DRAWN", drawn).replace("nn.GELU()", "nn.Dropout(0.5)"))
+    monkeypatch.setattr(host, "cores", lambda: 4)
+    compiled = config(4).replace(compile="default")
+    with Worker(job(path), deadline_s=200) as worker:
+        assert worker.describe().draws
+        ahead = Ahead(job(path), worker, compared=True)
+        assert ahead.room(0) == 2
+        built = ahead.build([compiled], deadline_s=200.0, tell=lambda _left, _seconds: None)
+        assert built[compiled].measurement.ok
+        verified = worker.verify(compiled, against=config(4), steps=8, tolerance=0.02)
+    assert verified.ok, verified.reason
+    hit, miss = map(int, (tmp_path / "counts").read_text().split())
+    assert hit >= 4 and miss == 0
+
+
 def test_what_takes_far_longer_than_the_others_is_given_up() -> None:
     ok, failed = Measurement(outcome="ok"), Measurement(outcome="failed")
     took = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.measure.randomness import Rounding, SameDraws, salted, uniform
+from advisor.tuners.measure.randomness import Rounding, SameDraws, draws, salted, uniform
 from advisor.tuners.measure.workload import Workload
 
 BATCHES = 4
@@ -146,14 +146,7 @@ class Observer:
 
     def random(self) -> bool:
         """Whether a step as it is draws random numbers."""
-        cuda = self._workload.advice.device.type == "cuda"
-
-        def states() -> list[Tensor]:
-            return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
-
-        before = states()
-        self._workload.step()
-        drew = not all(map(torch.equal, before, states()))
+        drew = draws(self._workload.step, self._workload.advice.device)
         self._restore()
         return drew
 

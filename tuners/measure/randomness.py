@@ -50,6 +50,18 @@ def uniform(shape: Any, salt: Tensor) -> Tensor:
     return (hashed(shape, salt).float() + 0.5).div(_VALUES)
 
 
+def draws(step: Callable[[], None], device: torch.device) -> bool:
+    """Whether a step draws random numbers of PyTorch's."""
+
+    def states() -> list[Tensor]:
+        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_device]
+
+    before = states()
+    step()
+    return not all(map(torch.equal, before, states()))
+
+
 class SameDraws(TorchFunctionMode):
     """While active, dropout and random tensors are drawn by `uniform`, at their own rates.
 

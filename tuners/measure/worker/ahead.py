@@ -26,16 +26,25 @@ CONTEXT_BYTES = 2**30
 MOST = 8
 LATE, LATE_LEAST_S = 3.0, 30.0
 """Once half of them are built, the others are given up after so many times as long, and this."""
+LONGER = 1.25
+"""As many times as long as the others may take what is compiled to be compared."""
 TELL_S = 1.0
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 class Ahead:
-    """A Builder beside a worker, which holds nothing on the device meanwhile."""
+    """A Builder beside a worker, which holds nothing on the device meanwhile.
 
-    def __init__(self, job: Job, worker: Worker) -> None:
+    Args:
+        compared: a model that draws random numbers is compiled anew to be compared with fp32, its
+            draws fixed: where there is room, that is done beside, too.
+    """
+
+    def __init__(self, job: Job, worker: Worker, *, compared: bool = False) -> None:
         self._job = job
         self._worker = worker
+        self._compared = compared
+        self._room = 1
 
     def room(self, peak_bytes: int) -> int:
         """As `Builder.room`: by the cores, the host's memory and the device's.
@@ -43,6 +52,10 @@ class Ahead:
         Raises:
             WorkerError: no worker can be started any more.
         """
+        self._room = max(1, self._most(peak_bytes))
+        return self._room
+
+    def _most(self, peak_bytes: int) -> int:
         most = min(MOST, host.cores() // CORES)
         if most < 2:
             return 1
@@ -63,18 +76,25 @@ class Ahead:
     ) -> dict[Config, Built]:
         """As `Builder.build`."""
         began = time.monotonic()
+        also = configs[: max(0, self._room - len(configs))] if self._compared else ()
+        count = len(configs) + len(also)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
-        threads = str(max(1, 2 * host.cores() // len(configs)))
+        threads = str(max(1, 2 * host.cores() // count))
         environment = {} if _THREADS in os.environ else {_THREADS: threads}
+        memory = host.memory_limit() // count
         built: dict[Config, Built] = {}
         with contextlib.ExitStack() as stack:
-            begun: dict[int, tuple[Worker, Config]] = {}
-            for config in configs:
+
+            def begin(config: Config, *, compared: bool) -> Worker:
                 worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
-                worker.begin(
-                    config, environment=environment, memory=host.memory_limit() // len(configs)
-                )
+                worker.begin(config, environment=environment, memory=memory, compared=compared)
+                return worker
+
+            begun = {}
+            for config in configs:
+                worker = begin(config, compared=False)
                 begun[worker.fileno()] = worker, config
+            beside = [begin(config, compared=True) for config in also]
             until_s = deadline_s
             while begun and (spent_s := time.monotonic() - began) < until_s:
                 tell([config for _, config in begun.values()], spent_s)
@@ -86,10 +106,22 @@ class Ahead:
                         seconds = time.monotonic() - began
                         built[config] = Built(measurement=measured, seconds=seconds)
                         until_s = min(until_s, _patience_s(built, len(configs)))
+            spent_s = time.monotonic() - began
+            _wait(beside, min((LONGER - 1) * spent_s, deadline_s - spent_s))
         late = Measurement(outcome="timed_out", reason=f"not built within {until_s:.0f} s")
         for _, config in begun.values():
             built[config] = Built(measurement=late, seconds=until_s)
         return built
+
+
+def _wait(begun: Sequence[Worker], seconds: float) -> None:
+    """Until it was heard of all, for so long at most."""
+    until = time.monotonic() + seconds
+    left = {worker.fileno(): worker for worker in begun}
+    while left and (left_s := until - time.monotonic()) > 0:
+        for pipe in select.select(left, [], [], left_s)[0]:
+            if left[pipe].heard():
+                del left[pipe]
 
 
 def _patience_s(built: Mapping[Config, Built], most: int) -> float:

@@ -33,7 +33,8 @@ from advisor.tuners.measure import numerics
 from advisor.tuners.measure.loading.faults import told
 from advisor.tuners.measure.loading.loadable import Loadable
 from advisor.tuners.measure.made_up import Feed
-from advisor.tuners.measure.observe import BATCHES
+from advisor.tuners.measure.observe import BATCHES, Observer
+from advisor.tuners.measure.randomness import draws
 from advisor.tuners.measure.timing import (
     Clock,
     CpuClock,
@@ -146,7 +147,7 @@ class Bench:
         with sees:
             workload.step()
         start = self._clock.now()
-        workload.step()
+        drew = draws(workload.step, self._device)
         self._clock.synchronize()
         step_s = self._clock.now() - start
         modules, parameters = fingerprint.size(workload.model)
@@ -164,6 +165,7 @@ class Bench:
             parameters=parameters,
             convolves=sees.seen,
             repeats=bool(repeated(built)),
+            draws=drew,
             threads=self._threads,
             device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
             memory_bytes=int(properties.total_memory) if properties else 0,
@@ -195,7 +197,7 @@ class Bench:
 
         def build(one: Config) -> Workload:
             self.release()
-            return self._build(one, "compute", count=BATCHES, watch=True)
+            return self._watched(one)
 
         try:
             good, reason = numerics.check(build, configs, steps, tolerance, self._references)
@@ -228,16 +230,22 @@ class Bench:
             return _failure(exc)
         return Measurement(outcome="ok", first_step_s=first, step_s=settled)
 
-    def build(self, config: Config) -> Measurement:
+    def build(self, config: Config, *, compared: bool) -> Measurement:
         """As `start`, after a step as torch does by default: what every process loads at its first
-        is no part of it, as it is none of a trial's."""
+        is no part of it, as it is none of a trial's. `compared`: as it is compared with fp32."""
         try:
             self._build(self._default, "compute").step()
             self._clock.synchronize()
+            self.release()
+            if compared:
+                Observer(self._watched(config)).points()
+                return Measurement(outcome="ok")
         except Exception as exc:  # beside others it may find no memory; the outcome names it
             return _failure(exc)
-        self.release()
         return self.start(config)
+
+    def _watched(self, config: Config) -> Workload:
+        return self._build(config, "compute", count=BATCHES, watch=True)
 
     def _build(
         self,
@@ -466,7 +474,8 @@ class Answers:
         if what == "build":
             gc.enable()  # as a script has it
             bench = Bench(from_plain(Job, message["job"]))
-            return {"measurement": to_plain(bench.build(Config(message["config"])))}
+            built = bench.build(Config(message["config"]), compared=message["compared"])
+            return {"measurement": to_plain(built)}
         assert self._bench is not None
         answer: Callable[..., dict[str, Any] | None] = getattr(self, f"_{what}")
         return answer(self._bench, **message)

@@ -202,17 +202,30 @@ class Worker:
             finally:
                 self._kill()
 
-    def begin(self, config: Config, *, environment: Mapping[str, str], memory: int) -> None:
+    def begin(
+        self,
+        config: Config,
+        *,
+        environment: Mapping[str, str],
+        memory: int,
+        compared: bool = False,
+    ) -> None:
         """Have a process of its own run the first steps of a config, with the caches on disk that
         are there; what becomes of it is `heard`.
 
         Args:
+            compared: as they are run to compare them with fp32.
             environment: more of it, for that process.
             memory: bytes of the host that it and what it starts may hold, 0 for no limit.
         """
         self._spawn(environment, memory)
         assert self._pipe is not None
-        build = {"do": "build", "job": to_plain(self._job), "config": dict(config)}
+        build = {
+            "do": "build",
+            "job": to_plain(self._job),
+            "config": dict(config),
+            "compared": compared,
+        }
         with contextlib.suppress(OSError):  # it is gone already, as will be heard
             send(self._pipe, build)
 

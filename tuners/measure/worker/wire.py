@@ -46,6 +46,8 @@ class Facts:
     convolves: bool
     repeats: bool
     """Whether blocks that it repeats are most of it."""
+    draws: bool
+    """Whether a step draws random numbers."""
     threads: int
     device_uuid: str
     memory_bytes: int
