@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 import random
@@ -25,6 +26,7 @@ from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.act.capture.watch import Watch
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
@@ -877,3 +879,19 @@ def test_networks_as_they_are_agree_with_their_replays(precision: str, make: Any
             for _ in range(EARLY + 2):
                 step(advice.place(draw()))
         assert isinstance(step, StepGraph) and step.failure == ""
+
+
+def test_what_a_failed_attempt_has_taken_from_a_list_is_there_again() -> None:
+    """It was an IndexError in the user's run."""
+    queue, lately = [1, 2, 3], collections.deque([4, 5])
+
+    def step() -> None:
+        queue.pop()
+        queue.pop(0)
+        lately.popleft()
+
+    watch = Watch(step, (), ())
+    before = watch.read()
+    step()
+    watch.put_back(before)
+    assert (queue, list(lately)) == ([1, 2, 3], [4, 5])

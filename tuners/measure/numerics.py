@@ -25,6 +25,8 @@ from advisor.tuners.measure.randomness import amplitude
 from advisor.tuners.measure.workload import Workload
 
 MOST_STEPS, LEAST_STEPS = 24, 2 * BATCHES
+FP32 = 2.5
+"""As many times as long as torch's default takes strict fp32, where there are convolutions."""
 TOLERANCE = 0.02
 """Distance of loss curves that is always allowed, as a fraction of fp32's loss."""
 SPREADS = 2.0
@@ -393,17 +395,19 @@ def compare_draws(reference: Tensor, candidate: Tensor) -> str:
     return ""
 
 
-def steps_within(seconds: float, step_s: float) -> int:
+def steps_within(seconds: float, step_s: float, fp32: float = FP32) -> int:
     """Steps for which all runs fit; 0 where too few do."""
-    steps = int(seconds / max(seconds_of(1, step_s) - seconds_of(0, step_s), 1e-9))
+    each_s = seconds_of(1, step_s, fp32) - seconds_of(0, step_s, fp32)
+    steps = int(seconds / max(each_s, 1e-9))
     steps = min(MOST_STEPS, steps - FIXED_STEPS // 4) // BATCHES * BATCHES
     return steps if steps >= LEAST_STEPS else 0
 
 
-def seconds_of(steps: int, step_s: float) -> float:
-    """What all runs of a comparison of so many steps take, fp32's taking about 2.5 times as long.
+def seconds_of(steps: int, step_s: float, fp32: float = FP32) -> float:
+    """What all runs of a comparison of so many steps take, where torch's default takes `step_s` and
+    strict fp32 `fp32` times that.
 
-    Two runs at the config's own speed, fp32's, and fp32's with rounding, which takes twice that.
+    Two runs as fast as the default, fp32's, and fp32's with rounding, which takes twice that.
     """
-    runs = 2 * 1 + 2.5 + 2 * 2.5
+    runs = 2 * 1 + fp32 + 2 * fp32
     return runs * (steps + FIXED_STEPS // 4) * step_s

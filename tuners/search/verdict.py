@@ -223,14 +223,11 @@ class _Decision:
 
     def _leaves_s(self, leader: Config) -> float:
         """Seconds that the race leaves for a comparison with fp32."""
-        from advisor.tuners.measure.numerics import LEAST_STEPS, seconds_of
-
         if not (self.terms.tolerance and knobs.doubtful(leader)):
             return 0.0
         if self.terms.compare_steps:
             return self._least_s(leader)
-        steps_s = seconds_of(LEAST_STEPS, self.tried.measurement.step_s)
-        return BUILDS * self._before_s(leader) + steps_s + ROUNDING_S
+        return BUILDS * self._before_s(leader) + self._least_steps_s() + ROUNDING_S
 
     def _heats(self, found: list[Config], part: plan.Part) -> Rates:
         """One race, or two where the finalists are not in memory together: those at the user's
@@ -353,8 +350,8 @@ class _Decision:
         if self.terms.compare_steps:
             return LEAST_STEPS
         before_s, step_s = self._before_s(config), self.tried.measurement.step_s
-        least = min(LEAST_STEPS, steps_within(self.clock.left_s - before_s, step_s))
-        return steps_within(share_s - before_s, step_s) or least
+        least = min(LEAST_STEPS, steps_within(self.clock.left_s - before_s, step_s, self._fp32))
+        return steps_within(share_s - before_s, step_s, self._fp32) or least
 
     def _before_s(self, config: Config) -> float:
         """Seconds that comparing a config takes, its steps aside."""
@@ -365,10 +362,22 @@ class _Decision:
 
     def _least_s(self, config: Config) -> float:
         """The same, with as few steps as can be."""
+        known_s = self.terms.compare_steps * self.tried.measurement.step_s
+        return self._before_s(config) + (known_s or self._least_steps_s())
+
+    def _least_steps_s(self) -> float:
+        """Seconds of as few steps of a comparison as can be."""
         from advisor.tuners.measure.numerics import LEAST_STEPS, seconds_of
 
-        step_s, known = self.tried.measurement.step_s, self.terms.compare_steps
-        return self._before_s(config) + (known * step_s or seconds_of(LEAST_STEPS, step_s))
+        return seconds_of(LEAST_STEPS, self.tried.measurement.step_s, self._fp32)
+
+    @property
+    def _fp32(self) -> float:
+        """As many times as long as the default strict fp32 takes, which without convolutions it
+        is."""
+        from advisor.tuners.measure.numerics import FP32
+
+        return FP32 if knobs.convolving(self.space.choices) else 1.0
 
     def _drop_suspects(self) -> None:
         """Take out what was not compared where all that was found of a value of it is wrong."""

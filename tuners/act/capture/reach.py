@@ -80,6 +80,8 @@ class Place:
             self.held.cell_contents = value
         elif isinstance(self.held, type):
             setattr(self.held, name, value)
+        elif isinstance(self.held, list | deque) and name == len(self.held):
+            self.held.append(value)
         elif name != "len()":
             self.held[name] = value
 
