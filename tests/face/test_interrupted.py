@@ -72,7 +72,8 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def children(pid: int) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    started = (one.read_text().split() for one in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(n) for of_thread in started for n in of_thread]
 
 
 def alive(pid: int) -> bool:

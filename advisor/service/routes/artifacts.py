@@ -44,6 +44,8 @@ def fetched(here: Here, _caller: Reads, label: Named) -> Response:
 
 @api.put("/{label}", summary="Keep what was compiled", openapi_extra=SENDS_BYTES, responses=KEPT)
 def put(here: Here, caller: Works, label: Named, data: Body, response: Response) -> dict[str, str]:
+    if not data:
+        raise HTTPException(400, "the body is empty: what was compiled is sent in it")
     with here.database.writing() as session:
         new = artifacts.put(session, label, data, caller)
     response.status_code = 201 if new else 200
