@@ -30,10 +30,11 @@ from advisor.cache.shown import speedup, tells
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
+from advisor.keeping import locked
 from advisor.opening import Cache, open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
-from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, locked, memory_of
+from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen

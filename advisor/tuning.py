@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -15,23 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
-from advisor.cache.artifacts import Purpose
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin
-from advisor.cache.name import Name, called, command_part
-from advisor.cache.reader import Sought
+from advisor.cache.name import command_part
 from advisor.cache.record import PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
-from advisor.cache.shown import size
-from advisor.cache.stores import Remote, Store
-from advisor.cache.stores.filesystem import beside, make_folder
+from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task, rows
-from advisor.errors import Busy, StoreDamaged, StoreError, UsageError, WorkerError
+from advisor.errors import UsageError, WorkerError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
+from advisor.keeping import check_writable, keep, keep_artifacts, locked
 from advisor.opening import Cache, open_records
 from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
@@ -246,7 +242,7 @@ class _Tuning(ABC):
 
     def run(self) -> Tuned:
         max_artifacts()  # where it is none, that is said before anything is measured
-        _check_writable(self._records, self._progress)
+        check_writable(self._records, self._progress)
         with self._subject() as subject:
             akin = self._records.akin(subject.key, subject.facts.family)
             for fault in self._records.unreachable:
@@ -347,8 +343,8 @@ class _Tuning(ABC):
                 if not record.compares:
                     search.settle()
                 anew = before.fresh or before.unfinished
-                store = _keep(self._records, record, anew, self._progress)
-                _keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
+                store = keep(self._records, record, anew, self._progress)
+                keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
         return record
 
     def _terms(self, subject: _Subject, folder: Path) -> Terms:
@@ -773,71 +769,6 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
-    """Put it where it can be put, and say where that is if it is not where it should be.
-
-    What is measured anew on purpose, or finished, counts there, also where there was a record of
-    more effort.
-
-    Returns:
-        Where it is.
-    """
-    before = _versions(records, record) if anew else []
-    kept = records.put(record)
-    faults = list(records.unreachable)
-    records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))
-    passed_over = records.stores[: records.stores.index(kept)]
-    for store, fault in zip(passed_over, faults, strict=True):
-        if isinstance(store, Remote):
-            progress.warning(
-                f"{fault}; the record is kept in {kept.url}. To push it later: "
-                f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
-            )
-    return kept
-
-
-def _keep_artifacts(
-    records: Records,
-    record: Record,
-    files: Mapping[Config, Path],
-    store: Store,
-    progress: Progress,
-) -> None:
-    """Put what was compiled for a record's configs beside it. Without it, it is compiled anew."""
-    from advisor.tuners import knobs
-    from advisor.tuners.act.artifacts import saved
-
-    artifacts, where = records.artifacts, record.key.environment
-    for config, file in files.items():
-        if (found := saved(file)) is None:
-            continue
-        tools, data = found
-        what = knobs.described(config, record.baseline.config)
-        try:
-            kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
-        except StoreError as exc:
-            progress.warning(f"what was compiled is not kept: {exc}")
-            return
-        progress.notice(
-            f"compiled for {what}: {size(kept)} are kept with the record"
-            if kept
-            else f"compiled for {what}: not kept: no key signs it, or it is over "
-            f"{size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
-        )
-
-
-def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
-    """Every version of a record; what runs and targets measured under one key are two."""
-    key = record.key
-    versions = records.versions(record)
-    held = records.held(Sought(model=key.model, id=key.id, batch=record.batch)) if versions else []
-    of_run = bool(key.task.command)
-    others = {
-        called(one.record.target) for one in held if bool(one.record.key.task.command) != of_run
-    }
-    return [(store, name) for store, name in versions if name.called not in others]
-
-
 def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
     chosen: dict[Config, Kin] = {}
@@ -852,51 +783,6 @@ def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -
     for record_id, what in dict.fromkeys(near):
         progress.notice(f"tried first: the advice of record {record_id} ({what})")
     return list(chosen)
-
-
-def forget(records: Records, record: Record) -> None:
-    """Remove a record and the studies behind it, so that tuning again measures again.
-
-    Raises:
-        Busy: another process tunes the same key. StoreError: the store cannot be written.
-    """
-    forget_studies(records, record)
-    records.delete(record)
-
-
-def forget_studies(records: Records, record: Record) -> None:
-    """Remove the studies behind a record.
-
-    Raises:
-        Busy: another process tunes the same key.
-    """
-    for study in records.studies.glob(f"{record.id}-*.journal"):
-        with locked(study.parent, study.stem):
-            study.unlink(missing_ok=True)
-
-
-def _check_writable(records: Records, progress: Progress) -> None:
-    """Before anything is measured: some store takes the record. A damaged one is moved aside.
-
-    Raises:
-        StoreError: none can be written.
-    """
-    failed: StoreError | None = None
-    for store in records.stores:
-        try:
-            store.check_writable()
-        except StoreDamaged as exc:
-            aside = store.set_aside()
-            progress.notice(
-                f"the store was damaged ({exc}); it is now in {aside}, a new one is begun"
-            )
-            return
-        except StoreError as exc:
-            failed = failed or exc
-        else:
-            return
-    if failed is not None:
-        raise failed
 
 
 def _same_device(where: str, seen: str) -> None:
@@ -924,29 +810,3 @@ def _batches(task: Task, facts: Facts, memory_gib: int) -> tuple[int, ...]:
         return ladder(task.batch, fits=int(2 * memory / per_sample))
     memory = min(task.max_memory or memory_gib * 2**30, memory_gib * 2**30) // 2
     return ladder(task.batch, fits=min(4 * task.batch, int(memory / per_sample)))
-
-
-@contextlib.contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
-    """While no other process measures the study `name`.
-
-    Raises:
-        Busy: one does. StoreError: the folder cannot be written, or a link lies in its place.
-    """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(beside(folder, f"{name}.lock"))
-    try:
-        make_folder(folder)
-        lock.acquire(timeout=0)
-    except Timeout as exc:
-        raise Busy("another advisor tune measures this very key now; wait for it") from exc
-    except OSError as exc:
-        raise StoreError(
-            f"cache {folder.parent}: {exc.strerror or exc}; point --cache or ADVISOR_CACHE to "
-            "another folder"
-        ) from exc
-    try:
-        yield
-    finally:
-        lock.release()

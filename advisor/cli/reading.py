@@ -227,7 +227,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
-    from advisor.tuning import forget_studies
+    from advisor.keeping import forget_studies
 
     records = open_records(cache)
     going = records.named(key)

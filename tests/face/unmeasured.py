@@ -14,13 +14,14 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.keeping import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.measure.worker.child import code_of, recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
-from advisor.tuning import _keep, _Tuning
+from advisor.tuning import _Tuning
 from tests.cache import examples
 
 
@@ -82,7 +83,7 @@ def unmeasured() -> Iterator[list[Task]]:
         record = dataclasses.replace(
             made, target=subject.target, input=Config(), provenance=provenance, trials=()
         )
-        _keep(self._records, record, before.fresh, self._progress)
+        keep(self._records, record, before.fresh, self._progress)
         return record
 
     with pytest.MonkeyPatch.context() as patch:
