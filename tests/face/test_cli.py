@@ -150,7 +150,9 @@ def test_the_line_it_prints_works_in_a_script(tuned: Path) -> None:
     assert "--force measures again" in told.stdout
     line = line_to_paste(told.stdout)
     ran = script(tuned, f"import advisor\n{line}\nprint(advice.status, advice.batch_size)\n")
-    assert (ran.stdout.strip(), ran.stderr) == ("exact 4", "")
+    assert ran.stdout.strip() == "exact 4"
+    # By chance something is a few per cent faster, which this script then does not follow.
+    assert not ran.stderr or ran.stderr.startswith("advice at the end: not in force yet")
 
 
 def test_the_line_of_a_store_elsewhere_names_it(
