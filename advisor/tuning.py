@@ -185,8 +185,8 @@ def measured_run(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
     """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
-    `process_s`: what starting that took, `compare_s`, `compare_steps` and `draws` as in `Terms`,
-    `data`: what its loader loads."""
+    `process_s`: what starting that took, `compare_s` and `compare_steps` as in `Terms`, `data`:
+    what its loader loads."""
 
     worker: Tester
     facts: Facts
@@ -196,7 +196,6 @@ class _Subject:
     process_s: float
     compare_s: float = 0.0
     compare_steps: int = 0
-    draws: bool = False
     builder: Builder | None = None
     fleet: Fleet | None = None
     data: DataFacts | None = None
@@ -358,7 +357,8 @@ class _Tuning(ABC):
             memory=_memory(subject),
             compare_s=subject.compare_s,
             compare_steps=subject.compare_steps,
-            draws=subject.draws,
+            # What is built ahead is built to be compared, too.
+            draws=subject.facts.draws and subject.builder is None,
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
             loader_s=self._loader_s(subject),
@@ -554,7 +554,6 @@ class OfRun(_Tuning):
                 process_s=process_s,
                 compare_s=COMPARE_S,
                 compare_steps=COMPARE_STEPS,
-                draws=seen.draws,
             )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:

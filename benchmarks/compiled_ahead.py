@@ -31,6 +31,7 @@ from advisor.cache.task import Task
 from advisor.tuners import host
 from advisor.tuners.environment import default_device
 from advisor.tuners.knobs import BY_NAME, described, plain
+from advisor.tuners.measure.first_step import empty_caches
 from advisor.tuners.measure.runner import Built
 from advisor.tuners.measure.worker.ahead import Ahead
 from advisor.tuners.measure.worker.parent import Worker
@@ -49,12 +50,12 @@ DEADLINE_S = 400.0
 
 
 @contextmanager
-def empty_caches() -> Iterator[None]:
+def nothing_compiled() -> Iterator[None]:
     """Compilers' caches on disk that hold nothing, for all that is started meanwhile."""
-    names = [f"{name}_CACHE_DIR" for name in ("TORCHINDUCTOR", "TRITON")]
-    before = {name: os.environ.get(name) for name in names}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ |= {name: str(Path(folder, name)) for name in names}
+        caches = empty_caches(folder)
+        before = {name: os.environ.get(name) for name in caches}
+        os.environ |= caches
         try:
             yield
         finally:
@@ -127,12 +128,12 @@ def main() -> None:
     names = [described(config, eager) for config in configs]
     told: dict[str, object] = {"target": given.target, "cores": host.cores(), "configs": names}
     if given.alone:
-        with empty_caches(), Worker(job, deadline_s=DEADLINE_S) as worker:
+        with nothing_compiled(), Worker(job, deadline_s=DEADLINE_S) as worker:
             worker.describe()
             alone = {c: building(Ahead(job, worker), [c])[0] for c in configs}
         told["alone_s"] = [round(seconds, 1) for seconds in alone.values()]
         print(f"one after the other {sum(alone.values()):.0f} s: {told['alone_s']}")
-    with empty_caches(), Worker(job, deadline_s=DEADLINE_S) as worker:
+    with nothing_compiled(), Worker(job, deadline_s=DEADLINE_S) as worker:
         facts = worker.describe()
         ahead = Ahead(job, worker)
         told["room"] = ahead.room(facts.peak_bytes)

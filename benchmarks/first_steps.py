@@ -33,7 +33,7 @@ import advisor
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import Key
-from advisor.cache.record import FLAGS, USES, Choice, Provenance, Record, Target, Winner
+from advisor.cache.record import FLAGS, USES, Provenance, Record, Target, Winner
 from advisor.cache.task import Task
 from advisor.opening import open_records
 from advisor.tuners import target
@@ -43,6 +43,9 @@ from advisor.tuners.knobs import plain
 from advisor.tuners.measure.first_step import Compiled, empty_caches
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.cache.examples import choice
 
 ROOT = Path(__file__).parents[1]
 TARGETS = (
@@ -86,23 +89,6 @@ def compiled(task: Task, device: str) -> tuple[Config, Config]:
     return default, default.replace(compile="default", **(gpu if device != "cpu" else {}))
 
 
-def choice(config: Config, speedup: float) -> Choice:
-    """Made up: nothing is raced here."""
-    rate = 1000.0 * speedup
-    return Choice(
-        config=config,
-        batch=config.batch,
-        samples_per_s=rate,
-        low=0.99 * rate,
-        high=1.01 * rate,
-        speedup=speedup,
-        speedup_low=0.98 * speedup,
-        speedup_high=1.02 * speedup,
-        peak_bytes=2**30,
-        rounds=(0.99 * rate, rate, 1.01 * rate),
-    )
-
-
 def keep(subject: Subject, device: str, folder: Path, cache: str) -> dict[str, Any]:
     """Run the first steps of what is compiled, and keep what that has compiled."""
     task, file = subject.task, folder / "saved"
@@ -121,7 +107,7 @@ def keep(subject: Subject, device: str, folder: Path, cache: str) -> dict[str, A
         libraries=facts.libraries,
         threads=facts.threads if device == "cpu" else 0,
     )
-    base, fast = choice(default, 1.0), choice(advised, 2.0)
+    base, fast = choice(default, 1000.0), choice(advised, 2000.0, 2.0)
     made = Record(
         key=key,
         target=Target(name=facts.name, origin=target.parse(task.target).origin, code=facts.code),

@@ -22,20 +22,16 @@ from typing import Any
 
 from advisor import lookup, tune
 from advisor.client import Client, Job
+from advisor.tuners.measure.first_step import empty_caches
 
 ADVISOR = [sys.executable, "-m", "advisor"]
-
-
-def compiled(folder: Path) -> dict[str, str]:
-    """Where torch.compile keeps what it has compiled."""
-    return {f"{name}_CACHE_DIR": str(folder / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
     """A server that runs: its process, its address, its admin token."""
     process = subprocess.Popen(
         [*ADVISOR, "serve", "--port", "0", "--database", f"sqlite:///{folder / 'service.db'}"],
-        env=os.environ | {"XDG_CACHE_HOME": str(folder)} | compiled(folder / "server"),
+        env=os.environ | {"XDG_CACHE_HOME": str(folder)} | empty_caches(str(folder / "server")),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -94,7 +90,7 @@ def main() -> None:
             server.terminate()
             server.wait()
 
-        os.environ |= compiled(Path(name) / "hand")
+        os.environ |= empty_caches(str(Path(name) / "hand"))
 
         def by_hand(number: int) -> Any:
             target, shape = pairs[number]

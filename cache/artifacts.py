@@ -34,9 +34,8 @@ _LEVEL = 1
 """Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
 _MOST_TIMES = 32
 """As many times its own size is what was packed."""
-_LABEL = re.compile(
-    r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
-)
+LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
+"""The names on a shelf, as a regular expression; see `Label`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ class Label:
     @classmethod
     def parse(cls, text: str, seal: Seal = UNSEALED) -> Label | None:
         """The label that a name on a shelf is; None where it is none."""
-        found = _LABEL.fullmatch(text)
+        found = re.fullmatch(LABEL, text)
         if not found:
             return None
         model, id, batch, config, tag = found.groups()

@@ -754,6 +754,8 @@ class Advised(Config):
 
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
+FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
+"""Those of the number format."""
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """What torch and its DataLoader do by themselves, wherever that is known beforehand."""
 

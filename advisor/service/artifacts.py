@@ -55,7 +55,7 @@ def delete(session: Session, name: str, by: Caller) -> bool | None:
     found = session.get(Artifacts, name)
     if found is None:
         return False
-    if found.token != by.token and not by.may("admin"):
+    if not by.owns(found.token):
         return None
     session.delete(found)
     note(session, by, "artifacts deleted", name)

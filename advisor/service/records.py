@@ -360,7 +360,7 @@ def delete(session: Session, key: str, by: Caller) -> bool | None:
     item = session.get(Item, key)
     if item is None:
         return False
-    if item.token != by.token and not by.may("admin"):
+    if not by.owns(item.token):
         return None
     session.delete(item)
     note(session, by, "deleted", key)

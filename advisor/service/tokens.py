@@ -42,6 +42,11 @@ class Caller:
     def may(self, role: str) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
 
+    def owns(self, token: int) -> bool:
+        """Whether what a token put there is theirs to remove: it is their own, or they are an
+        admin."""
+        return token == self.token or self.may("admin")
+
 
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None

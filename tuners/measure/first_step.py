@@ -9,7 +9,7 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.knobs import PAYING, compiles
+from advisor.tuners.knobs import FORMATS, PAYING, compiles
 from advisor.tuners.length import WARM, first_step_seen
 
 
@@ -29,8 +29,6 @@ class Compiled:
 
 
 ANEW = Compiled()
-SWITCH = "precision"
-"""The knob whose switches are part of what PyTorch finds compiled code by."""
 
 
 def empty_caches(folder: str) -> dict[str, str]:
@@ -113,9 +111,10 @@ class Starts:
         for config in chosen if self._folder is not None else ():
             if config not in self.artifacts and self._warm_s(config) <= self._left_s():
                 self._start(config, self._left_s(), anew=False)
-            # In a race every switch is set. PyTorch tells one that was set to its default from one
-            # that was left alone, as a script does, and compiles anew.
-            if self._raced is not None and SWITCH in config.changed(default):
+            # In a race every switch is set. PyTorch finds compiled code by those of the number
+            # format, and tells one that was set to its default from one that was left alone, as a
+            # script does: it compiles anew.
+            if self._raced is not None and config.changed(default).keys() & {*FORMATS}:
                 self.artifacts.setdefault(config, self._raced)
         for config in chosen[:1]:
             file = self.artifacts.get(config)

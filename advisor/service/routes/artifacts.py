@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Response
 
+from advisor.cache.artifacts import LABEL
 from advisor.cache.stores.link import BYTES
 from advisor.service import artifacts
 from advisor.service.access import Here, Reads, Works
-from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, answers, refusals
+from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, answers, deleted, refusals
 
-_LABEL = r"^[0-9a-f]{12}-[0-9a-f]{12}-[1-9][0-9]{0,9}-[0-9a-f]{12}\.[0-9a-f]{12}$"
+_LABEL = f"^{LABEL}$"
 NONE = "there are no such artifacts"
 
 Named = Annotated[str, Path(pattern=_LABEL, description="What they are for.")]
@@ -56,8 +57,4 @@ def put(here: Here, caller: Works, label: Named, data: Body, response: Response)
 def delete(here: Here, caller: Works, label: Named) -> dict[str, bool]:
     with here.database.writing() as session:
         gone = artifacts.delete(session, label, caller)
-    if gone is None:
-        raise HTTPException(403, "another token put it there; an admin may remove it")
-    if not gone:
-        raise HTTPException(404, NONE)
-    return {"deleted": True}
+    return deleted(gone, NONE)

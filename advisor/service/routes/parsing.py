@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, HTTPException, Path, Request
 from pydantic import BaseModel, ConfigDict
 
 from advisor.cache.stores.link import BYTES
@@ -66,3 +66,16 @@ async def _body(request: Request) -> bytes:
 
 
 Body = Annotated[bytes, Depends(_body)]
+
+
+def deleted(gone: bool | None, none: str) -> dict[str, bool]:
+    """The answer where something was to be removed: it was there, or is not theirs (None).
+
+    Raises:
+        HTTPException: it was not, 404 with `none`, or is another's, 403.
+    """
+    if gone is None:
+        raise HTTPException(403, "another token put it there; an admin may remove it")
+    if not gone:
+        raise HTTPException(404, none)
+    return {"deleted": True}

@@ -14,7 +14,15 @@ from advisor.cache.key import are_whole, as_fields
 from advisor.service import records
 from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
-from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict, answers, refusals
+from advisor.service.routes.parsing import (
+    KEPT,
+    SENDS_BYTES,
+    Body,
+    Strict,
+    answers,
+    deleted,
+    refusals,
+)
 
 MSGPACK = "application/vnd.msgpack"
 _KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
@@ -145,8 +153,4 @@ def put(
 def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
     with here.database.writing() as session:
         gone = records.delete(session, key, caller)
-    if gone is None:
-        raise HTTPException(403, "another token put it there; an admin may remove it")
-    if not gone:
-        raise HTTPException(404, "there is nothing under this key")
-    return {"deleted": True}
+    return deleted(gone, "there is nothing under this key")

@@ -33,7 +33,7 @@ from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
-from advisor.tuners.knobs import KNOBS
+from advisor.tuners.knobs import FORMATS, KNOBS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import Distances
 from advisor.tuners.measure.observe import BATCHES, Named, Point, Trace, sampled
@@ -284,7 +284,7 @@ class Repeats:
 
 def comparison(candidate: Config, fp32: Config, tolerance: float, *, tf32: bool) -> Comparison:
     """What holds a config against strict fp32; `tf32`: the device may multiply in that."""
-    same = {knob.name: candidate[knob.name] for knob in KNOBS if knob.autocast}
+    same = candidate.only(*FORMATS)
     dtype = next((d for k in KNOBS if k.autocast and (d := k.autocast(candidate[k.name]))), None)
     return Comparison(
         fp32=fp32,

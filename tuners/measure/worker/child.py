@@ -28,7 +28,7 @@ from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.served import Served
 from advisor.tuners.blocks import repeated
-from advisor.tuners.knobs import COMPUTE, INPUT, KNOBS, LOADER, TORCH, compiles, plain
+from advisor.tuners.knobs import COMPUTE, FORMATS, INPUT, KNOBS, LOADER, TORCH, compiles, plain
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.loading.faults import told
 from advisor.tuners.measure.loading.loadable import Loadable
@@ -191,8 +191,8 @@ class Bench:
     def verify(self, config: Config, against: Config, steps: int, tolerance: float) -> Measurement:
         """Hold a config against strict fp32; outcome 'ok' or 'wrong', and how near it is."""
 
-        # The rows of the number format: what a difference beyond rounding is not due to.
-        same = {knob.name: config[knob.name] for knob in KNOBS if knob.autocast}
+        # What a difference beyond rounding is not due to.
+        same = config.only(*FORMATS)
         configs = numerics.Configs(fp32=against, candidate=config, plain=against.replace(**same))
 
         def build(one: Config) -> Workload:
