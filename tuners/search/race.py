@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
+from advisor.cache.record import Measurement
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.search.plan import Part
@@ -94,6 +95,7 @@ def race(
     stage: str = knobs.COMPUTE,
     drop: bool = True,
     build_s: Callable[[Config], float] = lambda _config: math.inf,
+    lost: Callable[[Config, Measurement], None] = lambda _config, _why: None,
 ) -> dict[Config, list[float]]:
     """Measure configs in turn, there and back (A B B A ...); samples/s of each turn.
 
@@ -103,7 +105,8 @@ def race(
     one that was not reached. With `drop`, one that is clearly slower than another of its batch
     size, which whoever follows it can follow too, runs no further, so that its time goes to those
     that are still close; where that does not leave TELLS turns to all, so does one that is slower
-    as far as can be seen. `build_s`: what a config's first step took before.
+    as far as can be seen. `build_s`: what a config's first step took before. `lost` is told of what
+    failed.
     """
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
@@ -137,6 +140,7 @@ def race(
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
             else:
+                lost(config, measured)
                 del rates[config]
                 running.remove(config)
         if over or left_s() <= 0 or reference not in rates:

@@ -235,17 +235,26 @@ class _Decision:
         whole = [c for c in found if c.batch == self.space.batch]
         large = [c for c in found if c not in whole]
         if not large or self._fits(found):
-            return race(self.worker, found, part, build_s=self.starts.seen)
-        rates = race(self.worker, whole, part.share(FIRST_HEAT), build_s=self.starts.seen)
+            return self._heat(found, part)
+        rates = self._heat(whole, part.share(FIRST_HEAT))
         second = [self.default]
         for config in large:
             if self._fits([*second, config]) or len(second) == 1:
                 second.append(config)
-        again = race(self.worker, second, part, build_s=self.starts.seen)
+        again = self._heat(second, part)
         held, now = rates.get(self.default), again.pop(self.default, None)
         if held and now:
             rates |= {config: beside(seen, now, held) for config, seen in again.items()}
         return rates
+
+    def _heat(self, configs: Sequence[Config], part: plan.Part) -> Rates:
+        return race(self.worker, configs, part, build_s=self.starts.seen, lost=self._lost)
+
+    def _lost(self, config: Config, why: Measurement) -> None:
+        self.progress.notice(
+            f"out of the race: {self._named(config)} at batch {config.batch}: "
+            f"{why.outcome.replace('_', ' ')}, {why.reason}"
+        )
 
     def _fits(self, configs: Sequence[Config]) -> bool:
         taken = sum(self.peaks.get(config, 0) for config in configs)
