@@ -7,12 +7,14 @@ Each case is tuned with `--data` in a process of its own; then a plain loop trai
 step on batches of three loaders in turn: torch's default, workers = cores with pinned memory, and
 the advice. Beside them stand the step alone, on a batch that lies on the device, and the advised
 loader alone: no loader feeds more than the lesser of the two. The JPEG files are made here. 'four'
-has four cores by affinity. Some six minutes on an H200, two thirds of them the budgets.
+has a quota of four cores where a control group can be made (version 2, as root), else by affinity.
+Two minutes and the budget for each case on an H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +36,17 @@ from torch.utils.data import DataLoader
 
 import advisor
 from advisor.cache.kinds import Seconds
+from advisor.report import feeding
+from advisor.tuners import host
 from advisor.tuners.target import build, load, parse
 
 HERE = Path(__file__).parent
 FILES, TOKENS = 512, 2**24
-TURNS, TURN_S, SETTLE_S = 2, 1.2, 1.0
+TURNS, TURN_S = 3, 1.5
+WARM = 3
+HANGS_S = 300.0
+"""Beyond its budget, a case that is given up."""
+GROUP = Path("/sys/fs/cgroup/advisor-loaders")
 QUICK = {"compile": False, "step_graph": False, "batches": [], "tolerance": 0.0}
 TRIALS = 2
 """Of the step: torch's default and the best guess. It is the loader that is looked at."""
@@ -88,31 +96,36 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
     if not place.exists():
         place.mkdir()
         height, width = map(int, case.made.split("x"))
-        with ProcessPoolExecutor() as pool:
+        own = torch.set_num_threads
+        with ProcessPoolExecutor(host.cores(), initializer=own, initargs=(1,)) as pool:
             list(pool.map(partial(jpeg, place, (height, width)), range(FILES)))
     return {"root": str(place), "crop": case.shape[-1]}
 
 
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
+def endless(loader: DataLoader[Any]) -> Generator[Any]:
     while True:
         yield from loader
 
 
-def speed(take: Callable[[], object], batch: int, device: str) -> float:
-    """Samples/s, once what lay ready has been taken."""
+def speed(take: Callable[[], object], batch: int, loader: DataLoader[Any] | None = None) -> float:
+    """Samples/s. With a loader: once what may lie ready has been taken, of whole rounds of its
+    workers, whose batches come together."""
+    workers = loader.num_workers if loader else 0
+    ready = workers * (1 + (loader.prefetch_factor or 0)) if loader else 0
+    together = max(1, workers)
 
     def now() -> float:
-        if device != "cpu":
+        if DEVICE != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    end = now() + SETTLE_S
-    while time.perf_counter() < end:
+    for _ in range(max(WARM, ready)):
         take()
     taken, began = 0, now()
     while time.perf_counter() - began < TURN_S:
-        take()
-        taken += 1
+        for _ in range(together):
+            take()
+        taken += together
     return taken * batch / (now() - began)
 
 
@@ -139,9 +152,9 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
             loss = torch.nn.functional.cross_entropy(model(inputs), target)
         advice.step(loss, optimizer)
 
-    cores = len(os.sched_getaffinity(0))
     common = {"dataset": dataset, "shuffle": True, "drop_last": True, "batch_size": batch}
-    pinned = {"num_workers": cores, "pin_memory": DEVICE != "cpu"}
+    # As most scripts have it, which know of no quota.
+    pinned = {"num_workers": len(os.sched_getaffinity(0)), "pin_memory": DEVICE != "cpu"}
     loaders = {
         "default": partial(DataLoader, **common),
         "recipe": partial(DataLoader, **common, **pinned),
@@ -151,24 +164,52 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
     placed = itertools.repeat(advice.place(first))
     turns: dict[str, list[float]] = {name: [] for name in ("step", *loaders, "loader")}
     for _ in range(TURNS):
-        turns["step"].append(speed(lambda: train(placed), batch, DEVICE))
+        turns["step"].append(speed(partial(train, placed), batch))
         for name, made in loaders.items():
-            batches = advice.batches(endless(made()))
-            turns[name].append(speed(partial(train, batches), batch, DEVICE))
-            batches.close()
-        alone = endless(loaders["advice"]())
-        turns["loader"].append(speed(partial(next, alone), batch, "cpu"))
+            loader = made()
+            with contextlib.closing(advice.batches(endless(loader))) as batches:
+                turns[name].append(speed(partial(train, batches), batch, loader))
+        loader = loaders["advice"]()
+        with contextlib.closing(endless(loader)) as alone:
+            turns["loader"].append(speed(partial(next, alone), batch, loader))
     middle = {name: statistics.median(rates) for name, rates in turns.items()}
     limit = min(middle["step"], middle["loader"])
     return {
-        "loader": dict(found.input),
-        "cores": cores,
+        "loader": {name: value for name, value in advice.loader.items() if name != "batch_size"},
+        "recipe": pinned,
+        "cores": host.cores(),
+        "shared_bytes": host.shared_bytes(),
         "samples_per_s": middle,
+        "limit": limit,
         "turns": turns,
         "of_the_limit": middle["advice"] / limit,
         "over_the_recipe": middle["advice"] / middle["recipe"],
         "over_the_default": middle["advice"] / middle["default"],
+        "looked_at": [looked_at(pair) for pair in feeding.pairs(found)],
     }
+
+
+def looked_at(pair: feeding.Pair) -> dict[str, Any]:
+    """What the tuning measured of a loader, samples/s."""
+    alone, together = pair.alone, pair.together
+    return {
+        **pair.loader,
+        "alone": alone and alone.samples_per_s,
+        "together": together and together.samples_per_s,
+    }
+
+
+def limited(cores: int) -> str:
+    """How this process, and what it starts, is kept to so many cores."""
+    try:
+        (GROUP.parent / "cgroup.subtree_control").write_text("+cpu")
+        GROUP.mkdir(exist_ok=True)
+        (GROUP / "cpu.max").write_text(f"{cores * 100_000} 100000")
+        (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        return "affinity"
+    return "quota"
 
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -188,22 +229,39 @@ def main() -> None:
         if given.batch:
             case = Case(**{**vars(case), "shape": (given.batch, *case.shape[1:])})
         arguments = make(case, Path(folder))
-        if case.cores:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
-        print(json.dumps(measured(case, arguments, Seconds().checked("budget", given.budget))))
+        by = limited(case.cores) if case.cores else ""
+        found = measured(case, arguments, Seconds().checked("budget", given.budget))
+        print(json.dumps({"limited": by, **found}))
         return
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         for name in given.cases:
-            batch = ["--batch", str(given.batch)] if given.batch else []
-            words = [sys.executable, __file__, "--one", name, folder, "--budget", given.budget]
-            done = subprocess.run([*words, *batch], stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                print(f"{name}: failed with exit code {done.returncode}", file=sys.stderr)
+            found = in_a_process(name, folder, given)
+            if found is None:
+                failed = True
                 continue
-            found = json.loads(done.stdout.splitlines()[-1])
             results.append("loaders", {"case": name, **found}, given.results)
             rates = {what: round(rate) for what, rate in found["samples_per_s"].items()}
-            print(name, found["loader"], rates, f"{found['of_the_limit']:.0%} of the limit")
+            print(name, found["loader"], rates, f"{found['of_the_limit']:.0%} of the limit,")
+            print(f"  {found['over_the_recipe']:.2f}x the recipe", flush=True)
+    sys.exit(failed)
+
+
+def in_a_process(name: str, folder: str, given: argparse.Namespace) -> dict[str, Any] | None:
+    """What a case gives; None where it failed, which costs no other."""
+    words = [sys.executable, __file__, "--one", name, folder, "--budget", given.budget]
+    words += ["--batch", str(given.batch)] if given.batch else []
+    most = Seconds().checked("budget", given.budget) + HANGS_S
+    try:
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=most, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as exc:
+        print(f"{name}: {exc}", file=sys.stderr)
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            GROUP.rmdir()
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":

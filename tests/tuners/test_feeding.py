@@ -27,6 +27,7 @@ class Host:
         start_s: of an epoch with workers.
         pinned: what the step gains from workers that pin memory.
         broken: workers fail.
+        takes_s: a measurement beyond what is timed, as of workers that start and settle.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Host:
         pinned: float = 1.0,
         broken: bool = False,
         noise: float = 0.005,
+        takes_s: float = 0.1,
     ) -> None:
         self.step, self.cost_s, self.cores, self.cpu = step, cost_s, cores, cpu
         self.start_s, self.pinned, self.broken, self.noise = start_s, pinned, broken, noise
+        self.takes_s = takes_s
         self.time = 0.0
         self.draw = random.Random(0)
         self.alone: list[int] = []
@@ -76,7 +79,7 @@ class Host:
         floor: float = 0.0,
         deadline_s: float | None = None,
     ) -> Measurement:
-        self.time += seconds + 0.1
+        self.time += seconds + self.takes_s
         rate = self._rate(config, stage) * math.exp(self.draw.gauss(0, self.noise))
         if self.broken and config.get("num_workers"):
             return Measurement(outcome="failed", reason="in a worker: ValueError: no")
@@ -166,6 +169,15 @@ def test_without_time_nothing_is_chosen_and_that_is_said() -> None:
     found = loaders(Host(), budget_s=4.0)
     assert found.chosen(0) == Config()
     assert len(found.said) == 1 and "budget" in found.said[0], found.said
+
+
+@pytest.mark.parametrize(("cost_s", "workers"), [(1 / 100, 16), (1 / 5000, 0)])
+def test_one_turn_of_each_tells_what_is_twice_as_fast(cost_s: float, workers: int) -> None:
+    """Workers who take seconds to settle, and the likeliest number of them first."""
+    found = loaders(Host(step=2800.0, cost_s=cost_s, takes_s=6.0), budget_s=40.0)
+    assert found.chosen(0) == (Config(num_workers=workers) if workers else Config())
+    raced = [trial for trial in found.trials if trial.origin == "race"]
+    assert len(raced) >= 2 and all(len(trial.measurement.blocks) == 1 for trial in raced)
 
 
 def test_a_space_without_data_has_no_loader() -> None:

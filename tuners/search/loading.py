@@ -19,7 +19,7 @@ from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
 from advisor.tuners.search.plan import Part
-from advisor.tuners.search.race import paired, race
+from advisor.tuners.search.race import Ratio, paired, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
 
@@ -36,6 +36,8 @@ NEAR = 0.97
 CLOSE = 0.8
 """Of that, what may yet be."""
 MOST_PAIRS = 5
+DOUBLE = 2.0
+"""Times as fast: no noise of a host does that twice."""
 PAIRS = 0.7
 """Of the time after that: how many workers; what is left goes to how they work."""
 WAITS = 0.03
@@ -127,7 +129,8 @@ class Loaders:
         near = [knee, least, *self._beside(least, 1), *self._beside(knee, 1)]
         # Pairs give no more than the loader alone, but for its own noise.
         near += (n for n in self._beside(least, -1) if rates.get(n, wanted) >= CLOSE * wanted)
-        return sorted({0, *list(dict.fromkeys(near))[: MOST_PAIRS - 1]})
+        # The likeliest first: a short race may not come to the others.
+        return list(dict.fromkeys([0, *near]))[:MOST_PAIRS]
 
     def _beside(self, workers: int, by: int) -> list[int]:
         """The next number of workers, up or down; none at the end."""
@@ -142,7 +145,7 @@ class Loaders:
         plain = self._with(0)
         if plain in rates and best != plain:
             ratio = paired(rates[best], rates[plain])
-            if not faster(ratio):
+            if not (faster(ratio) or self._doubles(ratio)):
                 if ratio.mean >= CLEARLY:
                     self.said.append(
                         f"{best[WORKERS]} loader workers may be faster than none, which could not "
@@ -151,6 +154,12 @@ class Loaders:
                 return plain
         tied = [c for c in rates if c == best or level(paired(rates[c], rates[best]))]
         return min(tied, key=lambda config: _number(config[WORKERS]))
+
+    def _doubles(self, ratio: Ratio) -> bool:
+        """Whether workers are so much faster than none, by themselves too, that one turn of each,
+        which has no interval, tells."""
+        alone = {workers: seen.samples_per_s for workers, seen in self._alone.items()}
+        return min(ratio.mean, max(alone.values()) / alone.get(0, math.inf)) >= DOUBLE
 
     def _refined(self, best: Config, samples: int) -> Config:
         """How the workers work: each knob of that, as far as it gains."""
