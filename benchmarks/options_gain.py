@@ -431,11 +431,11 @@ class Comparison:
         return Child(job, place, until)
 
     def build(self) -> None:
-        """Compile all that will be measured, the longest first."""
+        """Compile all that will be measured: what all else is held against, then the longest."""
         known = [job for job in self._jobs if not job.set.unknown]
         wanted = {job.code: job for one in known[::-1] for job in (one, _plain(one))}
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in sorted(wanted.values(), key=lambda job: -job.build_s):
+        for job in sorted(wanted.values(), key=lambda job: (job.set != Option(), -job.build_s)):
             waiting.put(job)
 
         def work(number: int) -> None:
