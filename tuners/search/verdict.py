@@ -39,10 +39,9 @@ TRIES = 2
 """Times what a comparison was given in vain, or the budget, that is to be given the next time."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
-BUILDS, ROUNDING_S = 2, 10.0
-"""What a comparison in a worker takes beside its steps: building a config, once more where it draws
-random numbers, and fp32 with rounding, which Python draws one operation after the other.
-MobileNetV3 took more than 31 s on an H200."""
+ROUNDING_S = 10.0
+"""Of fp32 with rounding, which Python draws one operation after the other: MobileNetV3's whole
+comparison took more than 31 s on an H200."""
 REFERENCE_S = 0.5
 """Timed seconds of strict fp32, measured to compare with."""
 
@@ -199,19 +198,12 @@ class _Decision:
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""
         self.progress.phase(f"the finalists and {self.terms.baseline}, measured in turn")
-        leader = max(
-            (t for t in self.trials if t.measurement.ok),
-            key=lambda trial: trial.measurement.samples_per_s,
-        )
-        leaves_s = self._leaves_s(leader.config)
-        most = 1 - leaves_s / max(self.clock.left_s, 1e-9)
-        if most < plan.RACE / 2:
-            most = 1.0  # no comparison fits in: its time is worth more in the race
+        found = finalists(self.space, self.trials)
+        most = self._most(found)
         part = self.clock.part(
             min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
         )
         if part.left_s > self.tried.measurement.first_step_s:
-            found = finalists(self.space, self.trials)
             found = affordable(found, self.trials, part, self.again)
             self.rates = self._heats(found, part)
             self.starts.save_raced(self.rates)
@@ -221,13 +213,25 @@ class _Decision:
             self.progress.notice(f"no time was left for the race; {self.terms.baseline} is advised")
             self.rates = {self.default: [self.tried.measurement.samples_per_s]}
 
-    def _leaves_s(self, leader: Config) -> float:
-        """Seconds that the race leaves for a comparison with fp32."""
-        if not (self.terms.tolerance and knobs.doubtful(leader)):
+    def _most(self, found: Sequence[Config]) -> float:
+        """Share of what is left that the race may have: it leaves the comparisons with fp32 of what
+        leads for each use at the user's batch their time, or that of the first of them."""
+        leading = [c for c in found[: 1 + len(self.space.uses)] if c.batch == self.space.batch]
+        doubtful = list(filter(knobs.doubtful, leading)) if self.terms.tolerance else []
+        for compared in (doubtful, doubtful[:1]):
+            most = 1 - self._compared_s(compared) / max(self.clock.left_s, 1e-9)
+            if most >= plan.RACE / 2:
+                return most
+        return 1.0  # no comparison fits in: its time is worth more in the race
+
+    def _compared_s(self, configs: Sequence[Config]) -> float:
+        """Seconds of comparisons with fp32, which is run for the first alone."""
+        if not configs:
             return 0.0
         if self.terms.compare_steps:
-            return self._least_s(leader)
-        return BUILDS * self._before_s(leader) + self._least_steps_s() + ROUNDING_S
+            return sum(map(self._least_s, configs))
+        builds_s = sum(map(self._before_s, [configs[0], *configs]))
+        return builds_s + self._least_steps_s() + ROUNDING_S
 
     def _heats(self, found: list[Config], part: plan.Part) -> Rates:
         """One race, or two where the finalists are not in memory together: those at the user's
