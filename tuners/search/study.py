@@ -330,13 +330,13 @@ class Search:
 
     def _try_group(self, configs: Sequence[Config], room: int) -> None:
         """Try what is dear, as many as there is room for built at once."""
-        self._build(self._builds.open(filter(self._may_be_dear, configs))[:room])
+        self._build(self._builds.open(filter(self._may_be_dear, configs))[:room], room)
         self._try_each(filter(self._may_be_dear, configs), "leader")
         for asked in self._begun.values():
             self._journal.pass_over(asked)
         self._begun.clear()
 
-    def _build(self, configs: Sequence[Config]) -> None:
+    def _build(self, configs: Sequence[Config], room: int) -> None:
         """Build configs before they are measured; one that fails has had its trial."""
         builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
         if builder is None or len(configs) < 2 or deadline_s < max(map(self._needs_s, configs)):
@@ -344,7 +344,8 @@ class Search:
         self._runner.release()
         asked = {config: self._journal.ask("leader", config) for config in configs}
         start = self.clock.now()
-        built = builder.build(configs, deadline_s=deadline_s, tell=self._progress.building)
+        tell = self._progress.building
+        built = builder.build(configs, room=room, deadline_s=deadline_s, tell=tell)
         self._builds.keep(built, self.clock.now() - start)
         for config, one in built.items():
             if one.measurement.ok:
