@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.tuners.measure.timing import first_steps, median_interval, time_steps, warm_up
+from advisor.tuners.measure.timing import (
+    CpuClock,
+    busy_share,
+    first_steps,
+    median_interval,
+    time_steps,
+    warm_up,
+)
 
 
 class FakeClock:
@@ -31,6 +38,9 @@ class FakeClock:
     def between(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return (end - start) / 2
+
+    def hold(self, seconds: float) -> None:
+        raise AssertionError("there is nothing to hold")
 
 
 def test_steady_steps_end_early_and_exactly() -> None:
@@ -89,6 +99,40 @@ class QueueClock:
     def between(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
+
+    def hold(self, seconds: float) -> None:
+        self.device = max(self.device, self.time) + 2 * seconds
+
+
+def test_a_device_is_busy_where_it_never_waits_for_the_host_for_long() -> None:
+    def share(step: Callable[[QueueClock], None]) -> float:
+        clock = QueueClock()
+        timing = time_steps(lambda: step(clock), clock, seconds=60.0, first_s=0.0, expected_s=0.01)
+        return busy_share(lambda: step(clock), clock, timing)
+
+    def waited_for(clock: QueueClock) -> None:
+        """As by fp16's scaler: the host reads a number once all gradients are there."""
+        clock.run(0.02)
+        clock.synchronize()
+        clock.run(0.0001)
+
+    def issued(clock: QueueClock) -> None:
+        for _kernel in range(10):
+            clock.run(0.0001)
+
+    assert share(lambda clock: clock.run(0.02)) == 1.0
+    assert share(waited_for) > 0.95
+    assert share(issued) == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_device_without_a_clock_is_not_known_to_be_busy() -> None:
+    steps: list[None] = []
+    timing = time_steps(
+        lambda: steps.append(None), CpuClock(), seconds=0.01, first_s=0.0, expected_s=0.01
+    )
+    count = len(steps)
+    assert busy_share(lambda: steps.append(None), CpuClock(), timing) == 0.0
+    assert len(steps) == count
 
 
 def test_what_the_device_still_does_is_waited_for_and_nothing_of_before_counts() -> None:

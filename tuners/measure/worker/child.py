@@ -39,6 +39,7 @@ from advisor.tuners.measure.timing import (
     Clock,
     CpuClock,
     CudaClock,
+    busy_share,
     first_steps,
     time_steps,
     warm_up,
@@ -369,6 +370,7 @@ class Bench:
         )
         if keep:
             self._kept[config, stage] = (workload, first, timing.step_s)
+        busy = 0.0 if keep else busy_share(workload.step, self._clock, timing)
         loss = workload.loss
         if loss is not None and not math.isfinite(float(loss)):
             return Measurement(outcome="wrong", reason=f"the loss is {float(loss)}")
@@ -391,7 +393,7 @@ class Bench:
             high=samples / timing.low_s,
             step_s=timing.step_s,
             gpu_s=timing.gpu_s,
-            behind_s=timing.behind_s,
+            busy=busy,
             first_step_s=timing.first_step_s,
             peak_bytes=peak,
             steps=timing.steps,
