@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from advisor.cache.record import BUSY
 from advisor.tuners.measure.timing import (
+    BEHIND,
     CpuClock,
+    CudaClock,
     busy_share,
     first_steps,
     median_interval,
@@ -123,6 +128,29 @@ def test_a_device_is_busy_where_it_never_waits_for_the_host_for_long() -> None:
     assert share(lambda clock: clock.run(0.02)) == 1.0
     assert share(waited_for) > 0.95
     assert share(issued) == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_busy_though_a_step_waits_for_it_and_idle_though_all_of_a_step_does() -> None:
+    device = torch.device("cuda")
+    a, clock = torch.randn(8192, 8192, device=device), CudaClock(device)
+
+    def waited_for() -> None:
+        float((a @ a)[0, 0])
+        a[0].add_(1)
+
+    def issued() -> None:
+        time.sleep(0.005)
+        a[0].add_(1)
+
+    def share(step: Callable[[], None]) -> float:
+        _, settled_s = warm_up(step, clock)
+        timing = time_steps(step, clock, seconds=1.0, first_s=0.0, expected_s=settled_s)
+        assert timing.behind_s < BEHIND * timing.step_s
+        return busy_share(step, clock, timing)
+
+    assert share(waited_for) > BUSY
+    assert share(issued) < 0.1
 
 
 def test_a_device_without_a_clock_is_not_known_to_be_busy() -> None:
