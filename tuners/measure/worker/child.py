@@ -122,7 +122,7 @@ class Bench:
         self._clock: Clock = CudaClock(self._device) if self._cuda else CpuClock()
         self._kept: dict[tuple[Config, str], tuple[Workload, float, float]] = {}
         self._floor = 0
-        self._references = numerics.References()
+        self._references = numerics.References(draws=True)
         self._default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
@@ -149,6 +149,7 @@ class Bench:
             workload.step()
         start = self._clock.now()
         drew = draws(workload.step, self._device)
+        self._references = numerics.References(draws=drew)
         self._clock.synchronize()
         step_s = self._clock.now() - start
         modules, parameters = fingerprint.size(workload.model)
@@ -201,7 +202,7 @@ class Bench:
             return self._watched(one)
 
         try:
-            good, reason = numerics.check(build, configs, steps, tolerance, self._references)
+            good, reason = numerics.check(build, configs, steps, self._references, tolerance)
             result = Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             result = _failure(exc)

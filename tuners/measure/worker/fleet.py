@@ -110,7 +110,7 @@ class Fleet:
         self._notice = notice
         self._pool = ThreadPoolExecutor(len(self.lanes))
         self._running: dict[Future[Any], _Lane] = {}
-        self._told_again: list[tuple[int, float]] = []
+        self._faster_alone: list[tuple[int, float]] = []
 
     def __enter__(self) -> Fleet:
         return self
@@ -152,13 +152,13 @@ class Fleet:
 
     def slows(self, count: int) -> bool:
         """Whether trials, so many at once, slow down what the host is the limit of, or may."""
-        seen = [faster for beside, faster in self._told_again if beside >= count]
+        seen = [faster for beside, faster in self._faster_alone if beside >= count]
         return len(seen) < ENOUGH or statistics.median(seen) > SLOWED
 
     def saw(self, beside: Measurement, count: int, alone: Measurement) -> None:
         """What the host is the limit of was measured as one of so many, and then alone."""
         if beside.ok and alone.ok:
-            self._told_again.append((count, alone.samples_per_s / beside.samples_per_s))
+            self._faster_alone.append((count, alone.samples_per_s / beside.samples_per_s))
 
     def begin(self, lane: _Lane, work: Callable[[], T]) -> Future[T]:
         """Work on a device, in a thread of its own."""
