@@ -473,9 +473,13 @@ class _OfTarget(_Tuning):
         return Worker(self._job(device), deadline_s=self._deadline_s)
 
     def _job(self, device: str) -> Job:
+        """What a worker on this device is to measure: it takes the place of the first one there."""
+        from advisor.tuners.environment import in_place_of
         from advisor.tuners.measure.worker.wire import Job
 
-        return Job(task=self._task, device=device, seed=self._plan.seed)
+        first = self._device
+        visible = in_place_of(first, device) if device != first else ""
+        return Job(task=self._task, device=first, visible=visible, seed=self._plan.seed)
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command

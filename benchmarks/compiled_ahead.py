@@ -71,7 +71,7 @@ def untold(_configs: Sequence[Config], _seconds: float) -> None:
 def building(ahead: Ahead, configs: Sequence[Config]) -> tuple[float, dict[Config, Built]]:
     """(Seconds by the wall clock, what became of each)."""
     began = time.monotonic()
-    built = ahead.build(configs, deadline_s=DEADLINE_S, tell=untold)
+    built = ahead.build(configs, room=len(configs), deadline_s=DEADLINE_S, tell=untold)
     return time.monotonic() - began, built
 
 

@@ -126,9 +126,11 @@ class Clocked(ReplayRunner):
         self,
         configs: Sequence[Config],
         *,
+        room: int,
         deadline_s: float,
         tell: Callable[[Sequence[Config], float], None],
     ) -> dict[Config, Built]:
+        del room
         tell(configs, 0.0)
         built = {}
         for config in configs:

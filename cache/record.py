@@ -39,8 +39,8 @@ RACED = USES
 """Uses for which the race names a winner: all."""
 
 
-LEAST_BEHIND = 0.2
-"""Of a step: what the device is behind, at least, where the host is not the limit."""
+BUSY = 0.9
+"""Of a step's time: what the device works in, at least, where the host is not the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class Measurement:
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` of them by the GPU's clock, gaps between its kernels
             included, 0 on the CPU.
-        behind_s: seconds that the device works on once the host has issued some steps; small where
-            the host is the limit, as on the CPU.
+        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU, and in
+            the turns of a race, where nobody asks.
         first_step_s: seconds of the first step, compilation and algorithm search included.
         peak_bytes: device memory at its peak.
         steps: how many were timed.
@@ -69,7 +69,7 @@ class Measurement:
     high: RateOr0 = 0.0
     step_s: Span = 0.0
     gpu_s: Span = 0.0
-    behind_s: Span = 0.0
+    busy: Share = 0.0
     first_step_s: Span = 0.0
     peak_bytes: Bytes = 0
     steps: Count = 0
@@ -89,7 +89,7 @@ class Measurement:
     @property
     def host_bound(self) -> bool:
         """Whether the host could not issue steps faster than the device takes them."""
-        return self.ok and self.behind_s < LEAST_BEHIND * self.step_s
+        return self.ok and self.busy < BUSY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,6 +225,21 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return ()
 
 
+def in_place_of(place: str, device: str) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that finds one GPU in the place of another: code that was
+    compiled for that one, which names it by its number, is found by it too.
+
+    Raises:
+        UsageError: a device is malformed.
+        AdvisorError: NVML does not tell about it.
+    """
+    shown, (first, own) = [gpu.uuid for gpu in gpus()], map(cuda_index, (place, device))
+    if max(first, own) >= len(shown):
+        raise AdvisorError(f"device {device!r}: NVML does not tell which GPU that is")
+    shown[first], shown[own] = shown[own], shown[first]
+    return ",".join(shown)
+
+
 @functools.cache
 def host_cpu() -> str:
     """The CPU's model name."""

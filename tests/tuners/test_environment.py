@@ -319,6 +319,18 @@ def test_several_that_are_not_alike_or_not_there_are_refused(
         environment.devices(named)
 
 
+@pytest.mark.parametrize("visible", [None, "2,0,1", "GPU-c,GPU-a,GPU-b"])
+def test_one_gpu_is_found_in_the_place_of_another(machine: Machine, visible: str | None) -> None:
+    nvml = FakeNvml(*(h200(f"GPU-{name}", users=()) for name in "abc"))
+    machine(nvml, visible)
+    there = [gpu.uuid for gpu in environment.gpus()]
+    shown = environment.in_place_of("cuda:1", "cuda:2")
+    machine(nvml, shown)
+    assert [gpu.uuid for gpu in environment.gpus()] == [there[0], there[2], there[1]]
+    with pytest.raises(AdvisorError, match="'cuda:3'"):
+        environment.in_place_of("cuda:1", "cuda:3")
+
+
 def test_all_of_no_devices_is_refused(machine: Machine) -> None:
     machine(FakeNvml())
     with pytest.raises(UsageError, match="sees no CUDA device"):

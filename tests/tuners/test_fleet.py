@@ -33,16 +33,19 @@ class Floor:
         self.lock = threading.Lock()
         self.now: dict[str, Config] = {}
         self.together: list[set[Config]] = []
+        self.known: set[Config] = set()
 
 
 class Device:
-    """Takes `pace` times as long as its like; configs of `met` are held until two of them run."""
+    """Takes `pace` times as long as its like; where its host is the limit, `slowed` times when it
+    is measured first, beside others. Other configs are held until `met` run."""
 
     def __init__(self, floor: Floor, name: str, pace: float = 1.0) -> None:
         self.floor, self.name, self.pace = floor, name, pace
         self.measured: list[Config] = []
         self.met = threading.Barrier(1)
         self.host_bound: set[Config] = set()
+        self.slowed = 1.5
         self.fails = ""
         self.ended = threading.Event()
 
@@ -68,19 +71,21 @@ class Device:
     def _measured(self, config: Config) -> Measurement:
         self.measured.append(config)
         if config == ANCHOR.config:
-            return self._took(0.01, 0.01)
+            return self._took(0.01, config)
         if self.fails:
             raise WorkerError(self.fails)
         if config.batch == 99:
             assert self.ended.wait(WAIT_S)
             return Measurement(outcome="crashed", reason="interrupted")
-        host = config in self.host_bound
-        if not host:
+        if config not in self.host_bound:
             self.met.wait(WAIT_S)
-        return self._took(config.batch / 100, 0.0 if host else 1.0)
+        return self._took(config.batch / 100, config)
 
-    def _took(self, seconds: float, behind_s: float) -> Measurement:
-        step_s = seconds * self.pace
+    def _took(self, seconds: float, config: Config) -> Measurement:
+        host = config in self.host_bound
+        first = config not in self.floor.known
+        self.floor.known.add(config)
+        step_s = seconds * self.pace * (self.slowed if host and first else 1.0)
         rate = 1 / step_s
         return Measurement(
             outcome="ok",
@@ -88,7 +93,7 @@ class Device:
             low=rate,
             high=rate,
             step_s=step_s,
-            behind_s=behind_s,
+            busy=0.5 if host else 1.0,
             blocks=(step_s, step_s),
         )
 
@@ -99,8 +104,8 @@ def two() -> tuple[Device, Device]:
     return Device(floor, "cuda:0"), Device(floor, "cuda:1", pace=1.1)
 
 
-def asked(*batches: int, alone: bool = False) -> list[Ask]:
-    return [Ask(config=Config(batch_size=n), seconds=1.0, alone=alone) for n in batches]
+def asked(*batches: int) -> list[Ask]:
+    return [Ask(config=Config(batch_size=n), seconds=1.0) for n in batches]
 
 
 def run(devices: tuple[Device, ...], asks: list[Ask], seen: Seen | None = None) -> list[Done]:
@@ -126,19 +131,48 @@ def test_trials_run_at_once_and_are_told_as_the_first_device_has_them(
     assert len(two[0].measured) == len(two[1].measured) == 3  # the anchor, and two
 
 
-def test_what_the_host_is_the_limit_of_is_measured_alone(two: tuple[Device, Device]) -> None:
-    # Known before: never beside another. Found out beside another: once more.
-    found_out = {Config(batch_size=n) for n in (4, 5)}
+def test_what_the_host_is_the_limit_of_is_measured_again_alone(
+    two: tuple[Device, Device],
+) -> None:
+    asks = asked(2, 3, 4, 5)
     for one in two:
-        one.host_bound = found_out
-    found = run(two, asked(2, 3, alone=True) + asked(4, 5))
+        one.host_bound = {ask.config for ask in asks}
+    found = run(two, asks)
     assert sorted(done.config.batch for done in found) == [2, 3, 4, 5]
-    assert all(done.beside == 1 for done in found)
-    beside = [together for together in two[0].floor.together if ANCHOR.config not in together]
-    assert {Config(batch_size=2)} in beside and {Config(batch_size=3)} in beside
-    assert not any(len(s) > 1 for s in beside if s & {Config(batch_size=n) for n in (2, 3)})
-    last = {next(iter(together)) for together in beside[-2:] if len(together) == 1}
-    assert last == found_out and two[0].measured[-2:] == [d.config for d in found[-2:]]
+    for done in found:
+        assert done.beside == 1 and done.measured.step_s == pytest.approx(done.config.batch / 100)
+        assert two[0].floor.together.count({done.config}) >= 1
+    assert sum(len(one.measured) for one in two) == 2 * (1 + len(asks))
+
+
+def test_neighbours_that_slow_nothing_down_are_let_run(two: tuple[Device, Device]) -> None:
+    asks = asked(*range(2, 10))
+    for one in two:
+        one.host_bound, one.slowed = {ask.config for ask in asks}, 1.0
+    found = run(two, asks)
+    assert sorted(done.config.batch for done in found) == list(range(2, 10))
+    again = sum(len(one.measured) for one in two) - 2 - len(asks)
+    assert again == fleets.ENOUGH
+    assert [done.beside for done in found] == [1] * again + [2] * (len(asks) - again)
+
+
+def test_what_devices_are_held_against_one_another_by_tells_of_neighbours_too(
+    two: tuple[Device, Device],
+) -> None:
+    asks = asked(2, 3, 4)
+    for one in two:
+        one.host_bound, one.slowed = {ask.config for ask in (ANCHOR, *asks)}, 1.0
+    assert len(run(two, asks)) == 3
+    assert sum(len(one.measured) for one in two) == 2 * 2 + len(asks)
+
+
+def test_what_devices_are_held_against_one_another_by_is_measured_once(
+    two: tuple[Device, Device],
+) -> None:
+    found = run(two, [ANCHOR, *asked(2, 3)])
+    assert found[0].config == ANCHOR.config
+    assert sorted(done.config.batch for done in found) == [1, 2, 3]
+    assert all(one.measured.count(ANCHOR.config) == 1 for one in two)
 
 
 def test_what_is_slow_enough_beside_others_is_not_measured_again(
@@ -201,7 +235,7 @@ class Twice(Simulated):
 
     def measure(self, config: Config, **how: object) -> Measurement:
         measured = super().measure(config, **how)
-        return dataclasses.replace(measured, behind_s=1.0)
+        return dataclasses.replace(measured, busy=1.0)
 
 
 def test_a_search_over_two_finds_what_one_finds_and_measures_nothing_twice(
@@ -222,7 +256,7 @@ def test_a_search_over_two_finds_what_one_finds_and_measures_nothing_twice(
     tried = [trial.config for trial in search.trials]
     assert len(tried) == len(set(tried)) and len(seen.trials) == len(tried)
     both = [config for one in devices.values() for config in one.measured]
-    assert len(both) == len(tried) + 2  # the default: once more on both, as the anchor
+    assert len(both) == len(tried) + 1  # the default: on both, as the anchor
     assert all(len(one.measured) > len(tried) / 4 for one in devices.values())
     # A search that goes on counts the time that passed, not that of each device.
     spent = sum(trial.seconds for trial in search.trials)
@@ -230,26 +264,20 @@ def test_a_search_over_two_finds_what_one_finds_and_measures_nothing_twice(
     assert 0 < again.clock.spent_s < spent
 
 
-class HostBound(Twice):
-    """Whose host is the limit in half precision."""
-
-    def measure(self, config: Config, **how: object) -> Measurement:
-        measured = super().measure(config, **how)
-        half = config["precision"] in ("bf16", "fp16")
-        return dataclasses.replace(measured, behind_s=0.0 if half else 1.0)
-
-
-def test_what_is_sure_to_be_the_host_s_is_begun_alone(tmp_path: Path) -> None:
-    study, _ = open_study(tmp_path, "one")
-    search = Search(HostBound(), SPACE, study, Scope(clock=Clock(1e6)))
-    fp32, bf16 = SPACE.default, SPACE.default.replace(precision="bf16")
-    search._try_each([fp32, bf16.at(128)], "guess", always=True)
-    assert not search._is_host_bound(fp32)
-    assert search._is_host_bound(bf16) and search._is_host_bound(bf16.replace(precision="fp16"))
-    assert not search._is_host_bound(bf16.at(256))  # the device has more to do
+def test_a_climb_is_as_many_ahead_as_there_are_devices(tmp_path: Path) -> None:
+    first, second = Twice(), Twice()
+    study, _ = open_study(tmp_path, "two")
+    with Fleet({"cuda:0": first, "cuda:1": second}) as fleet:
+        search = Search(first, SPACE, study, Scope(clock=Clock(1e6)), fleet=fleet)
+        search._try(SPACE.default, "default", always=True)
+        climb = search._climb(SPACE.default, [128, 256, 512])
+        tried = next(climb)
+    assert tried is not None and tried.config.batch == 128
+    assert {one.batch for one in first.measured + second.measured} == {64, 128, 256}
 
 
 SLEEPY = """
+import os
 import time
 from pathlib import Path
 from torch import nn
@@ -258,6 +286,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 4)
+        Path(__file__).with_name("sees " + os.environ.get("CUDA_VISIBLE_DEVICES", "all")).touch()
 
     def forward(self, x):
         if len(x) == 6:
@@ -272,17 +301,20 @@ def test_two_real_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     task = Task.of(str(tmp_path / "sleepy.py"), {"shape": [(4, 3)]})
     job = Job(task=task, device="cpu", seed=0)
+    other = dataclasses.replace(job, visible="GPU-1,GPU-0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     four, eight, hangs = (
         Config(precision="default", cudnn_deterministic=False, batch_size=n, threads=1)
         for n in (4, 8, 6)
     )
     with (
         Worker(job, deadline_s=60) as first,
-        Worker(job, deadline_s=60) as second,
+        Worker(other, deadline_s=60) as second,
         Fleet({"first": first, "second": second}) as fleet,
     ):
         described = fleet.describe()
         assert described["first"].model == described["second"].model
+        assert {file.name for file in tmp_path.glob("sees *")} == {"sees all", "sees GPU-1,GPU-0"}
         asks = [Ask(config=config, seconds=0.05, deadline_s=60) for config in (four, eight)]
         found = {done.config: done.measured for done in fleet.each(asks, asks[0])}
         assert all(found[config].ok and found[config].host_bound for config in (four, eight))

@@ -229,3 +229,25 @@ def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
     narrow = Space({"precision": ("default", "tf32"), "level": (0, 1), "batch_size": (8,)})
     trials, _ = Journal(open_study(tmp_path, "s")[0], narrow).resume()
     assert all(narrow.holds(trial.config) for trial in trials) and len(trials) == 4
+
+
+@pytest.mark.parametrize("call", ["symlink", "rename", "unlink"])
+def test_an_interruption_as_the_journal_is_locked_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Optuna tells it as an error of the lock, as it tells of a journal that cannot be written."""
+    study, _ = open_study(tmp_path, "s")
+    notices: list[str] = []
+    journal = Journal(study, SPACE, notices.append)
+    done = getattr(os, call)
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(os, call, done)
+        if call != "symlink":
+            done(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        journal.ask("guess", SPACE.default)
+    assert notices == []

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.tuners.measure.timing import first_steps, median_interval, time_steps, warm_up
+from advisor.cache.record import BUSY
+from advisor.tuners.measure.timing import (
+    BEHIND,
+    CpuClock,
+    CudaClock,
+    busy_share,
+    first_steps,
+    median_interval,
+    time_steps,
+    warm_up,
+)
 
 
 class FakeClock:
@@ -31,6 +43,9 @@ class FakeClock:
     def between(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return (end - start) / 2
+
+    def hold(self, seconds: float) -> None:
+        raise AssertionError("there is nothing to hold")
 
 
 def test_steady_steps_end_early_and_exactly() -> None:
@@ -89,6 +104,63 @@ class QueueClock:
     def between(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
+
+    def hold(self, seconds: float) -> None:
+        self.device = max(self.device, self.time) + 2 * seconds
+
+
+def test_a_device_is_busy_where_it_never_waits_for_the_host_for_long() -> None:
+    def share(step: Callable[[QueueClock], None]) -> float:
+        clock = QueueClock()
+        timing = time_steps(lambda: step(clock), clock, seconds=60.0, first_s=0.0, expected_s=0.01)
+        return busy_share(lambda: step(clock), clock, timing)
+
+    def waited_for(clock: QueueClock) -> None:
+        """As by fp16's scaler: the host reads a number once all gradients are there."""
+        clock.run(0.02)
+        clock.synchronize()
+        clock.run(0.0001)
+
+    def issued(clock: QueueClock) -> None:
+        for _kernel in range(10):
+            clock.run(0.0001)
+
+    assert share(lambda clock: clock.run(0.02)) == 1.0
+    assert share(waited_for) > 0.95
+    assert share(issued) == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_busy_though_a_step_waits_for_it_and_idle_though_all_of_a_step_does() -> None:
+    device = torch.device("cuda")
+    a, clock = torch.randn(8192, 8192, device=device), CudaClock(device)
+
+    def waited_for() -> None:
+        float((a @ a)[0, 0])
+        a[0].add_(1)
+
+    def issued() -> None:
+        time.sleep(0.005)
+        a[0].add_(1)
+
+    def share(step: Callable[[], None]) -> float:
+        _, settled_s = warm_up(step, clock)
+        timing = time_steps(step, clock, seconds=1.0, first_s=0.0, expected_s=settled_s)
+        assert timing.behind_s < BEHIND * timing.step_s
+        return busy_share(step, clock, timing)
+
+    assert share(waited_for) > BUSY
+    assert share(issued) < 0.1
+
+
+def test_a_device_without_a_clock_is_not_known_to_be_busy() -> None:
+    steps: list[None] = []
+    timing = time_steps(
+        lambda: steps.append(None), CpuClock(), seconds=0.01, first_s=0.0, expected_s=0.01
+    )
+    count = len(steps)
+    assert busy_share(lambda: steps.append(None), CpuClock(), timing) == 0.0
+    assert len(steps) == count
 
 
 def test_what_the_device_still_does_is_waited_for_and_nothing_of_before_counts() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import (
     MIN_ROUNDS,
     MOST_ROUNDS,
@@ -123,6 +124,33 @@ def test_where_time_is_short_it_goes_to_those_who_lead() -> None:
     close = {DEFAULT: 100.0, BF16: 199.0, FAST: 200.0}
     found = race(runner := Steady(close, noise=0.2), list(close), runner.part(30.0))
     assert len(found[BF16]) >= TELLS
+
+
+class Stalls(Steady):
+    """From one turn of the default on a host is so busy that each takes a minute."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__({DEFAULT: 100.0, FAST: 200.0}, noise=0.05)
+        self.turn = turn
+
+    def measure(self, config: Config, **how: Any) -> Measurement:
+        stalls = config == DEFAULT and self.order.count(DEFAULT) >= self.turn
+        return super().measure(config, **how | ({"seconds": 60.0} if stalls else {}))
+
+
+def test_what_the_first_was_seen_to_do_counts_where_the_end_cuts_it_off() -> None:
+    runner = Stalls(turn=3)
+    found = race(runner, [DEFAULT, FAST], runner.part(20.0), drop=False)
+    assert (len(found[DEFAULT]), len(found[FAST])) == (3, 4)
+    assert runner.order[-1] == DEFAULT and runner.time < 30.0
+
+
+def test_the_first_may_take_what_the_whole_tuning_has_left() -> None:
+    runner = Stalls(turn=0)
+    part = Clock(100.0, now=runner.now).part(0.2)
+    assert len(race(runner, [DEFAULT, FAST], part)[DEFAULT]) == 1
+    runner = Stalls(turn=0)
+    assert race(runner, [DEFAULT, FAST], runner.part(50.0)) == {}
 
 
 def test_without_the_first_there_is_no_race() -> None:

@@ -149,7 +149,9 @@ def broken(before: str, after: str, source: str = SOUND) -> str:
 def bench(folder: Path, source: str, **how: object) -> Bench:
     path = folder / "model.py"
     path.write_text(source)
-    return Bench(job(path, **{"shape": (16,), "batch": 8, **how}))
+    made = Bench(job(path, **{"shape": (16,), "batch": 8, **how}))
+    made.describe()
+    return made
 
 
 def verified(
@@ -316,7 +318,7 @@ def tampered(folder: Path, change: str) -> tuple[bool, str]:
                 workload.optimizer.param_groups[0][change] = 0.0
             return workload
 
-        return numerics.check(build, configs, 16)
+        return numerics.check(build, configs, 16, numerics.References(draws=False))
 
 
 def test_what_one_is_held_against_serves_the_next(
@@ -337,8 +339,9 @@ def test_what_one_is_held_against_serves_the_next(
             built.clear()
             assert made.verify(config, FP32, 8, 0.02).ok
             counts.append(len(built))
-    # Strict fp32, its rounding and bf16 uncompiled are not run again.
-    assert counts[1] <= counts[0] - 3, counts
+    # Strict fp32, its rounding and bf16 uncompiled are not run again, only fp32's random numbers
+    # are drawn anew; that it draws some is known.
+    assert counts == [6, 3]
 
 
 def test_a_graph_that_skips_the_weight_decay(tmp_path: Path) -> None:

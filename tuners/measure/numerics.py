@@ -290,9 +290,13 @@ class References:
     """Runs that several configs are held against, made once: strict fp32's and number formats'.
 
     What is kept of them lies on the host, where it is nobody's leftover on the device.
+
+    Args:
+        draws: whether a step of the workload draws random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool) -> None:
+        self.draws = draws
         self._kept: dict[Hashable, list[Trace]] = {}
 
     def get(self, key: Hashable, make: Callable[[], list[Trace]]) -> list[Trace]:
@@ -309,18 +313,17 @@ def check(
     build: Callable[[Config], Workload],
     configs: Configs,
     steps: int,
+    known: References,
     tolerance: float = TOLERANCE,
-    references: References | None = None,
 ) -> tuple[bool, str]:
     """Judge a config.
 
     Args:
         build: gives a fresh, watched workload. What it gave before is used no more.
         steps: of each run.
+        known: of earlier comparisons of this workload.
         tolerance: as in `judge`.
-        references: of earlier comparisons of this workload.
     """
-    known = references or References()
 
     def traced(config: Config) -> tuple[Trace, float]:
         workload = build(config)
@@ -345,7 +348,7 @@ def check(
         return False, str(exc)
     noisy = known.get(("rounded", configs.fp32, rounding, steps), lambda: rounded(rounding))
     good, reason = judge(fp32, noisy, plain, candidate, tolerance)
-    if not good or not Observer(build(configs.fp32)).random():
+    if not good or not known.draws:
         return good, reason
     own = Observer(build(configs.fp32)).draws(DRAWS)
     said = compare_draws(own, Observer(build(configs.candidate)).draws(DRAWS))

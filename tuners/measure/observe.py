@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.measure.randomness import Rounding, SameDraws, draws, salted, uniform
+from advisor.tuners.measure.randomness import Rounding, SameDraws, salted, uniform
 from advisor.tuners.measure.workload import Workload
 
 BATCHES = 4
@@ -143,12 +143,6 @@ class Observer:
                 self._run(self._workload.step)
                 found.append(torch.cat([sampled(o).float() for o in self._workload.outputs]).cpu())
         return torch.stack(found)
-
-    def random(self) -> bool:
-        """Whether a step as it is draws random numbers."""
-        drew = draws(self._workload.step, self._workload.advice.device)
-        self._restore()
-        return drew
 
     def _run(self, step: Callable[[], None]) -> None:
         """One step, with random numbers that its number and the seed alone decide."""

@@ -66,12 +66,14 @@ class Builder(Protocol):
         self,
         configs: Sequence[Config],
         *,
+        room: int,
         deadline_s: float,
         tell: Callable[[Sequence[Config], float], None],
     ) -> dict[Config, Built]:
         """Run the first steps of all at once, each in a process of its own.
 
         Args:
+            room: how many may be; what the configs leave of it is the builder's.
             deadline_s: seconds after which each that is not done is given up, as 'timed_out'.
             tell: called now and then with those that are not done and the seconds so far.
         """

@@ -22,6 +22,10 @@ PRECISION = 0.01
 """Timing ends when the median's confidence interval is within this fraction of it."""
 WARM_STEPS = 3
 WARM_S = 1.0
+BEHIND = 0.2
+"""Of a step: what the device is behind the host after a block, at least, where it never waits."""
+FASTEST_HZ = 3e9
+"""No GPU's clock is faster."""
 FIRST_STEPS = 4
 """Steps after the first that are looked at for what a job pays once."""
 
@@ -40,6 +44,9 @@ class Clock(Protocol):
     def between(self, start: object, end: object) -> float:
         """Device seconds between two marks; 0 where the device has no clock of its own."""
 
+    def hold(self, seconds: float) -> None:
+        """Have the device wait so long, or longer, before it does what is issued next."""
+
 
 class CpuClock:
     def synchronize(self) -> None:
@@ -53,6 +60,9 @@ class CpuClock:
 
     def between(self, start: object, end: object) -> float:
         return 0.0
+
+    def hold(self, seconds: float) -> None:
+        pass
 
 
 class CudaClock:
@@ -73,6 +83,9 @@ class CudaClock:
     def between(self, start: object, end: object) -> float:
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         return float(start.elapsed_time(end)) / 1000.0
+
+    def hold(self, seconds: float) -> None:
+        torch.cuda._sleep(round(seconds * FASTEST_HZ))
 
 
 _: type[Clock] = CpuClock
@@ -196,6 +209,24 @@ def time_steps(
         steps=per_block * len(blocks),
         blocks=tuple(blocks),
     )
+
+
+def busy_share(step: Callable[[], None], clock: Clock, timing: Timing) -> float:
+    """Share of a step's time in which the device works; 0 where it has no clock of its own.
+
+    After a block it is behind where the host is ahead of it. Where it is not, the host may be the
+    limit, or may wait for it in every step, as fp16's scaler does: that is told by a step that the
+    device begins when the host has issued what it can, and goes through without a gap.
+    """
+    if not timing.gpu_s or timing.behind_s >= BEHIND * timing.step_s:
+        return float(timing.gpu_s > 0)
+    clock.synchronize()
+    clock.hold(timing.step_s)
+    start = clock.mark()
+    step()
+    end = clock.mark()
+    clock.synchronize()
+    return min(1.0, clock.between(start, end) / timing.step_s)
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:

@@ -18,7 +18,11 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
+from optuna.storages.journal import (
+    BaseJournalBackend,
+    JournalFileBackend,
+    JournalFileSymlinkLock,
+)
 from optuna.trial import FrozenTrial, TrialState
 
 from advisor.cache.codec import from_plain, to_plain
@@ -84,9 +88,25 @@ def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.
     )
 
 
+class _Lock(JournalFileSymlinkLock):
+    """Optuna's own, in which an interruption stays one: as the lock is taken or given back it would
+    end as an error of the lock, as of a journal that cannot be written, and be lost."""
+
+    def release(self) -> None:
+        try:
+            super().release()
+        except (OSError, RuntimeError) as exc:
+            cause = exc.__context__
+            while cause is not None:
+                if isinstance(cause, KeyboardInterrupt):
+                    raise cause from None
+                cause = cause.__context__
+            raise
+
+
 def _opened(path: Path, name: str) -> optuna.Study:
     return optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(path))),
+        storage=JournalStorage(JournalFileBackend(str(path), lock_obj=_Lock(str(path)))),
         study_name=name,
         direction="maximize",
         load_if_exists=True,

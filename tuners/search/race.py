@@ -102,11 +102,11 @@ def race(
     The first config is what the others are held against. Ends when all are known to SETTLED, after
     ROUNDS rounds, or with its part of the time, whatever is known by then; where a ratio is wider
     than CLEAR it goes on into the part's reserve. A config that fails any turn is left out, as is
-    one that was not reached. With `drop`, one that is clearly slower than another of its batch
-    size, which whoever follows it can follow too, runs no further, so that its time goes to those
-    that are still close; where that does not leave TELLS turns to all, so does one that is slower
-    as far as can be seen. `build_s`: what a config's first step took before. `lost` is told of what
-    failed.
+    one that was not reached; where the first is cut off by the end, the turns count that it had.
+    With `drop`, one that is clearly slower than another of its batch size, which whoever follows it
+    can follow too, runs no further, so that its time goes to those that are still close; where that
+    does not leave TELLS turns to all, so does one that is slower as far as can be seen. `build_s`:
+    what a config's first step took before. `lost` is told of what failed.
     """
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
@@ -132,6 +132,8 @@ def race(
             if over := needs_s > deadline_s:
                 break
             most = BUILD * build_s(config) + BUILD_LEAST_S if turn == 0 else math.inf
+            if not built:  # nothing is told without the first one: it may have all that is left
+                most, deadline_s = math.inf, max(deadline_s, part.clock.left_s)
             began = part.clock.now()
             measured = runner.measure(
                 config, seconds=TURN_S, stage=stage, keep=True, deadline_s=min(most, deadline_s)
@@ -139,6 +141,8 @@ def race(
             took[config] = part.clock.now() - began - measured.first_step_s
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
+            elif over := config == reference and turn > 0 and measured.outcome == "timed_out":
+                break
             else:
                 lost(config, measured)
                 del rates[config]

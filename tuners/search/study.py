@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import optuna
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.record import CAPTURE, RACED, Trial
+from advisor.cache.record import RACED, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
@@ -119,6 +119,7 @@ class Search:
         fleet: Fleet | None = None,
     ) -> None:
         self._runner, self._fleet = runner, fleet
+        self._width = len(fleet.lanes) if fleet else 1
         self._space = space
         self._scope = scope
         self._progress = progress or Progress()
@@ -185,9 +186,10 @@ class Search:
         self._try_each(filter(self._space.holds, near), "near record")
         self._feed(self._space.default)
         guessed = [config | self._loading for config in guesses.first(self._space)]
-        self._try_each(guessed[:LEADING], "guess")
+        leading = max(LEADING, self._width)
+        self._try_each(guessed[:leading], "guess")
         self._probe_large()
-        self._try_each(guessed[LEADING:], "guess")
+        self._try_each(guessed[leading:], "guess")
         self._settle_batch()
         self._kept_s = 0.0
         self._feed(self.best(self._space.batch).config)
@@ -259,23 +261,30 @@ class Search:
         """
         batches = sorted(self._space.batches)
         top = self.best()
-        for batch in batches[batches.index(top.config.batch) + 1 :]:
-            tried = self._try(top.config.at(batch), "climb")
+        for tried in self._climb(top.config, batches[batches.index(top.config.batch) + 1 :]):
             if tried is None or not tried.measurement.ok:
                 break
             gained = tried.measurement.samples_per_s >= GAIN * top.measurement.samples_per_s
             top = max(top, tried, key=lambda trial: trial.measurement.samples_per_s)
             if not gained:
                 break
-        for batch in reversed(batches[: batches.index(top.config.batch)]):
-            tried = self._try(top.config.at(batch), "climb")
+        smaller = batches[: batches.index(top.config.batch)]
+        for tried in self._climb(top.config, smaller[::-1]):
             if tried is not None and (
                 tried.measurement.samples_per_s < top.measurement.samples_per_s / GAIN
             ):
                 break
         # The lesser uses' leaders, at the batch that leads.
-        for use in self._space.uses[1:]:
-            self._try(self.best(self._space.batch, use).config.at(top.config.batch), "climb")
+        lesser = [self.best(self._space.batch, use).config for use in self._space.uses[1:]]
+        self._try_each([config.at(top.config.batch) for config in lesser], "climb")
+
+    def _climb(self, config: Config, batches: Sequence[int]) -> Iterator[Trial | None]:
+        """Trials of a config at one batch after the other, None where it is not to be tried: as
+        many ahead of who listens as are measured at once."""
+        for start in range(0, len(batches), self._width):
+            some = [config.at(batch) for batch in batches[start : start + self._width]]
+            self._try_each(some, "climb")
+            yield from map(self._known.get, some)
 
     def _try_dear(self) -> None:
         """Dear knobs on what leads at the user's batch and at any, built several at once where that
@@ -330,13 +339,13 @@ class Search:
 
     def _try_group(self, configs: Sequence[Config], room: int) -> None:
         """Try what is dear, as many as there is room for built at once."""
-        self._build(self._builds.open(filter(self._may_be_dear, configs))[:room])
+        self._build(self._builds.open(filter(self._may_be_dear, configs))[:room], room)
         self._try_each(filter(self._may_be_dear, configs), "leader")
         for asked in self._begun.values():
             self._journal.pass_over(asked)
         self._begun.clear()
 
-    def _build(self, configs: Sequence[Config]) -> None:
+    def _build(self, configs: Sequence[Config], room: int) -> None:
         """Build configs before they are measured; one that fails has had its trial."""
         builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
         if builder is None or len(configs) < 2 or deadline_s < max(map(self._needs_s, configs)):
@@ -344,7 +353,8 @@ class Search:
         self._runner.release()
         asked = {config: self._journal.ask("leader", config) for config in configs}
         start = self.clock.now()
-        built = builder.build(configs, deadline_s=deadline_s, tell=self._progress.building)
+        tell = self._progress.building
+        built = builder.build(configs, room=room, deadline_s=deadline_s, tell=tell)
         self._builds.keep(built, self.clock.now() - start)
         for config, one in built.items():
             if one.measurement.ok:
@@ -354,9 +364,9 @@ class Search:
                 self._told(Done(config=config, measured=one.measurement, seconds=one.seconds))
 
     def _try_on_leaders(self) -> None:
-        for use in self._space.uses:
-            best = self.best(self._space.batch, use)
-            self._try_each(guesses.on_leader(self._space, best.config), "guess")
+        leaders = (self.best(self._space.batch, use).config for use in self._space.uses)
+        guessed = (one for leader in leaders for one in guesses.on_leader(self._space, leader))
+        self._try_each(guessed, "guess")
 
     def _dear_values(self) -> list[tuple[str, Value]]:
         space = self._space
@@ -562,25 +572,7 @@ class Search:
             floor=HOPELESS * fastest,
             worth=BESIDE * fastest,
             deadline_s=self._limit_s(config),
-            alone=self._is_host_bound(config),
-            first=self._builds.built(config),
         )
-
-    def _is_host_bound(self, config: Config) -> bool:
-        """Whether the host is sure to be the limit: it was of something eager that gave the device
-        as much to do, or more."""
-        return not self._frees_host(config) and any(
-            trial.measurement.host_bound
-            and not self._frees_host(trial.config)
-            and trial.config.batch >= config.batch
-            and knobs.is_half(trial.config) <= knobs.is_half(config)
-            for trial in self.trials
-        )
-
-    def _frees_host(self, config: Config) -> bool:
-        """Whether the host has less to do for a step: compiled, or in a graph."""
-        default = self._space.default
-        return self._space.is_dear(config) or knobs.use_of(config, default) == CAPTURE
 
     def _measured(self, asks: Iterable[Ask]) -> Iterator[Trial]:
         """The trials as they end, each told to the study."""

@@ -15,6 +15,9 @@ from torch import Tensor
 
 ROUNDS = 4
 """Runs of each way from one state, where the first two differ."""
+NUDGES = 4
+"""Runs from nudged weights: of activations that rounding puts on either side of a kink some go over
+to the other."""
 SPREADS = 3.0
 """Of the widest distance between two runs of one way: what the two ways may be apart."""
 RELATIVE = 1e-5
@@ -29,7 +32,7 @@ _Kept = dict[int, Tensor]
 def apart(
     ours: Run,
     theirs: Run,
-    nudged: Run,
+    nudged: Callable[[int], list[Tensor]],
     start: list[Tensor],
     anyone: Callable[[bool], bool] = bool,
 ) -> tuple[int, float] | None:
@@ -38,8 +41,8 @@ def apart(
     Args:
         ours: takes the step one way; returns what it left, the same tensors at each call.
         theirs: the same, the other way.
-        nudged: theirs, from weights moved by rounding alone: the last resort, for kernels that
-            were chosen differently.
+        nudged: theirs, from weights moved by rounding alone, otherwise for each number: the last
+            resort, for kernels that were chosen differently.
         start: what tensors held before; those beyond its end did not exist.
         anyone: whether any process that takes the step too has a doubt: it is taken by all.
     """
@@ -57,8 +60,8 @@ def apart(
         right.append(_kept(found, doubted))
         left = [_kept(one, doubted, copy=False) for one in left]
         right = [_kept(one, doubted, copy=False) for one in right]
-    found = nudged()
-    right.append({at: found[at] for at in right[0]})
+    for number in range(NUDGES):
+        right.append(_kept(nudged(number), right[0]))
     shares = {
         at: _share(at, left, right, start) for at in right[0] if _gap(at, left, right, start) > 1
     }
@@ -111,12 +114,17 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def nudge(weights: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each weight by its last digit: what this does to a step, rounding may do to it."""
+def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Each number by its last digit, up or down: what this does to a step, rounding may do to it.
+
+    All in one direction would do nothing where a norm follows, which takes a common factor away.
+    """
     nudges = []
-    for weight in (w.detach() for w in weights if w.is_floating_point()):
+    for at, weight in enumerate(w.detach() for w in weights if w.is_floating_point()):
         before = weight.clone()
-        weight.mul_(1 + 2 * torch.finfo(weight.dtype).eps)
+        draw = torch.Generator(weight.device).manual_seed(len(weights) * seed + at)
+        up = torch.empty_like(weight).bernoulli_(0.5, generator=draw)
+        weight.mul_(1 + 4 * torch.finfo(weight.dtype).eps * (up - 0.5))
         nudges.append((weight, weight - before))
     return nudges
 

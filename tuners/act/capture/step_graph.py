@@ -7,7 +7,6 @@ anyway, and says so: a replay runs kernels, and no Python.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -426,9 +425,9 @@ class StepGraph:
             start.restore()
             return left(self._played(leaves))
 
-        def plain(nudged: bool = False) -> list[Tensor]:
+        def plain(seed: int | None = None) -> list[Tensor]:
             start.restore()
-            nudges = nudge(self._optimizers.weights()) if nudged else []
+            nudges = [] if seed is None else nudge(self._optimizers.weights(), seed)
             for gradient in recorded.gradients:
                 if gradient.before is not None and gradient.after is not gradient.before:
                     # A step that clears them first, as it must have, does not see this.
@@ -438,8 +437,7 @@ class StepGraph:
             nudge_back(nudges)
             return left(output)
 
-        nudged = functools.partial(plain, nudged=True)
-        found = apart(replayed, plain, nudged, start.clones, self._unison.any)
+        found = apart(replayed, plain, plain, start.clones, self._unison.any)
         if found is None:
             return ""
         at, share = found

@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
@@ -44,7 +45,6 @@ class Ahead:
         self._job = job
         self._worker = worker
         self._compared = compared
-        self._room = 1
 
     def room(self, peak_bytes: int) -> int:
         """As `Builder.room`: by the cores, the host's memory and the device's.
@@ -52,10 +52,6 @@ class Ahead:
         Raises:
             WorkerError: no worker can be started any more.
         """
-        self._room = max(1, self._most(peak_bytes))
-        return self._room
-
-    def _most(self, peak_bytes: int) -> int:
         most = min(MOST, host.cores() // CORES)
         if most < 2:
             return 1
@@ -71,61 +67,67 @@ class Ahead:
         self,
         configs: Sequence[Config],
         *,
+        room: int,
         deadline_s: float,
         tell: Callable[[Sequence[Config], float], None],
     ) -> dict[Config, Built]:
         """As `Builder.build`."""
         began = time.monotonic()
-        also = configs[: max(0, self._room - len(configs))] if self._compared else ()
-        count = len(configs) + len(also)
+        beside = configs[: max(0, room - len(configs))] if self._compared else ()
+        built: dict[Config, Built] = {}
+        until_s = deadline_s
+        with contextlib.ExitStack() as stack:
+            left = self._begin(configs, beside, deadline_s, stack)
+            while left and (spent_s := time.monotonic() - began) < until_s:
+                if waited := [one.config for one in left.values() if not one.compared]:
+                    tell(waited, spent_s)
+                for pipe in select.select(left, [], [], min(TELL_S, until_s - spent_s))[0]:
+                    if not (measured := left[pipe].worker.heard()):
+                        continue
+                    one = left.pop(pipe)
+                    one.worker.stop()
+                    if not one.compared:
+                        seconds = time.monotonic() - began
+                        built[one.config] = Built(measurement=measured, seconds=seconds)
+                        until_s = min(until_s, _patience_s(built, len(configs)))
+        late = Measurement(outcome="timed_out", reason=f"not built within {until_s:.0f} s")
+        return {config: Built(measurement=late, seconds=until_s) for config in configs} | built
+
+    def _begin(
+        self,
+        configs: Sequence[Config],
+        beside: Sequence[Config],
+        deadline_s: float,
+        stack: contextlib.ExitStack,
+    ) -> dict[int, _Begun]:
+        """Builds, those of `beside` as they are compared, by what each is heard by."""
+        count = len(configs) + len(beside)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
         threads = str(max(1, 2 * host.cores() // count))
         environment = {} if _THREADS in os.environ else {_THREADS: threads}
         memory = host.memory_limit() // count
-        built: dict[Config, Built] = {}
-        with contextlib.ExitStack() as stack:
-
-            def begin(config: Config, *, compared: bool) -> Worker:
-                worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
-                worker.begin(config, environment=environment, memory=memory, compared=compared)
-                return worker
-
-            begun = {}
-            for config in configs:
-                worker = begin(config, compared=False)
-                begun[worker.fileno()] = worker, config
-            beside = [begin(config, compared=True) for config in also]
-            until_s = deadline_s
-            while begun and (spent_s := time.monotonic() - began) < until_s:
-                tell([config for _, config in begun.values()], spent_s)
-                for pipe in select.select(begun, [], [], min(TELL_S, until_s - spent_s))[0]:
-                    worker, config = begun[pipe]
-                    if measured := worker.heard():
-                        del begun[pipe]
-                        worker.stop()
-                        seconds = time.monotonic() - began
-                        built[config] = Built(measurement=measured, seconds=seconds)
-                        until_s = min(until_s, _patience_s(built, len(configs)))
-            spent_s = time.monotonic() - began
-            _wait(beside, min((LONGER - 1) * spent_s, deadline_s - spent_s))
-        late = Measurement(outcome="timed_out", reason=f"not built within {until_s:.0f} s")
-        for _, config in begun.values():
-            built[config] = Built(measurement=late, seconds=until_s)
-        return built
+        begun = {}
+        for number, config in enumerate((*configs, *beside)):
+            compared = number >= len(configs)
+            worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
+            worker.begin(config, environment=environment, memory=memory, compared=compared)
+            begun[worker.fileno()] = _Begun(worker, config, compared)
+        return begun
 
 
-def _wait(begun: Sequence[Worker], seconds: float) -> None:
-    """Until it was heard of all, for so long at most."""
-    until = time.monotonic() + seconds
-    left = {worker.fileno(): worker for worker in begun}
-    while left and (left_s := until - time.monotonic()) > 0:
-        for pipe in select.select(left, [], [], left_s)[0]:
-            if left[pipe].heard():
-                del left[pipe]
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A config that a worker of its own builds; `compared`: as it is to be compared."""
+
+    worker: Worker
+    config: Config
+    compared: bool
 
 
 def _patience_s(built: Mapping[Config, Built], most: int) -> float:
-    """Seconds after which what is not built is given up, by those that are."""
+    """Seconds after which what is not built is given up, by those of `most` that are."""
+    if len(built) == most:
+        return LONGER * max(one.seconds for one in built.values())
     took = sorted(one.seconds for one in built.values() if one.measurement.ok)
     if 2 * len(took) < most:
         return math.inf

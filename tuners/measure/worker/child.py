@@ -39,6 +39,7 @@ from advisor.tuners.measure.timing import (
     Clock,
     CpuClock,
     CudaClock,
+    busy_share,
     first_steps,
     time_steps,
     warm_up,
@@ -121,7 +122,7 @@ class Bench:
         self._clock: Clock = CudaClock(self._device) if self._cuda else CpuClock()
         self._kept: dict[tuple[Config, str], tuple[Workload, float, float]] = {}
         self._floor = 0
-        self._references = numerics.References()
+        self._references = numerics.References(draws=True)
         self._default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
@@ -148,6 +149,7 @@ class Bench:
             workload.step()
         start = self._clock.now()
         drew = draws(workload.step, self._device)
+        self._references = numerics.References(draws=drew)
         self._clock.synchronize()
         step_s = self._clock.now() - start
         modules, parameters = fingerprint.size(workload.model)
@@ -200,7 +202,7 @@ class Bench:
             return self._watched(one)
 
         try:
-            good, reason = numerics.check(build, configs, steps, tolerance, self._references)
+            good, reason = numerics.check(build, configs, steps, self._references, tolerance)
             result = Measurement(outcome="ok" if good else "wrong", reason=reason, steps=steps)
         except Exception as exc:  # a config may fail in any way; the outcome names it
             result = _failure(exc)
@@ -369,6 +371,7 @@ class Bench:
         )
         if keep:
             self._kept[config, stage] = (workload, first, timing.step_s)
+        busy = 0.0 if keep else busy_share(workload.step, self._clock, timing)
         loss = workload.loss
         if loss is not None and not math.isfinite(float(loss)):
             return Measurement(outcome="wrong", reason=f"the loss is {float(loss)}")
@@ -391,7 +394,7 @@ class Bench:
             high=samples / timing.low_s,
             step_s=timing.step_s,
             gpu_s=timing.gpu_s,
-            behind_s=timing.behind_s,
+            busy=busy,
             first_step_s=timing.first_step_s,
             peak_bytes=peak,
             steps=timing.steps,

@@ -2,7 +2,8 @@
 
 Trials are spread over them. Two devices of one kind still differ by a per cent, so each is held
 against its own measurement of one config, the anchor, and told as the first would have it. What
-the host is the limit of is measured while no other trial runs.
+the host is the limit of is measured once more, while no other trial runs, unless those that were
+have shown that their neighbours do not slow them down.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -24,6 +27,10 @@ from advisor.tuners.measure.worker.wire import Facts
 
 UNLIKE = 0.15
 """A device whose anchor differs by more is in use, or throttled: it is left out."""
+ENOUGH = 2
+"""Trials that were run beside others and then alone, after which their neighbours are judged."""
+SLOWED = 1.05
+"""As many times as fast alone: neighbours slow down what the host is the limit of."""
 LOOK_S = 0.2
 """Between two looks whether a worker that was interrupted has come to an end."""
 
@@ -32,17 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A trial to run: see `Runner.measure`. `alone`: while no other runs; `worth`: samples/s from
-    which it is measured once more, alone, where others that ran beside it have slowed it down;
-    `first`: on the first device, for which it was compiled."""
+    """A trial to run: see `Runner.measure`. `worth`: samples/s from which it is measured once more,
+    alone, where others that ran beside it may have slowed it down."""
 
     config: Config
     seconds: float
     floor: float = 0.0
     worth: float = 0.0
     deadline_s: float | None = None
-    alone: bool = False
-    first: bool = False
 
     def measured(self, runner: Runner, scale: float = 1.0) -> Measurement:
         """By a runner whose samples/s count `scale` times."""
@@ -106,6 +110,7 @@ class Fleet:
         self._notice = notice
         self._pool = ThreadPoolExecutor(len(self.lanes))
         self._running: dict[Future[Any], _Lane] = {}
+        self._faster_alone: list[tuple[int, float]] = []
 
     def __enter__(self) -> Fleet:
         return self
@@ -129,14 +134,31 @@ class Fleet:
         The next one is asked for once there is a device for it, and all that ended was told.
 
         Args:
-            anchor: the trial by which devices are held against one another, once.
+            anchor: the trial by which devices are held against one another, once; it is not run
+                again where it is the first.
 
         Raises:
             WorkerError: no worker can be started on the first device any more.
         """
+        asks = iter(asks)
         if not all(lane.scale for lane in self.lanes):
-            self._anchor(anchor)
-        return _Round(self, iter(asks)).each()
+            head = list(itertools.islice(asks, 1))
+            done = self._anchor(anchor)
+            if [ask.config for ask in head] == [anchor.config]:
+                yield done
+            else:
+                asks = itertools.chain(head, asks)
+        yield from _Round(self, asks).each()
+
+    def slows(self, count: int) -> bool:
+        """Whether trials, so many at once, slow down what the host is the limit of, or may."""
+        seen = [faster for beside, faster in self._faster_alone if beside >= count]
+        return len(seen) < ENOUGH or statistics.median(seen) > SLOWED
+
+    def saw(self, beside: Measurement, count: int, alone: Measurement) -> None:
+        """What the host is the limit of was measured as one of so many, and then alone."""
+        if beside.ok and alone.ok:
+            self._faster_alone.append((count, alone.samples_per_s / beside.samples_per_s))
 
     def begin(self, lane: _Lane, work: Callable[[], T]) -> Future[T]:
         """Work on a device, in a thread of its own."""
@@ -163,11 +185,13 @@ class Fleet:
         self.lanes.remove(lane)
         self._notice(f"{lane.name} is left out: {why}")
 
-    def _everywhere(self, work: Callable[[_Lane], T]) -> dict[_Lane, T]:
-        """What it gives on each device, all at once."""
-        futures = {
-            lane: self.begin(lane, functools.partial(work, lane)) for lane in list(self.lanes)
-        }
+    def _everywhere(self, work: Callable[[_Lane], T], *, at_once: bool = True) -> dict[_Lane, T]:
+        """What it gives on each device."""
+        futures = {}
+        for lane in self.lanes:
+            futures[lane] = self.begin(lane, functools.partial(work, lane))
+            if not at_once:
+                wait(futures.values())
         found = {}
         for lane, future in futures.items():
             try:
@@ -178,10 +202,19 @@ class Fleet:
                 self.leave_out(lane, str(exc))
         return found
 
-    def _anchor(self, anchor: Ask) -> None:
-        found = self._everywhere(lambda lane: anchor.measured(lane.member))
-        if any(one.host_bound for one in found.values()):
-            found = {lane: anchor.measured(lane.member) for lane in found}
+    def _anchor(self, anchor: Ask) -> Done:
+        """Hold the devices against one another; what the first one gave."""
+        began = time.monotonic()
+
+        def measured(lane: _Lane) -> Measurement:
+            return anchor.measured(lane.member)
+
+        found = self._everywhere(measured)
+        count = len(found)
+        if count > 1 and any(one.host_bound for one in found.values()):
+            beside, found = found, self._everywhere(measured, at_once=False)
+            for lane, alone in found.items():
+                self.saw(beside[lane], count, alone)
         first = found[self.lanes[0]]
         for lane, one in found.items():
             if not one.ok:
@@ -190,13 +223,17 @@ class Fleet:
             lane.scale = first.samples_per_s / one.samples_per_s
             if abs(lane.scale - 1) > UNLIKE:
                 self.leave_out(lane, f"{1 / lane.scale:.2f}x as fast as {self.lanes[0].name}")
+        return Done(config=anchor.config, measured=first, seconds=time.monotonic() - began)
 
 
 @dataclass(slots=True)
 class _Trial:
+    """One that runs; `before`: what it gave beside others, where it is measured again, alone."""
+
     lane: _Lane
     ask: Ask
     began: float
+    before: Done | None = None
     beside: int = 1
 
 
@@ -205,7 +242,8 @@ class _Round:
 
     def __init__(self, fleet: Fleet, asks: Iterator[Ask]) -> None:
         self._fleet, self._asks = fleet, asks
-        self._waiting: collections.deque[Ask] = collections.deque()
+        self._left_out: collections.deque[Ask] = collections.deque()
+        self._again: collections.deque[tuple[Ask, Done]] = collections.deque()
         self._trials: dict[Future[Measurement], _Trial] = {}
 
     def each(self) -> Iterator[Done]:
@@ -221,56 +259,56 @@ class _Round:
     def _begin(self) -> bool:
         """Start what can be started; whether anything runs."""
         while lane := self._free():
-            if not self._waiting:
-                ask = next(self._asks, None)
-                if ask is None:
-                    break
-                self._waiting.append(ask)
-            if self._waiting[0].alone and self._trials:
+            if self._again:
+                if not self._trials:
+                    self._start(lane, *self._again.popleft())
                 break
-            if self._waiting[0].first and lane is not self._fleet.lanes[0]:
+            ask = self._left_out.popleft() if self._left_out else next(self._asks, None)
+            if ask is None:
                 break
-            self._start(lane, self._waiting.popleft())
+            self._start(lane, ask)
         return bool(self._trials)
 
     def _free(self) -> _Lane | None:
-        """A device for another trial, where one may run now; the first if that is free."""
-        trials = self._trials.values()
-        if any(trial.ask.alone for trial in trials):
-            return None
-        taken = [trial.lane for trial in trials]
+        """A device for another trial; the first if that is free."""
+        taken = [trial.lane for trial in self._trials.values()]
         return next((lane for lane in self._fleet.lanes if lane not in taken), None)
 
-    def _start(self, lane: _Lane, ask: Ask) -> None:
+    def _start(self, lane: _Lane, ask: Ask, before: Done | None = None) -> None:
         future = self._fleet.begin(lane, lambda: ask.measured(lane.member, lane.scale))
-        self._trials[future] = _Trial(lane, ask, time.monotonic())
+        self._trials[future] = _Trial(lane, ask, time.monotonic(), before)
         for trial in self._trials.values():
             trial.beside = max(trial.beside, len(self._trials))
 
     def _done(self, trial: _Trial, future: Future[Measurement]) -> Done | None:
         """What is to be told of it; None where it is measured once more."""
-        lane, ask = trial.lane, trial.ask
+        lane, ask, before = trial.lane, trial.ask, trial.before
         try:
             measured = _scaled(future.result(), lane.scale)
         except WorkerError as exc:
             self._fleet.leave_out(lane, str(exc))
-            self._waiting.append(ask)
+            self._left_out.append(ask)
             return None
-        disturbed = trial.beside > 1 and measured.host_bound
-        if disturbed and measured.samples_per_s >= ask.worth:
-            self._waiting.append(dataclasses.replace(ask, alone=True))
-            return None
-        return Done(
+        done = Done(
             config=ask.config,
             measured=measured,
             seconds=time.monotonic() - trial.began,
             beside=trial.beside,
         )
+        if before is not None:
+            self._fleet.saw(before.measured, before.beside, measured)
+        elif self._may_be_slowed(done) and measured.samples_per_s >= ask.worth:
+            self._again.append((ask, done))
+            return None
+        return done
+
+    def _may_be_slowed(self, done: Done) -> bool:
+        return done.beside > 1 and done.measured.host_bound and self._fleet.slows(done.beside)
 
 
 def _scaled(measured: Measurement, scale: float) -> Measurement:
     """As the first device would have it."""
     rates = {name: getattr(measured, name) * scale for name in ("samples_per_s", "low", "high")}
-    times = {name: getattr(measured, name) / scale for name in ("step_s", "gpu_s", "behind_s")}
+    times = {name: getattr(measured, name) / scale for name in ("step_s", "gpu_s")}
     blocks = tuple(seconds / scale for seconds in measured.blocks)
     return dataclasses.replace(measured, **rates, **times, blocks=blocks)

@@ -353,6 +353,7 @@ class Worker:
         self._output.truncate()
         self._killed = host.killed_for_memory()
         pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
+        visible = {"CUDA_VISIBLE_DEVICES": self._job.visible} if self._job.visible else {}
         try:
             self._process = subprocess.Popen(
                 [
@@ -362,7 +363,7 @@ class Worker:
                     *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, **visible},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

@@ -22,6 +22,8 @@ class Job:
     task: Task
     device: str
     seed: int
+    visible: str = ""
+    """CUDA_VISIBLE_DEVICES of the worker; '': as it is here."""
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
 
