@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from advisor.cache.record import BUSY
 from advisor.tuners.measure.timing import (
     BEHIND,
+    HOLD_S,
     CpuClock,
     CudaClock,
     busy_share,
@@ -86,7 +87,7 @@ class QueueClock:
     """A device beside the host: a step is queued in a moment, and runs when its turn comes."""
 
     def __init__(self) -> None:
-        self.time = self.device = 0.0
+        self.time = self.device = self.held = 0.0
 
     def run(self, seconds: float) -> None:
         self.time += 0.001
@@ -106,6 +107,7 @@ class QueueClock:
         return end - start
 
     def hold(self, seconds: float) -> None:
+        self.held += seconds
         self.device = max(self.device, self.time) + 2 * seconds
 
 
@@ -125,6 +127,13 @@ def test_a_device_is_busy_where_it_never_waits_for_the_host_for_long() -> None:
         for _kernel in range(10):
             clock.run(0.0001)
 
+    def slow(clock: QueueClock) -> None:
+        clock.time += 8.0
+        clock.run(0.1)
+        held.append(clock.held)
+
+    held: list[float] = []
+    assert share(slow) < BUSY and held[-1] == HOLD_S
     assert share(lambda clock: clock.run(0.02)) == 1.0
     assert share(waited_for) > 0.95
     assert share(issued) == pytest.approx(0.1, abs=0.02)

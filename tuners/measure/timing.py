@@ -24,6 +24,8 @@ WARM_STEPS = 3
 WARM_S = 1.0
 BEHIND = 0.2
 """Of a step: what the device is behind the host after a block, at least, where it never waits."""
+HOLD_S = 1.0
+"""A device is held for no longer, however long a step takes."""
 FASTEST_HZ = 3e9
 """No GPU's clock is faster."""
 FIRST_STEPS = 4
@@ -221,7 +223,7 @@ def busy_share(step: Callable[[], None], clock: Clock, timing: Timing) -> float:
     if not timing.gpu_s or timing.behind_s >= BEHIND * timing.step_s:
         return float(timing.gpu_s > 0)
     clock.synchronize()
-    clock.hold(timing.step_s)
+    clock.hold(min(timing.step_s, HOLD_S))
     start = clock.mark()
     step()
     end = clock.mark()
