@@ -102,9 +102,11 @@ def postgresql_server(folder: Path, durable: bool = False) -> Server | None:
     made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust", "--no-sync"]
     subprocess.run([*made, "--locale=C.UTF-8"], check=True, capture_output=True, cwd="/", **who)
     port = free_port()
-    # Tests kill servers, not machines: what the system has is not lost.
+    # Tests kill servers, not machines: what the system has is not lost. What is killed leaves the
+    # memory that it shares, so that lies in the folder.
     command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
     command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
+    command += ["-c", "dynamic_shared_memory_type=mmap"]
     return Server([*command, "-c", f"fsync={'on' if durable else 'off'}"], port, **who)
 
 
@@ -117,9 +119,24 @@ def postgresql(durable: bool = False) -> Iterator[Server]:
         if server is None:
             pytest.skip("PostgreSQL is not installed")
         with running(server):
+            _accepted(server.port)
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _accepted(port: int) -> None:
+    """Wait until PostgreSQL takes a connection: it listens before it does."""
+    import psycopg
+
+    limit = time.monotonic() + 60
+    while True:
+        try:
+            return psycopg.connect(f"postgresql://advisor@127.0.0.1:{port}/postgres").close()
+        except psycopg.OperationalError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.05)
 
 
 def make_bucket(port: int) -> None:

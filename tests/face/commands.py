@@ -17,6 +17,7 @@ from typing import TextIO
 import pytest
 
 from advisor.cli import main
+from tests import forks
 
 MODEL = """
 import torch
@@ -151,10 +152,16 @@ def _text(stream: TextIO) -> str:
     return stream.read()
 
 
-def script(folder: Path, source: str, **env: str) -> Done:
-    """Run a Python script that lies in a folder."""
+def script(folder: Path, source: str, *, process: bool = False, **env: str) -> Done:
+    """Run a Python script that lies in a folder.
+
+    In a fork of a process that has imported torch, which saves seconds; `process`: in one of its
+    own, where that is the point.
+    """
     path = folder / "train.py"
     path.write_text(source)
+    if not process:
+        return forks.run(path, cwd=folder, env=os.environ | env)
     return subprocess.run(
         [sys.executable, str(path)],
         cwd=folder,

@@ -453,7 +453,7 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
         "advice = advisor.lookup(device='cpu')\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )
-    ran = script(here, source)
+    ran = script(here, source, process=True)
     assert (ran.stdout.strip(), ran.stderr) == ("cache tuners exact", "")
 
 

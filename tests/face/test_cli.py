@@ -319,6 +319,7 @@ def test_python_m_is_the_same_command(tmp_path: Path) -> None:
         tmp_path,
         "import subprocess, sys\n"
         "sys.exit(subprocess.call([sys.executable, '-m', 'advisor', 'show', 'abcdef']))\n",
+        process=True,
     )
     assert ran.returncode == 2
     assert ran.stderr.splitlines() == ["advisor: key 'abcdef': no such record; run: advisor show"]

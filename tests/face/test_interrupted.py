@@ -146,5 +146,6 @@ def test_apply_makes_no_cuda_context(tmp_path: Path) -> None:
         "print(advice.device, torch.cuda.is_initialized())\n"
         "torch.ones(1, device='cuda')\n"
         "print(len(mine()) - before)\n",
+        process=True,
     )
     assert ran.stdout.splitlines() == ["cuda:0 False", "1"], ran.stderr

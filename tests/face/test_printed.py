@@ -295,7 +295,8 @@ def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Tas
 def test_in_a_shell_and_in_a_script(here: Path) -> None:
     """The same by a real shell and a real script: once, with all that wants quotes."""
     record = tune(here, "argued.py:Net", CASES["arguments"][1])["record"]
-    ran = script(here, f"import advisor\n{record['script']}\nprint(advice.record.id)\n")
+    source = f"import advisor\n{record['script']}\nprint(advice.record.id)\n"
+    ran = script(here, source, process=True)
     assert ran.stdout.split() == [record["id"]], ran.stderr
     ran = script(
         here,
@@ -303,6 +304,7 @@ def test_in_a_shell_and_in_a_script(here: Path) -> None:
         f"line = {command_in(missed(ODD, shape=(4, 3, 9, 9)))!r}\n"
         "line = line.replace('advisor', 'printf \"%s\\\\n\"', 1)\n"
         "print(subprocess.check_output(['sh', '-c', line], text=True), end='')\n",
+        process=True,
     )
     assert ran.stdout.splitlines() == ["tune", ODD, "--shape", "4x3x9x9"]
 

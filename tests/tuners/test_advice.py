@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.served import Served
 from advisor.tuners.knobs import KNOBS, Situation
 from advisor.tuners.search.space import Space
+from tests import forks
 from tests.cache import examples
 
 
@@ -641,16 +640,14 @@ if sys.argv[1] == "fork" and os.fork() == 0:
         ("none", ""),
     ],
 )
-def test_the_end_of_a_script_is_told_in_one_line(how: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, env=os.environ.copy()
-    )
-    assert done.stderr == said
+def test_the_end_of_a_script_is_told_in_one_line(how: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert forks.run(tmp_path / "train.py", how).stderr == said
 
 
-def test_a_forked_child_tells_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, "fork"], capture_output=True, text=True)
-    assert done.stderr.count("WARNING") == 1
+def test_a_forked_child_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert forks.run(tmp_path / "train.py", "fork").stderr.count("WARNING") == 1
 
 
 class Replaying(nn.Linear):

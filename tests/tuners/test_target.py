@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, source
 from advisor.tuners.target import build, load, parse
+from tests import forks
 
 HEAD = "import torch\nfrom torch import nn\n"
 NET = "class Net(nn.Module):\n    def __init__(self, width=3):\n        super().__init__()\n"
@@ -199,13 +198,7 @@ def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
     for text in (HEAD + CODE + tail, "from mine import Net\n" + tail):
         script = tmp_path / "train.py"
         script.write_text(text)
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        done = forks.run(script)
         said.append(done.stdout.strip())
     assert said == [same, same]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +36,9 @@ def test_another_precision_is_refused_naming_those_that_exist() -> None:
 
 def in_fresh_process(step: str) -> None:
     """Runs one of the functions below, with warnings as errors: the switches are global."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", __file__, step],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    from tests import forks  # where the tests are found, which is not where the functions run
+
+    done = forks.run(Path(__file__), step)
     assert done.returncode == 0, done.stderr
     assert "deprecat" not in done.stderr
 
@@ -128,4 +126,5 @@ def every_sequence() -> None:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error", UserWarning)
     globals()[sys.argv[1]]()
