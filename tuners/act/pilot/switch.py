@@ -213,6 +213,11 @@ class Switch:
         """What the trained models are called through."""
         return list(self._calls.values())
 
+    @property
+    def seats(self) -> list[nn.Module]:
+        """The modules whose calls these are."""
+        return list(self._calls)
+
     def began(self) -> None:
         """A step begins."""
         if self.counts_steps:

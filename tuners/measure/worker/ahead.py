@@ -8,13 +8,14 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.tuners import host
 from advisor.tuners.environment import is_exclusive
 from advisor.tuners.measure.runner import Builder, Built
-from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.parent import Place, Worker
 from advisor.tuners.measure.worker.wire import Job
 
 CORES = 2
@@ -32,18 +33,30 @@ TELL_S = 1.0
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
+class Beside(Protocol):
+    """What measures, and waits while something is built."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory now; 0 where that cannot be told."""
+
+
 class Ahead:
-    """A Builder beside a worker, which holds nothing on the device meanwhile.
+    """A Builder beside what measures.
 
     Args:
+        beside: a worker holds nothing on the device meanwhile.
         compared: a model that draws random numbers is compiled anew to be compared with fp32, its
             draws fixed: where there is room, that is done beside, too.
+        place: of the processes that build; None: this process's own.
     """
 
-    def __init__(self, job: Job, worker: Worker, *, compared: bool = False) -> None:
+    def __init__(
+        self, job: Job, beside: Beside, *, compared: bool = False, place: Place | None = None
+    ) -> None:
         self._job = job
-        self._worker = worker
+        self._beside = beside
         self._compared = compared
+        self._place = place
         self._room = 1
 
     def room(self, peak_bytes: int) -> int:
@@ -56,7 +69,7 @@ class Ahead:
         return self._room
 
     def _most(self, peak_bytes: int) -> int:
-        most = min(MOST, host.cores() // CORES)
+        most = most_by_cores()
         if most < 2:
             return 1
         if self._job.device.startswith("cpu"):
@@ -64,7 +77,7 @@ class Ahead:
         if is_exclusive(self._job.device):
             return 1
         most = min(most, host.free_bytes() // HOST_BYTES)
-        free = min(self._worker.free_bytes(), self._job.task.max_memory or math.inf)
+        free = min(self._beside.free_bytes(), self._job.task.max_memory or math.inf)
         return max(1, min(most, int(free // (CONTEXT_BYTES + peak_bytes))))
 
     def build(
@@ -80,13 +93,16 @@ class Ahead:
         count = len(configs) + len(also)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
         threads = str(max(1, 2 * host.cores() // count))
-        environment = {} if _THREADS in os.environ else {_THREADS: threads}
-        memory = host.memory_limit() // count
+        theirs = self._place.environment if self._place else os.environ
+        environment = {} if _THREADS in theirs else {_THREADS: threads}
+        # A run holds some of it meanwhile.
+        memory = min(filter(None, (host.memory_limit(), host.free_bytes())), default=0) // count
         built: dict[Config, Built] = {}
         with contextlib.ExitStack() as stack:
 
             def begin(config: Config, *, compared: bool) -> Worker:
-                worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
+                worker = Worker(self._job, deadline_s=deadline_s, place=self._place)
+                stack.enter_context(worker)
                 worker.begin(config, environment=environment, memory=memory, compared=compared)
                 return worker
 
@@ -112,6 +128,11 @@ class Ahead:
         for _, config in begun.values():
             built[config] = Built(measurement=late, seconds=until_s)
         return built
+
+
+def most_by_cores() -> int:
+    """How many may be built at once, as far as this host has cores for them."""
+    return min(MOST, host.cores() // CORES)
 
 
 def _wait(begun: Sequence[Worker], seconds: float) -> None:

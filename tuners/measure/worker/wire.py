@@ -24,6 +24,8 @@ class Job:
     seed: int
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
+    handed: str = ""
+    """A folder with calls that a run has handed over, which are built in the target's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
