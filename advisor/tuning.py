@@ -357,8 +357,8 @@ class _Tuning(ABC):
             memory=_memory(subject),
             compare_s=subject.compare_s,
             compare_steps=subject.compare_steps,
-            # What is built ahead is built to be compared, too.
-            draws=subject.facts.draws and subject.builder is None,
+            # What is built ahead is built to be compared, too, but for a run.
+            draws=subject.facts.draws and (subject.builder is None or bool(subject.task.command)),
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
             loader_s=self._loader_s(subject),
@@ -549,16 +549,18 @@ class OfRun(_Tuning):
             space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes
             self._try_options(run, space)
-            yield _Subject(
-                worker=run,
-                facts=facts,
-                key=key,
-                target=Target(name=task.target, origin=""),
-                space=space,
-                process_s=process_s,
-                compare_s=COMPARE_S,
-                compare_steps=COMPARE_STEPS,
-            )
+            with self.builder(run, key, seen, space) as builder:
+                yield _Subject(
+                    worker=run,
+                    facts=facts,
+                    key=key,
+                    target=Target(name=task.target, origin=""),
+                    space=space,
+                    process_s=process_s,
+                    compare_s=COMPARE_S,
+                    compare_steps=COMPARE_STEPS,
+                    builder=builder,
+                )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         """What is put into the words of a command is known of that command alone."""
@@ -597,6 +599,21 @@ class OfRun(_Tuning):
             options=self._permitted.get("map"),
             show=self._show,
         )
+
+    def builder(
+        self, run: Run, key: Key, seen: Seen, space: Space
+    ) -> AbstractContextManager[Builder | None]:
+        """What builds configs beside the run, if there are any: not where shapes vary, as those of
+        another step are compiled to other code."""
+        from advisor.tuners import knobs
+        from advisor.tuners.measure.run.ahead import HandedAhead
+        from advisor.tuners.measure.worker.wire import Job
+
+        dear = (Config({name: v}) for name in space.dear for v in space.choices[name])
+        if seen.varies or not any(map(knobs.compiles, dear)):
+            return contextlib.nullcontext()
+        job = Job(task=key.task, device=seen.device, seed=self._plan.seed)
+        return HandedAhead.beside(run, job, self._progress.notice)
 
     def space(self, situation: Situation) -> Space:
         """What may be tried."""

@@ -173,6 +173,22 @@ def is_exclusive(device: str) -> bool:
         return False
 
 
+def free_bytes(device: str) -> int:
+    """Of a GPU's memory now, whoever holds the rest; 0 where that is not known.
+
+    Raises:
+        UsageError: the device is malformed.
+    """
+    index, nvml = cuda_index(device), _nvml()
+    if nvml is None:
+        return 0
+    try:
+        gpus = _visible(nvml)
+        return int(nvml.nvmlDeviceGetMemoryInfo(gpus[index].handle).free if gpus[index:] else 0)
+    except nvml.NVMLError:
+        return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU that this process could use.

@@ -76,6 +76,9 @@ class Builder(Protocol):
             room: how many may be; what the configs leave of it is the builder's.
             deadline_s: seconds after which each that is not done is given up, as 'timed_out'.
             tell: called now and then with those that are not done and the seconds so far.
+
+        Returns:
+            What became of them; without those of which this says nothing.
         """
 
 

@@ -346,7 +346,8 @@ class Search:
         self._begun.clear()
 
     def _build(self, configs: Sequence[Config], room: int) -> None:
-        """Build configs before they are measured; one that fails has had its trial."""
+        """Build configs before they are measured; one that fails has had its trial, and one of
+        which nothing is known is tried as if it had not been to be built."""
         builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
         if builder is None or len(configs) < 2 or deadline_s < max(map(self._needs_s, configs)):
             return
@@ -362,6 +363,8 @@ class Search:
             else:
                 self._running[config] = asked[config], "leader"
                 self._told(Done(config=config, measured=one.measurement, seconds=one.seconds))
+        for config in (one for one in configs if one not in built):
+            self._journal.pass_over(asked[config])
 
     def _try_on_leaders(self) -> None:
         leaders = (self.best(self._space.batch, use).config for use in self._space.uses)

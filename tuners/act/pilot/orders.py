@@ -44,6 +44,8 @@ class Order:
     `found`: of the last order, what was measured of its config, for people.
     `loads`, `saves`: files of artifacts, loaded before the first of these steps and saved after the
     last; '' for none.
+    `hands`: a folder that takes what it needs to make the calls of these steps in other processes;
+    '' for none. The lap's outcome says whether it could be.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Order:
     found: str = ""
     loads: str = ""
     saves: str = ""
+    hands: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,8 @@ class Lap:
     of them for data; `samples` of this process; `first_s` of the first step alone.
 
     `outcome`: of a careful order's config; where it is not 'ok' the script has gone on as it is,
-    and `reason` says why. Of a comparison, whether the candidate passed it, and what was seen.
+    and `reason` says why. Of a comparison, whether the candidate passed it, and what was seen; of
+    calls that were to be handed over, whether they were.
     """
 
     steps: Count

@@ -71,7 +71,20 @@ class RecompileLimit(Exception):
     """A model's shapes vary more than can be compiled for."""
 
 
-class Watch(Protocol):
+class Witness(Protocol):
+    """Looks on at some of a script's steps, which it makes as it is."""
+
+    def stepped(self) -> None:
+        """A step is over."""
+
+    def verdict(self) -> tuple[str, str]:
+        """Outcome and reason, once all steps are over; the script is as it was."""
+
+    def leave(self) -> None:
+        """Have the script go on as it was."""
+
+
+class Watch(Witness, Protocol):
     """Compares configs on a script's steps."""
 
     def begin(
@@ -82,15 +95,6 @@ class Watch(Protocol):
         asked: Comparison,
     ) -> None:
         """The next step is the first to be looked at; the script trains as it is."""
-
-    def stepped(self) -> None:
-        """A step is over."""
-
-    def verdict(self) -> tuple[str, str]:
-        """Outcome and reason, once all steps are over; the script is as it was."""
-
-    def leave(self) -> None:
-        """Have the script go on as it was."""
 
 
 class Pilot:
@@ -110,7 +114,7 @@ class Pilot:
         self._guide = guide
         self._watch = watch
         self._another = another
-        self._comparing: Watch | None = None
+        self._witness: Witness | None = None
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
         self._looked = 0
@@ -140,9 +144,9 @@ class Pilot:
         """The same, but for hooks that the script has compiled into a function of its own."""
         self._released = True
         self._calls.rest()
-        if self._comparing is not None:
-            self._comparing.leave()
-            self._comparing = None
+        if self._witness is not None:
+            self._witness.leave()
+            self._witness = None
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -262,8 +266,8 @@ class Pilot:
             self._cuts += 1
             self._begin_lap()
             return
-        if self._comparing is not None:
-            self._comparing.stepped()
+        if self._witness is not None:
+            self._witness.stepped()
         if self._done == 1 and self._fresh:
             self._synchronize()
             self._first_s = time.perf_counter() - self._began
@@ -275,11 +279,11 @@ class Pilot:
                 self._fell_back(switch)
             if self._released:
                 return
-            if self._comparing is not None:
-                self._outcome, self._reason = self._comparing.verdict()
+            if self._witness is not None:
+                self._outcome, self._reason = self._witness.verdict()
             lap = self._lap()
             self._save(self._order)
-            if self._order.config == switch.own and self._comparing is None:
+            if self._order.config == switch.own and self._witness is None:
                 self._own_peak = max(self._own_peak, lap.peak_bytes)
             self._obey(switch, self._guide.next(lap))
 
@@ -302,12 +306,16 @@ class Pilot:
         self._outcome, self._reason = "ok", ""
         if self._fresh:
             self._set(switch, order)
-        if (self._fresh or self._comparing is not None) and self._device.type == "cuda":
+        if (self._fresh or self._witness is not None) and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._order = order
-        self._comparing = None
+        self._witness = None
         if order.compare is not None:
             self._compare(switch, order, order.compare)
+        elif order.hands:
+            from advisor.tuners.act.pilot.handing import Handing
+
+            self._witness = Handing(Path(order.hands), switch, self._device)
         self._first_s, self._cuts = 0.0, 0
         if not order.steps:
             switch.stay()
@@ -346,7 +354,7 @@ class Pilot:
         """Whether the script has evaluated since the lap began, which is no part of a step. Where
         there are other processes they may not, and all are to end a lap with the same step."""
         first = self._fresh and self._done == 1  # it may compile: none is like it
-        alone = self._processes == 1 and self._comparing is None
+        alone = self._processes == 1 and self._witness is None
         return alone and not first and any(one.evaluated for one in self._trained)
 
     def _set(self, switch: Switch, order: Order) -> None:
@@ -365,8 +373,8 @@ class Pilot:
             self._outcome, self._reason = "out_of_memory", "little memory is free"
             return
         assert self._watch is not None, "whoever asks for a comparison brings what makes it"
-        self._comparing = self._watch
-        self._comparing.begin(switch, self._trained, self._device, asked)
+        self._witness = self._watch
+        self._watch.begin(switch, self._trained, self._device, asked)
 
     def _struck(self, switch: Switch, exc: Exception) -> None:
         """A careful config has raised in a model's call: the lap ends with this step."""

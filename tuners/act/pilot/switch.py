@@ -33,6 +33,17 @@ def fallbacks() -> int:
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
 
 
+def forget_shapes() -> None:
+    """Have torch.compile take shapes and strides as the first that it sees.
+
+    What differs from those of an earlier config, as channels_last does, it would compile for any
+    strides at all, which a run that starts with the config does not.
+    """
+    from torch._dynamo.pgo import reset_code_state
+
+    reset_code_state()
+
+
 class Call:
     """What a trained model is called through: it counts, and acts where a config says so.
 
@@ -202,6 +213,11 @@ class Switch:
         """What the trained models are called through."""
         return list(self._calls.values())
 
+    @property
+    def seats(self) -> list[nn.Module]:
+        """The modules whose calls these are."""
+        return list(self._calls)
+
     def began(self) -> None:
         """A step begins."""
         if self.counts_steps:
@@ -304,6 +320,7 @@ class Switch:
             self._recompile_limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._recompile_limit)
             have_stable_keys()
+        forget_shapes()
         hooks.through(seat, None)
         for compile_, value in compiles:
             compile_(seat, value)

@@ -209,6 +209,22 @@ class Run:
             with suppress(Ended, Struck):
                 self._lap(session, config, 1, until, Compiled(saves=file))
 
+    def hand(self, config: Config, folder: Path) -> str:
+        """Have a start that a config takes write the calls of a step into a folder, as `Handing`
+        does; why it did not, or ''. It waits at the boundary of a step afterwards."""
+        for _ in range(RESTARTS):
+            try:
+                until = time.monotonic() + self.deadline_s
+                self._ensured(config).hand(folder, self.own, until)
+            except Ended as exc:
+                self._end(config)
+                why = str(exc)
+            except Struck as exc:
+                return str(exc)
+            else:
+                return ""
+        return why
+
     def verify(
         self,
         config: Config,

@@ -219,6 +219,15 @@ class Flight:
         order = Order(config=own, steps=steps, own=own, careful=self._careful, compare=asked)
         return self._laps(order, until)[0].reason
 
+    def hand(self, folder: Path, own: Config, until: float) -> None:
+        """Have the script write what it calls in a step into a folder; it trains as it is.
+
+        Raises:
+            Ended: it is over. Struck: that cannot be made again in another process.
+        """
+        order = Order(config=own, steps=1, own=own, careful=self._careful, hands=str(folder))
+        self._laps(order, until)
+
     def leave(self, config: Config, own: Config, found: str) -> None:
         """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
         self._tell(Order(config=config, own=own, found=found))

@@ -9,13 +9,14 @@ import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.tuners import host
 from advisor.tuners.environment import is_exclusive
 from advisor.tuners.measure.runner import Builder, Built
-from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.parent import Place, Worker
 from advisor.tuners.measure.worker.wire import Job
 
 CORES = 2
@@ -33,18 +34,30 @@ TELL_S = 1.0
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
+class Beside(Protocol):
+    """What measures, and waits while something is built."""
+
+    def free_bytes(self) -> int:
+        """Of the device's memory now; 0 where that cannot be told."""
+
+
 class Ahead:
-    """A Builder beside a worker, which holds nothing on the device meanwhile.
+    """A Builder beside what measures.
 
     Args:
+        beside: a worker holds nothing on the device meanwhile.
         compared: a model that draws random numbers is compiled anew to be compared with fp32, its
             draws fixed: where there is room, that is done beside, too.
+        place: of the processes that build; None: this process's own.
     """
 
-    def __init__(self, job: Job, worker: Worker, *, compared: bool = False) -> None:
+    def __init__(
+        self, job: Job, beside: Beside, *, compared: bool = False, place: Place | None = None
+    ) -> None:
         self._job = job
-        self._worker = worker
+        self._beside = beside
         self._compared = compared
+        self._place = place
 
     def room(self, peak_bytes: int) -> int:
         """As `Builder.room`: by the cores, the host's memory and the device's.
@@ -52,7 +65,7 @@ class Ahead:
         Raises:
             WorkerError: no worker can be started any more.
         """
-        most = min(MOST, host.cores() // CORES)
+        most = most_by_cores()
         if most < 2:
             return 1
         if self._job.device.startswith("cpu"):
@@ -60,7 +73,7 @@ class Ahead:
         if is_exclusive(self._job.device):
             return 1
         most = min(most, host.free_bytes() // HOST_BYTES)
-        free = min(self._worker.free_bytes(), self._job.task.max_memory or math.inf)
+        free = min(self._beside.free_bytes(), self._job.task.max_memory or math.inf)
         return max(1, min(most, int(free // (CONTEXT_BYTES + peak_bytes))))
 
     def build(
@@ -104,12 +117,15 @@ class Ahead:
         count = len(configs) + len(beside)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
         threads = str(max(1, 2 * host.cores() // count))
-        environment = {} if _THREADS in os.environ else {_THREADS: threads}
-        memory = host.memory_limit() // count
+        theirs = self._place.environment if self._place else os.environ
+        environment = {} if _THREADS in theirs else {_THREADS: threads}
+        # A run holds some of it meanwhile.
+        memory = min(filter(None, (host.memory_limit(), host.free_bytes())), default=0) // count
         begun = {}
         for number, config in enumerate((*configs, *beside)):
             compared = number >= len(configs)
-            worker = stack.enter_context(Worker(self._job, deadline_s=deadline_s))
+            worker = Worker(self._job, deadline_s=deadline_s, place=self._place)
+            stack.enter_context(worker)
             worker.begin(config, environment=environment, memory=memory, compared=compared)
             begun[worker.fileno()] = _Begun(worker, config, compared)
         return begun
@@ -122,6 +138,11 @@ class _Begun:
     worker: Worker
     config: Config
     compared: bool
+
+
+def most_by_cores() -> int:
+    """How many may be built at once, as far as this host has cores for them."""
+    return min(MOST, host.cores() // CORES)
 
 
 def _patience_s(built: Mapping[Config, Built], most: int) -> float:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
@@ -57,17 +58,28 @@ class _Unheard(_Gone):
     """It was gone before it was asked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """By which Python, in which environment and folder a worker is started."""
+
+    python: str
+    environment: Mapping[str, str]
+    folder: str
+
+
 class Worker:
     """A Runner over a child process that lives across trials and is replaced when it fails.
 
     Args:
         job: what to measure.
         deadline_s: seconds until a trial is given up and its worker killed.
+        place: of the worker; None: this process's own.
     """
 
-    def __init__(self, job: Job, *, deadline_s: float) -> None:
+    def __init__(self, job: Job, *, deadline_s: float, place: Place | None = None) -> None:
         self._job = job
         self.deadline_s = deadline_s
+        self._place = place
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = 0
         self._permitted = 0
@@ -354,16 +366,19 @@ class Worker:
         self._killed = host.killed_for_memory()
         pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
         visible = {"CUDA_VISIBLE_DEVICES": self._job.visible} if self._job.visible else {}
+        here = Place(python=sys.executable, environment=os.environ, folder=str(Path.cwd()))
+        place = self._place or here
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
                     *(lifeline, pipe, str(self._permitted), ""),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
-                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker", pipe),
+                    *(place.python, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
-                env={**os.environ, **environment, **visible},
+                env={**place.environment, **environment, **visible},
+                cwd=place.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

@@ -26,6 +26,8 @@ class Job:
     """CUDA_VISIBLE_DEVICES of the worker; '': as it is here."""
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
+    handed: str = ""
+    """A folder with calls that a run has handed over, which are built in the target's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
