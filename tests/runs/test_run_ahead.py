@@ -22,6 +22,7 @@ from advisor.piloting import INJECTED
 from advisor.tuners import host
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import handing
+from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.handing import CALLS, PLACE, trains_guarded
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
@@ -205,14 +206,15 @@ class Tied(nn.Module):
         return self.last(self.first(tokens) * weights.unsqueeze(2)) * self.scale
 
 
-def trained(model: nn.Module, guide: Hands) -> Lap:
-    """A script's steps, of two micro-batches like one another and one of weights that train."""
+def trained(model: nn.Module, guide: Hands, *, idle: int = -1) -> Lap:
+    """A script's steps, of two micro-batches like one another and one of weights that train; in
+    an `idle` one its model is not called."""
     IN_FORCE.release()  # what tests of other files have left
     pilot = Pilot(guide)  # type: ignore[arg-type] # it never fails
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.arange(10).repeat(2**16).view(-1, 5)
-    for _ in range(8):
-        for wanting in (False, False, True):
+    for step in range(8):
+        for wanting in (False, False, True) if step != idle else ():
             weights = torch.ones(4, 5, requires_grad=wanting)
             with torch.autocast("cpu", torch.bfloat16):
                 found = model(data[:4], weights)
@@ -245,7 +247,7 @@ def test_what_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert SECRET not in theirs and theirs["ADVISOR_DISABLE"] == "1", "no pilot comes into it"
 
 
-def test_what_cannot_be_pickled_or_is_too_large_is_said(
+def test_what_cannot_be_pickled_is_too_large_or_not_there_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Tied()
@@ -255,6 +257,8 @@ def test_what_cannot_be_pickled_or_is_too_large_is_said(
     monkeypatch.setattr(handing, "MOST_BYTES", 2**10)
     lap = trained(Tied(), Hands(tmp_path))
     assert lap.outcome == "failed" and "too much data" in lap.reason
+    lap = trained(Tied(), Hands(tmp_path), idle=LEAST_STEPS)
+    assert lap.outcome == "failed" and "no model that trains was called" in lap.reason
 
 
 def test_one_of_several_processes_hands_nothing_over(tmp_path: Path) -> None:

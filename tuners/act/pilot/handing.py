@@ -79,7 +79,7 @@ class Handing:
     def __init__(self, folder: Path, switch: Switch, device: torch.device) -> None:
         self._folder, self._switch, self._device = folder, switch, device
         self._made: dict[Any, Made] = {}
-        self._outcome = "failed", "nothing was called"
+        self._outcome = "ok", ""
         for number, call in enumerate(switch.calls):
             call.act = functools.partial(self._kept, number, call)
 
@@ -87,7 +87,6 @@ class Handing:
         """As `Witness.stepped`."""
         try:
             self._write()
-            self._outcome = "ok", ""
         except Unable as exc:
             self._outcome = "failed", str(exc)
         except Exception as exc:  # whatever a user's objects raise where they are pickled
@@ -121,6 +120,8 @@ class Handing:
         Raises:
             Unable: it could not be made again. Whatever else objects of the user's raise.
         """
+        if not self._made:
+            raise Unable("no model that trains was called in a step")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise Unable("what is compiled under torch.distributed is cut by its buckets")
         handed = Handed(
