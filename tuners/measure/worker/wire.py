@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 
+from advisor.cache.config import Config
 from advisor.cache.task import Task
 
 CHANGED = "has changed since it was tuned"
@@ -24,6 +25,8 @@ class Job:
     seed: int
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
+    under: Config = Config()  # noqa: RUF009 # immutable
+    """What its steps before all trials have in the place of torch's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
