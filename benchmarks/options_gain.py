@@ -9,9 +9,10 @@ First all of them are compiled, several at once, each with caches of its own; th
 held against none, one pair at a time on each GPU, in two fresh processes that find theirs compiled
 and take turns, one of them idle: a process keeps the algorithm that cuDNN chose for a convolution
 first, and what it compiled for one model may serve another. "nothing" is the same compiled twice:
-what it gains is noise. One JSON line a result: the ratio of the steps' speed with its 95% interval,
-the seconds of the build, of both first steps with what it left, and how many graphs these found in
-no cache. What no time is left for is said to have failed.
+what it gains is noise, as is what "cudnn_benchmark_twice" does. One JSON line a result: the ratio
+of the steps' speed with its 95% interval, the seconds of the build, of both first steps with what
+it left, and how many graphs these found in no cache. What no time is left for is said to have
+failed, as efficientnet_v2_s, which takes longer to build than all others together have.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ from advisor.tuners.search.race import paired
 ROUNDS, TURN_S = 12, 0.4
 CORES = 4
 """For each process that builds."""
-BUILDS = 0.45
+BUILDS = 0.55
 """Of the time, at most."""
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LATE = "no time was left"
 CONVOLVES, ATTENDS = "convolves", "attends"
+BF16 = Config(precision="bf16", step_graph=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Model:
     Attributes:
         given: of a Task.
         kind: CONVOLVES or ATTENDS.
-        build_s: a guess, by which builds are put in order.
+        build_s: a guess.
         classes: of the labels, 0 where there are none. A workload that has to make its targets runs
             the model to do so, and cuDNN would keep what it chose then.
     """
@@ -77,7 +79,7 @@ class Model:
     kind: str
     build_s: float
     classes: int = 0
-    precision: str = "bf16"
+    config: Config = BF16
 
     def feed(self, task: Task) -> Feed:
         """What the steps are fed with."""
@@ -87,16 +89,11 @@ class Model:
         labels = torch.randint(0, self.classes, (task.batch,))
         return Feed(batch=task.batch, seed=0, given=(images, labels))
 
-    @property
-    def config(self) -> Config:
-        return Config(
-            precision=self.precision, channels_last=self.kind == CONVOLVES, step_graph=True
-        )
-
 
 def _of_images(name: str, *shape: int, build_s: float, kind: str = CONVOLVES) -> Model:
     given = {"target": f"torchvision:{name}", "shapes": (shape,)}
-    return Model(given=given, kind=kind, build_s=build_s, classes=1000)
+    config = BF16.replace(channels_last=True) if kind == CONVOLVES else BF16
+    return Model(given=given, kind=kind, build_s=build_s, classes=1000, config=config)
 
 
 MODELS: dict[str, Model] = {
@@ -119,7 +116,7 @@ MODELS: dict[str, Model] = {
         kind=CONVOLVES,
         build_s=10,
         classes=10,
-        precision="tf32",
+        config=Config(precision="tf32", step_graph=True),
     ),
 }
 
@@ -136,9 +133,7 @@ class Option:
         during: sets what is no option of Inductor's.
         against: what is set in the same way for the one without it.
         kinds: of models that it is tried with.
-        dearer: so many times as long a build, by a guess.
-        searches: it changes no code, but kernels are timed at its first steps, which no other may
-            disturb.
+        searches: it changes no code; kernels are timed at its first steps, which none may disturb.
     """
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -146,7 +141,6 @@ class Option:
     during: Setting = contextlib.nullcontext
     against: Setting = contextlib.nullcontext
     kinds: tuple[str, ...] = (CONVOLVES, ATTENDS)
-    dearer: float = 1.0
     searches: bool = False
 
     @property
@@ -177,19 +171,26 @@ def cudnn_first() -> contextlib.AbstractContextManager[Any]:
 
 OPTIONS = {
     "nothing": Option(),
-    "coordinate_descent_tuning": Option(inductor={"coordinate_descent_tuning": True}, dearer=2.0),
-    "max_autotune_gemm": Option(
-        inductor={"max_autotune_gemm": True, "max_autotune_conv_backends": "ATEN"}, dearer=3.0
-    ),
     "combo_kernels": Option(inductor={"combo_kernels": True}),
     "sdpa_cudnn_first": Option(during=cudnn_first, kinds=(ATTENDS,)),
+    "coordinate_descent_tuning": Option(inductor={"coordinate_descent_tuning": True}),
+    "max_autotune_gemm": Option(
+        inductor={"max_autotune_gemm": True, "max_autotune_conv_backends": "ATEN"},
+        kinds=(ATTENDS,),
+    ),
+    "cudnn_benchmark": Option(during=lambda: searching(10), kinds=(CONVOLVES,), searches=True),
+    "cudnn_benchmark_twice": Option(
+        during=lambda: searching(10),
+        against=lambda: searching(10),
+        kinds=(CONVOLVES,),
+        searches=True,
+    ),
     "cudnn_benchmark_limit_0": Option(
         during=lambda: searching(0),
         against=lambda: searching(10),
         kinds=(CONVOLVES,),
         searches=True,
     ),
-    "cudnn_benchmark": Option(during=lambda: searching(10), kinds=(CONVOLVES,), searches=True),
     "mix_order_reduction": Option(inductor={"triton.mix_order_reduction": True}, kinds=(ATTENDS,)),
     "blocks": Option(blocks=True, kinds=(ATTENDS,)),
 }
@@ -217,9 +218,11 @@ class Job:
         return f"{self.model}-{'' if alike else self.option}"
 
     @property
-    def build_s(self) -> float:
-        """A guess."""
-        return MODELS[self.model].build_s * self.set.dearer
+    def turn(self) -> tuple[int, float]:
+        """What all else is held against is built first, then what is measured first; of each the
+        longest first."""
+        last = 0 if self.set == Option() else 1 + list(OPTIONS).index(self.option)
+        return last, -MODELS[self.model].build_s
 
 
 class Step:
@@ -431,11 +434,11 @@ class Comparison:
         return Child(job, place, until)
 
     def build(self) -> None:
-        """Compile all that will be measured: what all else is held against, then the longest."""
+        """Compile all that will be measured."""
         known = [job for job in self._jobs if not job.set.unknown]
         wanted = {job.code: job for one in known[::-1] for job in (one, _plain(one))}
         waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in sorted(wanted.values(), key=lambda job: (job.set != Option(), -job.build_s)):
+        for job in sorted(wanted.values(), key=lambda job: job.turn):
             waiting.put(job)
 
         def work(number: int) -> None:

@@ -208,6 +208,9 @@ class Knob:
     compiled: bool = True
     """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
     the choice among kernels of libraries alone does not."""
+    lasting: bool = False
+    """A process keeps what it chose under one value, whatever is set later: another value takes
+    another process."""
     guess: Literal["alone", "leader", ""] = "alone"
     """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
@@ -308,6 +311,14 @@ def _own_layout(script: Script) -> Own | None:
 
 def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
     return _layout(tensor) if value and tensor.is_floating_point() else None
+
+
+def _searches(here: Situation) -> tuple[Value, ...]:
+    if here.device != "cuda" or not here.convolves:
+        return ()
+    # Searching by time picks differently from run to run, so it is not deterministic. A running
+    # script has chosen its algorithms, and keeps them.
+    return (False,) if here.deterministic or here.use == PILOT else (False, True)
 
 
 def _set_benchmark(value: Value) -> None:
@@ -518,15 +529,11 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="cudnn_benchmark",
         summary="search for the fastest cuDNN algorithm at the first step of each shape",
-        # Searching by time picks differently from run to run, so it is not deterministic.
-        values=lambda here: (
-            ((False,) if here.deterministic else (False, True))
-            if here.device == "cuda" and here.convolves
-            else ()
-        ),
+        values=_searches,
         needs=lambda _value: FLAGS,
         first_step=True,
         compiled=False,
+        lasting=True,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(set=_set_benchmark, now=lambda: torch.backends.cudnn.benchmark),
@@ -752,6 +759,10 @@ class Advised(Config):
         return super().__getattr__(name)
 
 
+UNCHOSEN = Config(cudnn_enabled=False)
+"""With which a step leaves no choice in its process: cuDNN keeps the algorithm that a convolution's
+first one ran with, searched for or not (PyTorch's Conv_v8.cpp, benchmark_cache; on an H200, torch
+2.11, a first search took 60 ms, 0.25 ms after a step without)."""
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
@@ -806,6 +817,12 @@ def compiles(config: Config) -> bool:
     """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
     none."""
     return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
+
+
+def lasts(config: Config) -> bool:
+    """Whether what is chosen for a config, and nothing else can change, is kept by its process."""
+    rows = ((BY_NAME[name], value) for name, value in config.items() if name in BY_NAME)
+    return any(knob.lasting and value != knob.default for knob, value in rows)
 
 
 def code(config: Config) -> Config:

@@ -128,6 +128,7 @@ OFF, FIXED_ON = (False,), (True,)
         ("channels_last", on_cpu(), OFF_ON),
         ("cudnn_benchmark", on_cuda(), OFF_ON),
         ("cudnn_benchmark", on_cuda(deterministic=True), OFF),
+        ("cudnn_benchmark", on_cuda(use="pilot"), OFF),
         ("cudnn_benchmark", on_cuda(convolves=False), ()),
         ("cudnn_benchmark", on_cpu(), ()),
         ("cudnn_deterministic", on_cuda(), OFF),
@@ -247,6 +248,7 @@ def test_what_holds_of_a_row() -> None:
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
+    assert names(lambda knob: knob.lasting) == {"cudnn_benchmark"}
     assert names(lambda knob: not knob.compiled) == {
         *("cudnn_benchmark", "fused_optimizer", "step_graph")
     }

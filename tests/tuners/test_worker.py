@@ -190,6 +190,44 @@ def test_flags_do_not_leak_into_the_next_trial(worker: Worker) -> None:
     assert measure(worker, 16).ok
 
 
+def test_what_searches_for_algorithms_has_a_process_in_which_nothing_else_chose_any(
+    tmp_path: Path,
+) -> None:
+    path, seen, refused = (tmp_path / name for name in ("spy.py", "seen", "refused"))
+    path.write_text(
+        MEAN.replace(
+            "        return y\n",
+            "        cudnn = torch.backends.cudnn\n"
+            f"        with open({str(seen)!r}, 'a') as file:\n"
+            "            print(os.getpid(), cudnn.enabled, cudnn.benchmark, file=file)\n"
+            f"        if os.path.exists({str(refused)!r}) and not cudnn.enabled:\n"
+            "            raise ValueError('not without cuDNN')\n"
+            "        return y\n",
+        )
+    )
+    plain = config(4).replace(cudnn_enabled=True, cudnn_benchmark=False)
+    searching = plain.replace(cudnn_benchmark=True)
+    with Worker(job(path), deadline_s=60) as worker:
+        worker.describe()
+        refused.touch()
+        measured = worker.measure(searching, seconds=0.05)
+        assert measured.outcome == "failed" and "not without cuDNN" in measured.reason
+        refused.unlink()
+        seen.unlink()
+        for one in (plain, searching, plain, searching):
+            assert worker.measure(one, seconds=0.05, keep=True).ok
+        lines = [line.split() for line in seen.read_text().splitlines()]
+        by_process: dict[str, set[tuple[str, str]]] = {}
+        for process, enabled, benchmark in lines:
+            by_process.setdefault(process, set()).add((enabled, benchmark))
+        # Without cuDNN are the first steps of all, and the making of a target.
+        beside = {("False", "False"), ("False", "True"), ("True", "True")}
+        assert list(by_process.values()) == [{("True", "False")}, beside]
+        assert worker.start(plain, deadline_s=60).ok
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(list(by_process)[1]), 0)
+
+
 def test_a_race_keeps_configs_and_survives_a_death(worker: Worker) -> None:
     kept = [worker.measure(config(b), seconds=0.05, keep=True).ok for b in (4, 8, 4, 8)]
     assert kept == [True] * 4

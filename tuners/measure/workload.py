@@ -103,7 +103,7 @@ class Workload:
 
         A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
         """
-        with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unsearched():
+        with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unchosen():
             output = self._forward(self.advice.place(inputs))
         torch.manual_seed(seed)
         return random_targets(output)
@@ -176,14 +176,16 @@ class Workload:
 
 
 @contextmanager
-def _unsearched() -> Iterator[None]:
-    """Without cudnn.benchmark's search: its seconds are the first step's, which is timed."""
-    searches = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
+def _unchosen() -> Iterator[None]:
+    """Without cuDNN where it searches: a process keeps what it chose first, which is to be what the
+    first step finds, in seconds of its own."""
+    cudnn = torch.backends.cudnn
+    enabled = cudnn.enabled
+    cudnn.enabled = enabled and not cudnn.benchmark
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = searches
+        cudnn.enabled = enabled
 
 
 def _loss(output: Any, target: Any) -> Tensor:

@@ -124,7 +124,7 @@ class Bench:
         self._kept: dict[tuple[Config, str], tuple[Workload, float, float]] = {}
         self._floor = 0
         self._references = numerics.References(draws=True)
-        self._default = plain(self._task, job.device)
+        self._default = plain(self._task, job.device) | job.under
         self.healthy = True
         if self._cuda:
             torch.cuda.set_device(self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -28,7 +29,8 @@ from advisor.errors import (
     WorkerError,
     printable,
 )
-from advisor.tuners import host
+from advisor.tuners import host, knobs
+from advisor.tuners.environment import is_exclusive
 from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
@@ -86,6 +88,7 @@ class Worker:
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
         self._cutting = threading.Lock()
+        self._beside: Worker | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
 
     def __enter__(self) -> Worker:
@@ -153,6 +156,15 @@ class Worker:
         Raises:
             WorkerError: no worker can be started any more.
         """
+        if deadline_s is None:
+            deadline_s = seconds + self.deadline_s
+        worker = self._of(config)
+        if worker is not self:
+            how: dict[str, Any] = {"seconds": seconds, "stage": stage, "keep": keep, "floor": floor}
+            try:
+                return worker.measure(config, **how, deadline_s=deadline_s)
+            except (TargetError, TargetFailed, WorkerError) as exc:  # where this one has started
+                return Measurement(outcome="failed", reason=str(exc)[:300])
         request = {
             "do": "measure",
             "config": dict(config),
@@ -161,9 +173,7 @@ class Worker:
             "keep": keep,
             "floor": floor,
         }
-        return self._measured(
-            request, seconds + self.deadline_s if deadline_s is None else deadline_s
-        )
+        return self._measured(request, deadline_s)
 
     def verify(
         self,
@@ -197,6 +207,7 @@ class Worker:
         """
         files = {"loads": compiled.loads, "saves": compiled.saves}
         request: dict[str, Any] = {name: str(file) for name, file in files.items() if file}
+        self._leave()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
             try:
                 self._launch(empty_caches(empty) if compiled.anew else {})
@@ -273,14 +284,34 @@ class Worker:
             return 0
 
     def save(self, config: Config, file: Path) -> None:
-        """As `Starter.save`: whatever this worker has measured."""
-        del config
-        if self._process is None:
-            return
-        try:
-            self._ask({"do": "save", "file": str(file)}, SAVE_S)
-        except _Gone:
-            self._kill()
+        """As `Starter.save`: whatever the process of the config has measured."""
+        worker = self._of(config)
+        if worker is not self:
+            worker.save(config, file)
+        elif self._process is not None:
+            try:
+                self._ask({"do": "save", "file": str(file)}, SAVE_S)
+            except _Gone:
+                self._kill()
+
+    def _of(self, config: Config) -> Worker:
+        """What measures a config: this, or a second one beside it for what is kept by a process. A
+        GPU that lets in one process alone has no room for another."""
+        device = self._job.device
+        if self._job.under or not knobs.lasts(config):
+            return self
+        if device.startswith("cuda") and is_exclusive(device):
+            return self
+        if self._beside is None:
+            job = dataclasses.replace(self._job, under=knobs.UNCHOSEN)
+            self._beside = Worker(job, deadline_s=self.deadline_s)
+        return self._beside
+
+    def _leave(self) -> None:
+        """End the one beside."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.stop()
 
     def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
         began = time.monotonic()
@@ -316,6 +347,8 @@ class Worker:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 send(self._pipe, {"do": "release"})
+        if self._beside is not None:
+            self._beside.release()
 
     def interrupt(self) -> None:
         """From another thread: what it does now is over at once, as crashed."""
@@ -323,9 +356,12 @@ class Worker:
             if self._lifeline is not None:
                 os.close(self._lifeline)
                 self._lifeline = None
+        if (beside := self._beside) is not None:
+            beside.interrupt()
 
     def stop(self) -> None:
         """End the worker and everything it started."""
+        self._leave()
         self._kill()
         self._output.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgpack
 
+from advisor.cache.config import Config
 from advisor.cache.task import Task
 
 CHANGED = "has changed since it was tuned"
@@ -28,6 +29,8 @@ class Job:
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
     handed: str = ""
     """A folder with calls that a run has handed over, which are built in the target's place."""
+    under: Config = Config()  # noqa: RUF009 # immutable
+    """What its steps before all trials have in the place of torch's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
