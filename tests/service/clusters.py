@@ -71,12 +71,11 @@ class Node:
 
 
 class Cluster:
-    """A head without GPUs, and nodes with one each."""
+    """Nodes with a GPU each, of which the first that it is started with is its head."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
         self._port, self._client, self.port = free_port(), free_port(), free_port()
-        self.head: Node | None = None
         self.nodes: dict[str, Node] = {}
         self._begun = 0
 
@@ -84,37 +83,35 @@ class Cluster:
     def address(self) -> str:
         return f"ray-jobs:http://127.0.0.1:{self.port}"
 
-    def start(self, *gpus: str) -> None:
-        """The head, then a node for each name, which are waited for."""
-        words = ["--head", "--port", str(self._port), "--num-cpus", "0", "--num-gpus", "0"]
+    def start(self, head: str, *gpus: str) -> None:
+        """A node for each name, which are waited for."""
+        words = ["--head", "--port", str(self._port)]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
-        self.head = Node(self._new(), *words, "--ray-client-server-port", str(self._client))
+        self._add(head, *words, "--ray-client-server-port", str(self._client))
         until(lambda: answers(self._port))  # long before its dashboard does
         for gpu in gpus:
             self.add(gpu)
-        until(lambda: {None, *gpus} <= self.alive())
+        until(lambda: {head, *gpus} <= self.alive())
 
     def add(self, gpu: str) -> Node:
-        words = ["--address", f"127.0.0.1:{self._port}", "--num-cpus", "1", "--num-gpus", "1"]
-        self.nodes[gpu] = Node(self._new(), *words, "--labels", f"{LABEL}={gpu}")
-        return self.nodes[gpu]
+        return self._add(gpu, "--address", f"127.0.0.1:{self._port}")
 
     def kill(self) -> None:
-        for node in filter(None, (self.head, *self.nodes.values())):
+        for node in self.nodes.values():
             node.kill()
 
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def alive(self) -> set[str | None]:
-        """The labels of the nodes that the head knows as alive; None for its own."""
+    def alive(self) -> set[str]:
+        """The labels of the nodes that the head knows as alive."""
         try:
             said = json.loads(self.ask("GET", "/api/v0/nodes"))
             found = said["data"]["result"]["result"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return set()
-        return {one["labels"].get(LABEL) for one in found if one["state"] == "ALIVE"}
+        return {one["labels"][LABEL] for one in found if one["state"] == "ALIVE"}
 
     def ask(self, method: str, path: str, body: object = None) -> bytes:
         """What the head answers; also an error of its own."""
@@ -126,16 +123,18 @@ class Cluster:
         finally:
             connection.close()
 
-    def _new(self) -> Path:
+    def _add(self, gpu: str, *words: str) -> Node:
         self._begun += 1
-        return self._folder / str(self._begun)
+        has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{LABEL}={gpu}"]
+        self.nodes[gpu] = Node(self._folder / str(self._begun), *words, *has)
+        return self.nodes[gpu]
 
 
 def _environment() -> dict[str, str]:
     beside = str(Path(sys.executable).parent)
     return os.environ | {
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
