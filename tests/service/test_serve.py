@@ -54,7 +54,7 @@ class Process:
             # What its executor keeps lies beside the test's other data.
             env={"XDG_CACHE_HOME": f"{os.environ['XDG_DATA_HOME']}-cache"}
             | os.environ
-            | {"PYTHONPATH": str(ROOT)},
+            | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
