@@ -73,6 +73,8 @@ class Net(nn.Module):
             threading.Thread(target=time.sleep, args=(1000,)).start()
         if n == 15:
             hoard = [torch.empty(2**28) for _ in range(64)]
+        if n == 16 and torch.get_num_threads() != 2:
+            raise ValueError("another trial set the threads")
         return y
 """
 
@@ -183,20 +185,9 @@ def test_noise_is_no_answer(worker: Worker) -> None:
     assert measure(worker, 4).ok
 
 
-def test_flags_do_not_leak_into_the_next_trial(tmp_path: Path) -> None:
-    path = tmp_path / "spy.py"
-    path.write_text(
-        MEAN.replace(
-            "        return y\n",
-            "        if n == 4 and torch.get_num_threads() != 2:\n"
-            "            raise ValueError('another trial set the threads')\n"
-            "        return y\n",
-        )
-    )
-    with Worker(job(path, batch=1), deadline_s=60) as spied:
-        spied.describe()
-        assert measure(spied, 14).ok
-        assert measure(spied, 4).ok
+def test_flags_do_not_leak_into_the_next_trial(worker: Worker) -> None:
+    assert measure(worker, 14).ok
+    assert measure(worker, 16).ok
 
 
 def test_a_race_keeps_configs_and_survives_a_death(worker: Worker) -> None:
@@ -327,16 +318,13 @@ def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> No
 
 
 @linux
-def test_nothing_outlives_a_guard_that_was_killed(tmp_path: Path) -> None:
-    path = tmp_path / "plain.py"
-    path.write_text("from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n")
-    with Worker(job(path), deadline_s=60) as made:
-        made.describe()
-        assert made._process is not None
-        child = host.family(made._process.pid)[1]
-        made._process.kill()
-        assert ended(child)
-        assert measure(made, 4).ok
+def test_nothing_outlives_a_guard_that_was_killed(worker: Worker) -> None:
+    assert measure(worker, 4).ok
+    assert worker._process is not None
+    child = host.family(worker._process.pid)[1]
+    worker._process.kill()
+    assert ended(child)
+    assert measure(worker, 4).ok
 
 
 def test_what_a_worker_prints_is_capped(tmp_path: Path) -> None:
