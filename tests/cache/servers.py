@@ -102,9 +102,11 @@ def postgresql_server(folder: Path, durable: bool = False) -> Server | None:
     made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust", "--no-sync"]
     subprocess.run([*made, "--locale=C.UTF-8"], check=True, capture_output=True, cwd="/", **who)
     port = free_port()
-    # Tests kill servers, not machines: what the system has is not lost.
+    # Tests kill servers, not machines: what the system has is not lost. What is killed leaves the
+    # memory that it shares, so that lies in the folder.
     command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
     command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
+    command += ["-c", "dynamic_shared_memory_type=mmap"]
     return Server([*command, "-c", f"fsync={'on' if durable else 'off'}"], port, **who)
 
 
