@@ -119,9 +119,24 @@ def postgresql(durable: bool = False) -> Iterator[Server]:
         if server is None:
             pytest.skip("PostgreSQL is not installed")
         with running(server):
+            _accepted(server.port)
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _accepted(port: int) -> None:
+    """Wait until PostgreSQL takes a connection: it listens before it does."""
+    import psycopg
+
+    limit = time.monotonic() + 60
+    while True:
+        try:
+            return psycopg.connect(f"postgresql://advisor@127.0.0.1:{port}/postgres").close()
+        except psycopg.OperationalError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.05)
 
 
 def make_bucket(port: int) -> None:
