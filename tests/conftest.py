@@ -44,14 +44,10 @@ def _in_memory() -> bool:
     return there.f_bavail * there.f_frsize >= _ENOUGH and not there.f_flag & os.ST_NOEXEC
 
 
-_SHORT = "cache"
-"""The folder whose files are over within seconds."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts short files last, so that processes that share the files end together; skips the tests
-    marked `gpu` where there is no CUDA device."""
-    items.sort(key=lambda item: item.path.parent.name == _SHORT)
+    """Skips the tests marked `gpu` where there is no CUDA device. Folders come in reverse: short
+    files are last then, and processes that share the files end together."""
+    items.sort(key=lambda item: item.path.parent.name, reverse=True)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -85,7 +85,7 @@ class Cluster:
 
     def start(self, head: str, *gpus: str) -> None:
         """A node for each name, which are waited for."""
-        words = ["--head", "--port", str(self._port), "--no-monitor"]
+        words = ["--head", "--port", str(self._port)]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
         self._add(head, *words, "--ray-client-server-port", str(self._client))
         until(lambda: answers(self._port))  # long before its dashboard does
