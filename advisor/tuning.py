@@ -685,6 +685,7 @@ def _log_of(records: Records, command: tuple[str, ...]) -> Path:
 
 def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> Situation:
     """What decides which values make sense here."""
+    from advisor.tuners import fp8
     from advisor.tuners.environment import cpu_has_bf16, threads_set
     from advisor.tuners.knobs import Situation
 
@@ -700,6 +701,8 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         convolves=facts.convolves,
         repeats=facts.repeats,
         training=task.mode == "train",
+        draws=facts.draws,
+        fp8=facts.wide > 0 and fp8.installed(),
         batches=batches,
         deterministic=task.deterministic,
         precisions=task.precisions,

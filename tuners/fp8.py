@@ -1,0 +1,48 @@
+"""Linear layers whose matrix products are taken in fp8, by torchao: weights, gradients and the
+optimizer stay as they are. https://docs.pytorch.org/ao/stable/workflows/training.html
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from advisor.tuners.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LEAST = 2048
+"""Features from which a layer gains more than casting its operands costs (torchao's tables)."""
+MULTIPLE = 16
+"""What the matrix units take."""
+CAPABILITY = (8, 9)
+
+
+def installed() -> bool:
+    """Whether torchao is there."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def gains(layer: nn.Module) -> bool:
+    """Whether a layer is one that fp8 may make faster."""
+    if type(layer) is not torch.nn.Linear:  # what is made of one may use its weights otherwise
+        return False
+    sizes = (layer.in_features, layer.out_features)
+    return min(sizes) >= LEAST and not any(size % MULTIPLE for size in sizes)
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """Its large linear layers in fp8, in place: names and parameters stay what they are.
+
+    On a device without such matrix units it is emulated, for tests.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    device = next(model.parameters()).device
+    # Padded: the rows of a batch, of the last one too, may be no multiple of 16.
+    how = Float8LinearConfig(pad_inner_dim=True, emulate=device.type != "cuda")
+    converted: nn.Module = convert_to_float8_training(
+        model, config=how, module_filter_fn=lambda layer, _name: gains(layer)
+    )
+    return converted
