@@ -250,6 +250,8 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
+            if "fp8" in subject.task.precisions:
+                self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
             record = self._tune(subject, near, before)
             finished = record.compares or not subject.space.is_choice
@@ -711,6 +713,19 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         quick=much.quick,
         step_graph=task.step_graph,
     )
+
+
+def _of_fp8(subject: _Subject) -> str:
+    """Whether fp8, where it is permitted, is tried, or why not."""
+    from advisor.tuners import fp8
+
+    task, wide = subject.task, subject.facts.wide
+    why = fp8.lacking(subject.key.environment.device.compute_capability, wide)
+    if task.command or task.mode != "train":
+        why = "no layer of a run is replaced" if task.command else "it is for training"
+    if why:
+        return f"fp8 is not tried: {why}"
+    return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
 
 
 def fed_by(data: DataFacts) -> tuple[int, list[str]]:

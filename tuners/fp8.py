@@ -17,11 +17,38 @@ LEAST = 2048
 MULTIPLE = 16
 """What the matrix units take."""
 CAPABILITY = (8, 9)
+CAVEAT = (
+    "fp8 was compared with fp32 over some tens of steps at most. A long run may converge worse in "
+    "it: hold its loss against that of a run in bf16, and go back to bf16 where they part."
+)
+OPERANDS = 2.0**-4
+"""Half a unit in the last place of e4m3, to which weights and inputs are rounded."""
 
 
 def installed() -> bool:
     """Whether torchao is there."""
     return importlib.util.find_spec("torchao") is not None
+
+
+def lacking(capability: tuple[int, int], wide: int) -> str:
+    """Why it is not tried, '' where it is: on a device of this capability, of a model with so many
+    layers that gain."""
+    if capability < CAPABILITY:
+        return "it takes a GPU of compute capability 8.9 or more"
+    if not installed():
+        return "torchao is not installed: pip install 'advisor[torchao]'"
+    if not wide:
+        return (
+            f"no linear layer has {LEAST} features or more on both sides, in multiples of "
+            f"{MULTIPLE}"
+        )
+    return ""
+
+
+def converted(model: nn.Module) -> frozenset[tuple[int, int]]:
+    """The shapes of the weights of the layers that are in fp8."""
+    found = (layer for layer in model.modules() if type(layer).__name__ == "Float8Linear")
+    return frozenset((layer.out_features, layer.in_features) for layer in found)  # type: ignore[misc]
 
 
 def gains(layer: nn.Module) -> bool:

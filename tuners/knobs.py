@@ -227,6 +227,9 @@ class Knob:
     """What following it asks of a script: of configs that tie, the lightest is advised."""
     shown: Callable[[Value], str] | None = None
     """As a report calls it; default: 'name', 'no name' or 'name=value'."""
+    caveat: Callable[[Value], str] | None = None
+    """What must be known of a value that no comparison of some steps shows; '' where there is
+    nothing."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT with a loader of the user's data
     afterwards; in a run all are measured with its steps."""
@@ -243,8 +246,8 @@ class Knob:
     """What `--map` calls it, where an option of a run's script may set it."""
     script: Callable[[Script], Own | None] | None = None
     """What a running script has set itself, None where that is nothing."""
-    layers: Callable[[nn.Module, Value], nn.Module] | None = None
-    """What it puts in the place of layers, before the model is laid out and compiled."""
+    layers: Callable[[Value], Callable[[nn.Module], nn.Module] | None] | None = None
+    """What puts others in the place of a model's layers, before it is laid out and compiled."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
@@ -294,10 +297,6 @@ def _autocast(value: Value) -> torch.dtype | None:
     # What is not converted to fp8 is computed in bf16.
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     return half.get(str(value))
-
-
-def _convert(model: nn.Module, value: Value) -> nn.Module:
-    return fp8.convert(model) if value == "fp8" else model
 
 
 def _permits_precision(given: Mapping[str, Any], value: Value) -> bool:
@@ -548,7 +547,8 @@ KNOBS: tuple[Knob, ...] = (
         shown=str,
         script=_own_precision,
         flag=Flag(set=_set_precision, now=Float32.now, back=Float32.put_back),
-        layers=_convert,
+        layers=lambda value: fp8.convert if value == "fp8" else None,
+        caveat=lambda value: fp8.CAVEAT if value == "fp8" else "",
         autocast=_autocast,
         scaled=lambda value: value == "fp16",
     ),
@@ -877,6 +877,12 @@ def is_half(config: Config) -> bool:
         for knob in KNOBS
         if knob.name in config
     )
+
+
+def caveats(config: Config) -> list[str]:
+    """What must be known of its values, a sentence each."""
+    rows = ((BY_NAME[name].caveat, value) for name, value in config.items() if name in BY_NAME)
+    return [said for caveat, value in rows if caveat is not None and (said := caveat(value))]
 
 
 def compiles(config: Config) -> bool:
