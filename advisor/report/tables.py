@@ -99,9 +99,7 @@ def said(record: Record) -> Iterator[str]:
         yield f"Nothing was raced beside {baseline}, which is the advice until something is."
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
-    yield from dict.fromkeys(
-        caveat for one in record.winners for caveat in caveats(one.choice.config)
-    )
+    yield from caveats_of(record)
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
@@ -119,6 +117,12 @@ def said(record: Record) -> Iterator[str]:
     if (waited := waits(record)) >= WAITED:
         mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
+
+
+def caveats_of(record: Record) -> Iterator[str]:
+    """What no comparison shows of what was chosen."""
+    every = (said for one in record.winners for said in caveats(one.choice.config))
+    yield from dict.fromkeys(every)
 
 
 def waits(record: Record) -> float:
