@@ -809,6 +809,7 @@ LEADERS: tuple[dict[str, Value], ...] = (
 graph over a compiled step was the fastest known for most models (FACTS)."""
 
 FRUGAL: tuple[dict[str, Value], ...] = (
+    {"compile": "default"},  # graphs that a leader replays have memory of their own
     {"compile": "default", "activation_memory": 0.7},
     {"compile": "default", "activation_memory": 0.5},
 )

@@ -344,6 +344,13 @@ def test_what_is_permitted(
     assert knobs.permits(given, Config(config)) is permitted
 
 
+def test_fp8_is_for_who_has_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in OFF_ON:
+        monkeypatch.setattr(fp8, "installed", lambda there=there: there)
+        assert knobs.permits({}, Config(precision="fp8")) is there
+        assert knobs.permits({}, Config(precision="bf16"))
+
+
 def test_what_a_value_gives_to_the_script() -> None:
     row = BY_NAME["pin_memory"]
     assert row.loader is not None and row.non_blocking is not None
