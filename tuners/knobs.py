@@ -273,13 +273,13 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
     return tuple(p for p in possible if p == "default" or p in here.precisions)
 
 
-HALVES = ("bf16", "fp16", "fp8")
-"""Number formats that run over autocast."""
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""What autocast computes in, by number format: with fp8 all but the layers that are converted."""
 
 
 def _set_precision(value: Value) -> None:
     # Autocast runs over TF32 for what it leaves in float32, as in the measured tables.
-    set_float32("tf32" if value in HALVES else str(value))
+    set_float32("tf32" if value in AUTOCAST else str(value))
 
 
 def _own_precision(script: Script) -> Own | None:
@@ -294,9 +294,8 @@ def _own_precision(script: Script) -> Own | None:
 
 
 def _autocast(value: Value) -> torch.dtype | None:
-    # What is not converted to fp8 is computed in bf16.
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-    return half.get(str(value))
+    name = AUTOCAST.get(str(value))
+    return getattr(torch, name) if name else None
 
 
 def _permits_precision(given: Mapping[str, Any], value: Value) -> bool:
@@ -393,6 +392,8 @@ COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 such blocks."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
+WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
+"""With which what compiles a whole model in the mode "default" otherwise has no effect."""
 SHARES = (1.0, 0.7, 0.5)
 """Of the activations that a compiled model keeps for its backward pass."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
@@ -537,7 +538,7 @@ KNOBS: tuple[Knob, ...] = (
         default="default",
         values=_precisions,
         needs=lambda value: {"bf16": PILOT, "fp16": LOOP, "fp8": LOOP}.get(str(value), FLAGS),
-        numerics=lambda value: value in HALVES,
+        numerics=lambda value: value in AUTOCAST,
         strict="fp32",
         memory=True,
         permitted=_permits_precision,
@@ -651,7 +652,7 @@ KNOBS: tuple[Knob, ...] = (
         first_step=True,
         guess="",
         # Graphs are of one shape each, and what is not compiled has none.
-        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
+        conflicts={"compile": WITHOUT_DEFAULT},
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: Own(None) if script.compiled else None,
         model=_compile_dynamic,
@@ -670,10 +671,7 @@ KNOBS: tuple[Knob, ...] = (
         frugal=True,
         guess="",
         # Graphs of a forward and a backward pass have memory of their own.
-        conflicts={
-            "compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default"),
-            "dynamic_shapes": (True,),
-        },
+        conflicts={"compile": WITHOUT_DEFAULT, "dynamic_shapes": (True,)},
         permitted=lambda given, value: value == 1.0 or given.get("compile", True),
         model=_keep_share,
     ),
