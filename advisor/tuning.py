@@ -250,6 +250,8 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
+            if "fp8" in subject.task.precisions:
+                self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
             record = self._tune(subject, near, before)
             finished = record.compares or not subject.space.is_choice
@@ -706,6 +708,7 @@ def _log_of(records: Records, command: tuple[str, ...]) -> Path:
 
 def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> Situation:
     """What decides which values make sense here."""
+    from advisor.tuners import fp8
     from advisor.tuners.environment import cpu_has_bf16, threads_set
     from advisor.tuners.knobs import Situation
 
@@ -721,6 +724,8 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         convolves=facts.convolves,
         repeats=facts.repeats,
         training=task.mode == "train",
+        draws=facts.draws,
+        fp8=facts.wide > 0 and fp8.installed(),
         batches=batches,
         deterministic=task.deterministic,
         precisions=task.precisions,
@@ -729,6 +734,19 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         quick=much.quick,
         step_graph=task.step_graph,
     )
+
+
+def _of_fp8(subject: _Subject) -> str:
+    """Whether fp8, where it is permitted, is tried, or why not."""
+    from advisor.tuners import fp8
+
+    task, wide = subject.task, subject.facts.wide
+    why = fp8.lacking(subject.key.environment.device.compute_capability, wide)
+    if task.command or task.mode != "train":
+        why = "no layer of a run is replaced" if task.command else "it is for training"
+    if why:
+        return f"fp8 is not tried: {why}"
+    return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
 
 
 def fed_by(data: DataFacts) -> tuple[int, list[str]]:

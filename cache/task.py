@@ -18,9 +18,10 @@ from advisor.cache import kinds
 from advisor.cache.config import Config
 from advisor.errors import UsageError
 
-PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp32")
+PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp8", "fp32")
 PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for."""
+"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for, and
+fp8 has little behind it."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")

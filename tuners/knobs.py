@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import known_wrong
+from advisor.tuners import fp8, known_wrong
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -54,6 +54,10 @@ class Situation:
     repeats: bool = False
     """Whether blocks that the model repeats are most of it."""
     training: bool = True
+    draws: bool = False
+    """Whether a step draws random numbers."""
+    fp8: bool = False
+    """Whether torchao is there, and linear layers that are large enough for it."""
     batches: tuple[int, ...] = (1,)
     """Batch sizes to try, the user's own first."""
     deterministic: bool = False
@@ -202,6 +206,8 @@ class Knob:
     dear: Callable[[Value], float] | None = None
     """Seconds that a trial of a value must have: each costs many before its first step, and is
     tried on leaders only. None: they cost few."""
+    frugal: bool = False
+    """It gives speed for memory: tried only where a larger batch does not fit."""
     ahead: Callable[[Value], bool] = _never
     """Whether what a value compiles is kept in caches on disk, so that several can be built at once
     before they are measured."""
@@ -224,6 +230,9 @@ class Knob:
     """What following it asks of a script: of configs that tie, the lightest is advised."""
     shown: Callable[[Value], str] | None = None
     """As a report calls it; default: 'name', 'no name' or 'name=value'."""
+    caveat: Callable[[Value], str] | None = None
+    """What must be known of a value that no comparison of some steps shows; '' where there is
+    nothing."""
     stage: str = COMPUTE
     """COMPUTE is measured on a batch on the device, INPUT with a loader of the user's data
     afterwards; in a run all are measured with its steps."""
@@ -240,6 +249,8 @@ class Knob:
     """What `--map` calls it, where an option of a run's script may set it."""
     script: Callable[[Script], Own | None] | None = None
     """What a running script has set itself, None where that is nothing."""
+    layers: Callable[[Value], Callable[[nn.Module], nn.Module] | None] | None = None
+    """What puts others in the place of a model's layers, before it is laid out and compiled."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
@@ -260,12 +271,18 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
     else:
         ampere = here.capability >= (8, 0)
         possible = tuple(p for p in PRECISIONS if ampere or p not in ("tf32", "bf16"))
+        if not (here.fp8 and here.training and here.capability >= fp8.CAPABILITY):
+            possible = tuple(p for p in possible if p != "fp8")
     return tuple(p for p in possible if p == "default" or p in here.precisions)
+
+
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""What autocast computes in, by number format: with fp8 all but the layers that are converted."""
 
 
 def _set_precision(value: Value) -> None:
     # Autocast runs over TF32 for what it leaves in float32, as in the measured tables.
-    set_float32("tf32" if value in ("bf16", "fp16") else str(value))
+    set_float32("tf32" if value in AUTOCAST else str(value))
 
 
 def _own_precision(script: Script) -> Own | None:
@@ -280,7 +297,14 @@ def _own_precision(script: Script) -> Own | None:
 
 
 def _autocast(value: Value) -> torch.dtype | None:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(value))
+    name = AUTOCAST.get(str(value))
+    return getattr(torch, name) if name else None
+
+
+def _permits_precision(given: Mapping[str, Any], value: Value) -> bool:
+    """fp8 where torchao is there, too: a record may come from elsewhere."""
+    asked = value == "default" or value in given.get("precisions", PRECISIONS)
+    return asked and (value != "fp8" or fp8.installed())
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
@@ -379,6 +403,10 @@ COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 such blocks."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
+WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
+"""With which what compiles a whole model in the mode "default" otherwise has no effect."""
+SHARES = (1.0, 0.7, 0.5)
+"""Of the activations that a compiled model keeps for its backward pass."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
@@ -434,6 +462,26 @@ def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # In the place of what the knob before it has compiled, which is in the same mode.
     if value:
         torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
+    return model
+
+
+def _shares(here: Situation) -> tuple[Value, ...]:
+    """Where batches beside the user's are tried; none where what is drawn cannot be computed again:
+    see `recomputing`."""
+    free = len(here.batches) > 1 and here.use != PILOT
+    return SHARES if free and here.training and not here.draws and _compiles_whole(here) else ()
+
+
+def _compiles_whole(here: Situation) -> bool:
+    return "default" in _compile_modes(here)
+
+
+def _keep_share(model: nn.Module, value: Value) -> nn.Module:
+    # In the place of what the knob before it has compiled, which is in the same mode.
+    if value != 1.0:
+        from advisor.tuners import recomputing  # loads torch.compile's machinery
+
+        recomputing.keep(model, float(value or 0))
     return model
 
 
@@ -495,23 +543,24 @@ def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[
 KNOBS: tuple[Knob, ...] = (
     Knob(
         name="precision",
-        summary="number format: torch's default, TF32, bf16 or fp16 autocast, or strict fp32",
+        summary="number format: torch's default, TF32, bf16 or fp16 autocast, bf16 with large "
+        "linear layers in fp8, or strict fp32",
         domain=Domain(PRECISIONS),
         default="default",
         values=_precisions,
-        needs=lambda value: {"bf16": PILOT, "fp16": LOOP}.get(str(value), FLAGS),
-        numerics=lambda value: value in ("bf16", "fp16"),
+        needs=lambda value: {"bf16": PILOT, "fp16": LOOP, "fp8": LOOP}.get(str(value), FLAGS),
+        numerics=lambda value: value in AUTOCAST,
         strict="fp32",
         memory=True,
-        permitted=lambda given, value: (
-            value == "default" or value in given.get("precisions", PRECISIONS)
-        ),
+        permitted=_permits_precision,
         carries=True,
-        # fp16 needs a scaler, and can overflow.
-        weight=lambda value: 2 if value == "fp16" else 1,
+        # fp16 needs a scaler, and can overflow; fp8 needs torchao.
+        weight=lambda value: 2 if value in ("fp16", "fp8") else 1,
         shown=str,
         script=_own_precision,
         flag=Flag(set=_set_precision, now=Float32.now, back=Float32.put_back),
+        layers=lambda value: fp8.convert if value == "fp8" else None,
+        caveat=lambda value: fp8.CAVEAT if value == "fp8" else "",
         autocast=_autocast,
         scaled=lambda value: value == "fp16",
     ),
@@ -604,16 +653,34 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="dynamic_shapes",
         summary="compiled for inputs of any length at once, where a run's vary",
-        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
+        values=_off_on(lambda here: here.varies and _compiles_whole(here)),
         needs=lambda _value: PILOT,
         numerics=_always,
         first_step=True,
         guess="",
         # Graphs are of one shape each, and what is not compiled has none.
-        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
+        conflicts={"compile": WITHOUT_DEFAULT},
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: Own(None) if script.compiled else None,
         model=_compile_dynamic,
+    ),
+    Knob(
+        name="activation_memory",
+        summary="share of the activations that a compiled model keeps for its backward pass, which "
+        "computes the others again",
+        domain=Domain(SHARES),
+        default=1.0,
+        values=_shares,
+        needs=lambda _value: PILOT,
+        numerics=_always,
+        memory=True,
+        first_step=True,
+        frugal=True,
+        guess="",
+        # Graphs of a forward and a backward pass have memory of their own.
+        conflicts={"compile": WITHOUT_DEFAULT, "dynamic_shapes": (True,)},
+        permitted=lambda given, value: value == 1.0 or given.get("compile", True),
+        model=_keep_share,
     ),
     Knob(
         name="step_graph",
@@ -740,9 +807,18 @@ LEADERS: tuple[dict[str, Value], ...] = (
     {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},
+    {"compile": "default", "precision": "fp8"},
+    {"compile": "default", "precision": "fp8", "step_graph": True},
 )
 """What to try of the dear knobs on what leads, in this order; other values follow by themselves. A
 graph over a compiled step was the fastest known for most models (FACTS)."""
+
+FRUGAL: tuple[dict[str, Value], ...] = (
+    {"compile": "default"},  # graphs that a leader replays have memory of their own
+    {"compile": "default", "activation_memory": 0.7},
+    {"compile": "default", "activation_memory": 0.5},
+)
+"""What to try where a larger batch does not fit, by what it costs."""
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
@@ -811,6 +887,12 @@ def is_half(config: Config) -> bool:
         for knob in KNOBS
         if knob.name in config
     )
+
+
+def caveats(config: Config) -> list[str]:
+    """What must be known of its values, a sentence each."""
+    rows = ((BY_NAME[name].caveat, value) for name, value in config.items() if name in BY_NAME)
+    return [said for caveat, value in rows if caveat is not None and (said := caveat(value))]
 
 
 def compiles(config: Config) -> bool:

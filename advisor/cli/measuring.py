@@ -223,6 +223,8 @@ def explain(
     if found.dropped:
         baseline = found.record.key.task.baseline
         out.print(f"\nSet back to {baseline}, as no slower: " + ", ".join(found.dropped))
+    for line in tables.caveats_of(found.record):
+        out.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
     if plot is not None:
         out.print(f"\nchart: {plot}", highlight=False, markup=False)
 

@@ -128,6 +128,9 @@ class Words:
 
 NOTHING = Words()
 
+NOWHERE = Config(precision="fp8")
+"""What no framework has a word for: which layers are in it is advisor's choice."""
+
 Row = Callable[[Value, Scene], Words | None]
 """How a value is said; None where it cannot be. It is asked for torch's own values too, since a
 framework may do otherwise by itself."""
@@ -159,7 +162,7 @@ class Framework:
         for name, value in scene.config.items():
             row = self.rows.get(name)
             if row is not None:
-                said = row(value, scene)
+                said = None if value == NOWHERE.get(name) else row(value, scene)
             else:
                 said = None if scene.default.get(name) != value else NOTHING
             if said is None:

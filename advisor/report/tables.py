@@ -18,7 +18,7 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, spread
-from advisor.tuners.knobs import FEEDS, described
+from advisor.tuners.knobs import FEEDS, caveats, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
@@ -99,6 +99,7 @@ def said(record: Record) -> Iterator[str]:
         yield f"Nothing was raced beside {baseline}, which is the advice until something is."
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
+    yield from caveats_of(record)
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
@@ -116,6 +117,12 @@ def said(record: Record) -> Iterator[str]:
     if (waited := waits(record)) >= WAITED:
         mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
+
+
+def caveats_of(record: Record) -> Iterator[str]:
+    """What no comparison shows of what was chosen."""
+    every = (said for one in record.winners for said in caveats(one.choice.config))
+    yield from dict.fromkeys(every)
 
 
 def waits(record: Record) -> float:

@@ -16,7 +16,7 @@ from torch import nn
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Part, Record, Winner
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import knobs, known_wrong
+from advisor.tuners import fp8, knobs, known_wrong
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.environment import threads_set
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Domain, Situation
@@ -28,6 +28,7 @@ AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
 OFF_ON = (False, True)
+SHARES = (1.0, 0.7, 0.5)
 
 
 def on_cuda(**more: Any) -> Situation:
@@ -46,6 +47,7 @@ SITUATIONS = [
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
     on_cuda(loaded=True, workers=15),
+    on_cuda(batches=(32, 64), precisions=PRECISIONS, fp8=True),
 ]
 
 
@@ -53,8 +55,15 @@ def test_the_rows() -> None:
     """The order is that of the guesses, and every name stands once."""
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
-        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
-        *("threads", "num_workers", "prefetch_factor", "persistent_workers"),
+        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes"),
+        *(
+            "activation_memory",
+            "step_graph",
+            "threads",
+            "num_workers",
+            "prefetch_factor",
+            "persistent_workers",
+        ),
         "pin_memory",
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
@@ -70,6 +79,7 @@ def test_what_torch_does_by_itself() -> None:
         "fused_optimizer": False,
         "compile": "none",
         "dynamic_shapes": False,
+        "activation_memory": 1.0,
         "step_graph": False,
         "persistent_workers": False,
         "pin_memory": False,
@@ -99,7 +109,12 @@ def test_every_value_offered_is_in_the_domain_and_torchs_own_is_first(knob: knob
         (on_cuda(capability=(7, 5), precisions=STRICT), ("default", "fp16", "fp32")),
         # An A100 is the first with TF32 and bf16.
         (on_cuda(capability=(8, 0)), ("default", "tf32", "bf16", "fp16")),
-        (on_cuda(capability=(8, 0), precisions=STRICT), PRECISIONS),
+        (on_cuda(capability=(8, 0), precisions=STRICT), (*PERMITTED, "fp32")),
+        (on_cuda(capability=(8, 9), precisions=PRECISIONS, fp8=True), PRECISIONS),
+        (on_cuda(capability=(8, 6), precisions=PRECISIONS, fp8=True), STRICT),
+        (on_cuda(precisions=PRECISIONS), STRICT),
+        (on_cuda(precisions=PRECISIONS, fp8=True, training=False), STRICT),
+        (on_cuda(fp8=True), PERMITTED),
         (on_cuda(capability=(9, 0)), ("default", "tf32", "bf16", "fp16")),
         (on_cuda(precisions=("bf16",)), ("default", "bf16")),
         (on_cuda(precisions=()), ("default",)),
@@ -156,6 +171,14 @@ OFF, FIXED_ON = (False,), (True,)
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
         ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),
         ("dynamic_shapes", on_cuda(varies=True, quick=True), ()),
+        ("activation_memory", on_cuda(), ()),
+        ("activation_memory", on_cuda(batches=(32, 64)), SHARES),
+        ("activation_memory", on_cuda(batches=(32, 64), draws=True), ()),
+        ("activation_memory", on_cuda(batches=(32, 64), training=False), ()),
+        ("activation_memory", on_cuda(batches=(32, 64), quick=True), ()),
+        ("activation_memory", on_cuda(batches=(32, 64), compiles=False), ()),
+        ("activation_memory", on_cuda(batches=(32, 64), use="pilot"), ()),
+        ("activation_memory", on_cpu(batches=(32, 64), compiles=True), SHARES),
         ("step_graph", on_cuda(), OFF_ON),
         ("step_graph", on_cuda(training=False), ()),
         ("step_graph", on_cuda(step_graph=False), ()),
@@ -213,6 +236,7 @@ FOLLOWING = {
     ("precision", "fp32"): ("flags", False, 1),
     ("precision", "bf16"): ("pilot", True, 1),
     ("precision", "fp16"): ("loop", True, 2),
+    ("precision", "fp8"): ("loop", True, 2),
     ("channels_last", True): ("pilot", False, 1),
     ("cudnn_benchmark", True): ("flags", False, 1),
     ("cudnn_deterministic", True): ("flags", False, 1),
@@ -221,6 +245,7 @@ FOLLOWING = {
     ("fused_optimizer", True): ("pilot", False, 1),
     **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *AUTOTUNED)},
     ("dynamic_shapes", True): ("pilot", True, 1),
+    ("activation_memory", 0.5): ("pilot", True, 1),
     ("step_graph", True): ("capture", True, 1),
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
@@ -243,12 +268,13 @@ def test_what_holds_of_a_row() -> None:
         return {knob.name for knob in KNOBS if holds(knob)}
 
     assert names(lambda knob: knob.memory) == {
-        *("precision", "channels_last", "compile", "step_graph")
+        *("precision", "channels_last", "compile", "activation_memory", "step_graph")
     }
-    paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
+    paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "activation_memory", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
     assert names(lambda knob: knob.lasting) == {"cudnn_benchmark"}
+    assert names(lambda knob: knob.frugal) == {"activation_memory"}
     assert names(lambda knob: not knob.compiled) == {
         *("cudnn_benchmark", "fused_optimizer", "step_graph")
     }
@@ -262,7 +288,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes"),
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
         *("num_workers", "prefetch_factor", "persistent_workers"),
     }
     assert (
@@ -282,6 +308,7 @@ def test_what_does_not_go_together() -> None:
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
+        "activation_memory": {"compile": ("none", *set_apart), "dynamic_shapes": (True,)},
         "step_graph": {
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
@@ -299,6 +326,9 @@ def test_what_does_not_go_together() -> None:
         ({"precisions": ("tf32",)}, {"precision": "bf16"}, False),
         ({"precisions": ("tf32",)}, {"precision": "tf32"}, True),
         ({"precisions": ("tf32",)}, {"precision": "default"}, True),
+        ({"precisions": PERMITTED}, {"precision": "fp8"}, False),
+        ({"precisions": PRECISIONS}, {"precision": "fp8"}, fp8.installed()),
+        ({"compile": False}, {"activation_memory": 0.5}, False),
         ({"compile": False}, {"compile": "default"}, False),
         ({"compile": False}, {"compile": "none"}, True),
         ({"compile": True}, {"compile": "default"}, True),
@@ -314,6 +344,13 @@ def test_what_is_permitted(
     given: dict[str, Any], config: dict[str, Value], permitted: bool
 ) -> None:
     assert knobs.permits(given, Config(config)) is permitted
+
+
+def test_fp8_is_for_who_has_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in OFF_ON:
+        monkeypatch.setattr(fp8, "installed", lambda there=there: there)
+        assert knobs.permits({}, Config(precision="fp8")) is there
+        assert knobs.permits({}, Config(precision="bf16"))
 
 
 def test_what_a_value_gives_to_the_script() -> None:
@@ -630,8 +667,9 @@ def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
+    compiling = ("compile", "dynamic_shapes", "activation_memory")
     loading = ("persistent_workers", "pin_memory")
-    assert gpu == Config({**held, BATCH: 16}).without("compile", "dynamic_shapes", *loading)
+    assert gpu == Config({**held, BATCH: 16}).without(*compiling, *loading)
     cpu = knobs.plain(task, "cpu")
     assert dict(cpu) == {
         BATCH: 16,
@@ -760,7 +798,7 @@ def _replaced(record: Record, field: str) -> Record:
 @pytest.mark.parametrize("field", ["baseline", "winner", "raced", "input", "parts", "trials"])
 def test_a_value_out_of_its_domain_is_refused_wherever_it_stands(field: str) -> None:
     said = knobs.refusal(_replaced(_sound(), field))
-    assert said == "precision 'int8': expected default, tf32, bf16, fp16, fp32"
+    assert said == "precision 'int8': expected default, tf32, bf16, fp16, fp8, fp32"
 
 
 def test_a_knob_that_is_not_known_is_refused() -> None:
@@ -771,7 +809,7 @@ def test_a_knob_that_is_not_known_is_refused() -> None:
 def test_a_refused_value_is_said_shortly() -> None:
     record = dataclasses.replace(_sound(), input=Config(precision="p" * 200))
     assert knobs.refusal(record) == (
-        f"precision '{'p' * 59}: expected default, tf32, bf16, fp16, fp32"
+        f"precision '{'p' * 59}: expected default, tf32, bf16, fp16, fp8, fp32"
     )
     assert knobs.refusal(dataclasses.replace(_sound(), input=Config(pin_memory=1))) == (
         "pin_memory 1: expected False, True"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
+from advisor.cache.task import PRECISIONS
 from advisor.tuners import knobs
 from advisor.tuners.search.ahead import order, together
 from advisor.tuners.search.leaders import Leaders
@@ -76,6 +78,18 @@ def test_the_batch_that_leads_is_that_of_what_is_not_compiled() -> None:
     both = [COMPILED, COMPILED.replace(step_graph=True), COMPILED.replace(precision="fp16")]
     table = leaders((both[0], 3000.0), (both[1], 4000.0), (both[2], 3500.0))
     assert table.of_each_use(both) == [both[1], both[2], both[0]]
+
+
+def test_fp8_is_tried_compiled_where_it_is_offered() -> None:
+    def tried(**more: Any) -> list[bool]:
+        space = Space.of(dataclasses.replace(HERE, precisions=PRECISIONS, **more))
+        leader = space.default.replace(precision="bf16")
+        listed = [c for part in order(space, [leader], [], lambda _config: False) for c in part]
+        assert all(c["compile"] == "default" for c in listed if c["precision"] == "fp8")
+        return [bool(c["step_graph"]) for c in listed if c["precision"] == "fp8"]
+
+    assert tried(fp8=True) == [False, True]
+    assert tried() == []
 
 
 def test_the_same_code_is_built_once_and_what_takes_minutes_with_its_like() -> None:

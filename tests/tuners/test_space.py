@@ -107,6 +107,12 @@ def test_all_of_them() -> None:
     assert sum(map(space.is_dear, every)) == 5
 
 
+def test_what_is_frugal_is_tried_where_it_is_asked_for() -> None:
+    space = small(frugal=("b", "gone"))
+    assert space.frugal == ("b",)
+    assert {config["b"] for config in space.configs(4, dear=True)} == {"x"}
+
+
 def test_what_is_nearest() -> None:
     space = small()
     assert space.near({"a": True, "b": "q", "c": 1, "batch_size": 64}) == space.default.replace(

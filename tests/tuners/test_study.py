@@ -105,6 +105,62 @@ def test_finds_the_best_and_measures_nothing_twice(tmp_path: Path) -> None:
     assert found.best().config["batch_size"] == 512
 
 
+class Recomputing(Simulated):
+    """Compiled is faster; what keeps less for its backward pass is slower, and fits."""
+
+    def __init__(self, memory: int, *, full_at: float = 64) -> None:
+        super().__init__()
+        self.bytes, self.full_at = memory, full_at
+
+    def measure(self, config: Config, **how: object) -> Measurement:
+        found = super().measure(config, **how)
+        share = float(config["activation_memory"] or 0)
+        peak = int(config.batch * share)
+        if peak > self.bytes:
+            return Measurement(outcome="out_of_memory", reason="simulated")
+        rate = 1000 * config.batch / (config.batch + self.full_at)
+        rate *= (2 if config["compile"] == "default" else 1) * (0.9 + share / 10)
+        return dataclasses.replace(
+            found, samples_per_s=rate, low=rate, high=rate, peak_bytes=peak, first_step_s=10.0
+        )
+
+
+FREE = Space(
+    {
+        "precision": ("default",),
+        "channels_last": (False,),
+        "cudnn_benchmark": (False, True),
+        "compile": ("none", "default"),
+        "activation_memory": (1.0, 0.7, 0.5),
+        "batch_size": (64, 128, 256),
+    },
+    conflicts={"activation_memory": {"compile": ("none",)}},
+    dear=("compile",),
+    frugal=("activation_memory",),
+)
+
+
+@pytest.mark.parametrize(
+    ("runner", "tried"),
+    [
+        (Recomputing(memory=150), [0.7, 0.5]),  # 0.7 of 256 does not fit either
+        (Recomputing(memory=200), [0.7]),
+        (Recomputing(memory=300), []),  # all of it fits
+        (Recomputing(memory=150, full_at=0.1), []),  # a larger batch is no faster
+    ],
+)
+def test_less_is_kept_where_a_larger_batch_does_not_fit(
+    runner: Recomputing, tried: list[float], tmp_path: Path
+) -> None:
+    found = search(runner, tmp_path, space=FREE, memory=runner.bytes)
+    found.run()
+    frugal = [one for one in runner.measured if one["activation_memory"] != 1.0]
+    assert [one["activation_memory"] for one in frugal] == tried
+    assert all(one.batch == 256 and one["compile"] == "default" for one in frugal)
+    if tried:
+        assert found.best().config == frugal[-1]
+
+
 def test_the_default_comes_first(tmp_path: Path) -> None:
     runner = Simulated()
     search(runner, tmp_path, trials=3).run()

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from advisor.cache.config import Config
+from advisor.tuners import fp8
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.measure import numerics
 from advisor.tuners.measure.numerics import (
@@ -73,6 +75,30 @@ def model():
         nn.Linear(16, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
         nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 4),
     )
+"""
+WIDE = """
+import torch
+from torch import nn
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.sign = -1.0 if torch.is_autocast_enabled("cpu") else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.sign
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.wide = nn.LayerNorm(2048), nn.Linear(2048, 2048)
+        self.last = nn.Linear(2048, 4)
+
+    def forward(self, x):
+        y = self.wide(self.before(x))
+        return self.last(x + torch.tanh(y))
 """
 RESIDUAL = """
 import torch
@@ -177,6 +203,18 @@ def test_a_transformer_in_bf16_is_off_by_its_rounding_only(tmp_path: Path, optim
     outcome, reason = verified(tmp_path, TRANSFORMER, how, precision="bf16")
     assert outcome == "ok", reason
     assert float(reason.split("worst gradient ")[1].split("%")[0]) < 10, reason
+
+
+@pytest.mark.skipif(not fp8.installed(), reason="needs torchao")
+def test_large_layers_in_fp8_are_off_by_their_rounding_only(tmp_path: Path) -> None:
+    how: dict[str, object] = {"shape": (2048,)}
+    outcome, reason = verified(tmp_path, WIDE, how, precision="fp8")
+    assert outcome == "ok", reason
+    wrong = WIDE.replace(
+        "y = self.wide(self.before(x))", "y = Turned.apply(self.wide(self.before(x)))"
+    )
+    outcome, reason = verified(tmp_path, wrong, how, precision="fp8")
+    assert outcome == "wrong" and "its gradient of wide" in reason
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -485,6 +523,23 @@ def test_steps_fit_the_time() -> None:
     assert steps_within(1e9, 0.001) == MOST_STEPS
     assert steps_within(1.0, 1.0) == 0
     assert 8 <= steps_within(200.0, 1.0) < MOST_STEPS
+
+
+def test_products_of_layers_in_fp8_are_rounded_as_fp8_rounds() -> None:
+    torch.manual_seed(0)
+    x, half = torch.randn(32, 64), amplitude(torch.bfloat16, tf32=False)
+    layers = [nn.Linear(64, 48), nn.Linear(64, 40)]
+
+    def off(layer: nn.Module) -> float:
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        (exactly,) = torch.autograd.grad(layer(x).square().sum(), weight)
+        with Rounding(half, frozenset({(48, 64)})):
+            (rounded,) = torch.autograd.grad(layer(x).square().sum(), weight)
+        return float((rounded - exactly).norm() / exactly.norm())
+
+    coarse, fine = map(off, layers)
+    assert fine < 5 * half < 0.02 < coarse < 0.2
 
 
 def test_rounding_is_that_of_the_format_on_a_grid_of_each_draw() -> None:

@@ -168,6 +168,9 @@ class Advice:
         """The model in the advised memory format, compiled in place: what `prepare` does to it,
         for a loop that moves and compares it by itself."""
         for knob, value in self._acting.rows:
+            if knob.layers is not None and (convert := knob.layers(value)) is not None:
+                model = convert(model)
+        for knob, value in self._acting.rows:
             if knob.model is None or (knob.layout is not None and not _may_lay_out(model)):
                 continue
             model = knob.model(model, value)

@@ -14,7 +14,7 @@ from advisor.cache.record import USES
 from advisor.cache.seal import UNSIGNED
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.served import STALE, Served
-from advisor.tuners.knobs import Knob, described
+from advisor.tuners.knobs import Knob, caveats, described
 
 _log = logging.getLogger("advisor")
 
@@ -28,7 +28,7 @@ def needs(knob: Knob, value: Value) -> Iterator[str]:
     """The pieces without which a value has no effect, by the columns that it acts through."""
     if knob.flag is not None:
         yield SET_FLAGS
-    if knob.model is not None:
+    if knob.model is not None or (knob.layers is not None and knob.layers(value) is not None):
         yield PREPARE
     if knob.optimizer is not None and knob.optimizer(value):
         yield OPTIMIZER
@@ -147,6 +147,7 @@ class Following:
         if self.served.status == STALE and self.served.reason not in found[0]:
             found.append(f"stale: {self.served.reason}")
         found += [self._line(knob, value) for knob, value in self.advised]
+        found += caveats(Config({knob.name: value for knob, value in self.advised}))
         if self.failed:
             found.append(f"not replayed: {self.failed}")
         if self.compiled:

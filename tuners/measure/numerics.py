@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners import tf32
+from advisor.tuners import fp8, tf32
 from advisor.tuners.measure.observe import BATCHES, Named, NoScale, Observer, Trace
-from advisor.tuners.measure.randomness import amplitude
+from advisor.tuners.measure.randomness import Rounding, amplitude
 from advisor.tuners.measure.workload import Workload
 
 MOST_STEPS, LEAST_STEPS = 24, 2 * BATCHES
@@ -286,6 +286,22 @@ def _norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 
 
+@dataclass(frozen=True, slots=True)
+class Coarseness:
+    """What a workload rounds to: its results, relatively, and which layers' products are in fp8, by
+    the shapes of their weights."""
+
+    results: float
+    layers: frozenset[tuple[int, int]]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Coarseness:
+        """Its flags are those set last."""
+        advice = workload.advice
+        on = advice.device.type == "cuda" and "tf32" in tf32.describe()
+        return cls(amplitude(advice.autocast_dtype, tf32=on), fp8.converted(workload.model))
+
+
 class References:
     """Runs that several configs are held against, made once: strict fp32's and number formats'.
 
@@ -325,14 +341,15 @@ def check(
         tolerance: as in `judge`.
     """
 
-    def traced(config: Config) -> tuple[Trace, float]:
+    def traced(config: Config) -> tuple[Trace, Coarseness]:
         workload = build(config)
-        rounding = _rounding(workload)
+        rounding = Coarseness.of(workload)
         observer = Observer(workload)
         del workload
         return observer.trace(steps), rounding
 
-    def rounded(rounding: float) -> list[Trace]:
+    def rounded(coarseness: Coarseness) -> list[Trace]:
+        rounding = Rounding(coarseness.results, coarseness.layers)
         return _rounded(Observer(build(configs.fp32), rounding=rounding, seed=104729), steps)
 
     (fp32,) = known.get(("fp32", configs.fp32, steps), lambda: [traced(configs.fp32)[0]])
@@ -359,12 +376,6 @@ def _rounded(observer: Observer, steps: int) -> list[Trace]:
     """One run, and its points anew: in a small model a rounding turns few ReLUs, or none."""
     first = observer.trace(steps)
     return [first, *(dataclasses.replace(first, points=observer.points()) for _ in range(ROUNDED))]
-
-
-def _rounding(workload: Workload) -> float:
-    """What results of this workload are rounded to, relatively; its flags are those set last."""
-    cuda = workload.advice.device.type == "cuda"
-    return amplitude(workload.advice.autocast_dtype, tf32=cuda and "tf32" in tf32.describe())
 
 
 def compare_draws(reference: Tensor, candidate: Tensor) -> str:

@@ -79,11 +79,13 @@ class Observer:
     """Trains one workload, built with BATCHES batches and `watch=True`, and looks at it.
 
     Args:
-        rounding: of results, relatively, beside what the config itself does; 0 for none.
+        rounding: of results, beside what the config itself does; None for none.
         seed: for what `SameDraws` does not draw.
     """
 
-    def __init__(self, workload: Workload, *, rounding: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, *, rounding: Rounding | None = None, seed: int = 0
+    ) -> None:
         assert workload.optimizer is not None
         self._workload = workload
         self._optimizer = workload.optimizer
@@ -91,7 +93,7 @@ class Observer:
         self._seed = seed
         self._step = 0
         self._draws = SameDraws(workload.advice.device)
-        self._rounding = Rounding(rounding)
+        self._rounding = rounding or Rounding(0.0)
         self._modes: list[AbstractContextManager[object]] = [self._draws]
         if rounding:
             self._modes.append(self._rounding)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from advisor.tuners import fp8
 
 _MODULUS = 2**31
 _VALUES = _MODULUS >> 8
@@ -184,11 +186,16 @@ class Rounding(TorchDispatchMode):
     do not, as equal elements are rounded alike: of a trained ViT's gradients bf16 took some four
     times as far off as such draws, none further than 1.5 times as far as these
     (`benchmarks/results/rounding.md`).
+
+    Args:
+        amplitude: half a unit in the last place; 0 for float32's own.
+        coarse: the shapes of weights with which products are taken in fp8.
     """
 
-    def __init__(self, amplitude: float) -> None:
+    def __init__(self, amplitude: float, coarse: frozenset[tuple[int, int]] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._amplitude = amplitude
+        self._coarse = coarse
         self.on = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,7 +203,8 @@ class Rounding(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if _multiplies(func):
             # Weights and inputs are rounded as well, where their products are taken.
-            args = tree_map_only(Tensor, self._off, args)
+            least = fp8.OPERANDS if self._coarse and self._is_coarse(args) else 0.0
+            args = tree_map_only(Tensor, partial(self._off, least=least), args)
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor):
             return self._off(found)
@@ -210,11 +218,20 @@ class Rounding(TorchDispatchMode):
             return type(found)(parts)
         return found
 
-    def _off(self, result: Tensor) -> Tensor:
+    def _is_coarse(self, args: tuple[Any, ...]) -> bool:
+        """Whether a product is one of a layer's: with its weight, or the gradient of that."""
+        pair = [one for one in args if isinstance(one, Tensor) and one.dim() == 2][-2:]
+        if len(pair) < 2:
+            return False
+        rows, inner, columns = *pair[0].shape, pair[1].shape[1]
+        either = {(inner, columns), (columns, inner), (rows, columns), (columns, rows)}
+        return not either.isdisjoint(self._coarse)
+
+    def _off(self, result: Tensor, least: float = 0.0) -> Tensor:
         # A single number is a loss, which formats leave in float32.
         if not result.is_floating_point() or result.numel() == 1:
             return result
-        amplitude = max(self._amplitude, 2 * torch.finfo(result.dtype).eps)
+        amplitude = max(self._amplitude, least, 2 * torch.finfo(result.dtype).eps)
         grid = 1 + amplitude * (2 * torch.rand((), device=result.device) - 1)
         moved = (result.float() if result.itemsize < 4 else result) * grid
         rounded = _rounded(moved, amplitude) / grid

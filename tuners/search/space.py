@@ -25,6 +25,7 @@ class Space:
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
         conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
         dear: Iterable[str] = (),
+        frugal: Iterable[str] = (),
         anew: Iterable[str] = (),
         reference: Config | None = None,
     ) -> None:
@@ -33,6 +34,8 @@ class Space:
         self._conflicts = conflicts or {}
         self.dear = tuple(name for name in dear if name in self.choices)
         """Knobs that are tried on leaders only."""
+        self.frugal = tuple(name for name in frugal if name in self.choices)
+        """Knobs that are tried where memory is what limits, and nowhere else."""
         self.anew = frozenset(anew)
         """Knobs each of whose values takes a start anew."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
@@ -54,6 +57,7 @@ class Space:
             inputs=by_stage[INPUT],
             conflicts={knob.name: knob.conflicts for knob in knobs.KNOBS if knob.conflicts},
             dear=(knob.name for knob in knobs.KNOBS if knob.dear),
+            frugal=(knob.name for knob in knobs.KNOBS if knob.frugal),
             anew=here.mapped,
         )
         strict = knobs.strict(found.default)
@@ -154,11 +158,11 @@ class Space:
         return config if self.holds(config) else None
 
     def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
-        """All configs at one batch size; dear knobs at their default, unless asked for."""
+        """All configs at one batch size; dear knobs at their default, unless asked for, and frugal
+        ones."""
+        fixed = {*self.frugal, *(() if dear else self.dear)}
         names = [name for name in self.choices if name != BATCH]
-        offered = [
-            self.choices[name][: 1 if name in self.dear and not dear else None] for name in names
-        ]
+        offered = [self.choices[name][: 1 if name in fixed else None] for name in names]
         for values in itertools.product(*offered):
             config = Config(dict(zip(names, values, strict=True))).at(batch)
             if self._combines(config):

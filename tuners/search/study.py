@@ -194,6 +194,7 @@ class Search:
         self._kept_s = 0.0
         self._feed(self.best(self._space.batch).config)
         self._try_dear()
+        self._try_frugal()
         self._feed(self.best(self._space.batch).config)
         best = self.best(self._space.batch)
         self._kept_s = REBUILT * self.again.get(best.config, best.measurement.first_step_s)
@@ -314,6 +315,29 @@ class Search:
             room = self._room(free)
             self._try_group([config.at(free) for config in best[:room]], room)
         self._try_on(behind, values)
+
+    def _try_frugal(self) -> None:
+        """Give speed for memory where that is what limits: at the batch above the fastest, if that
+        was worth its own memory and the next is more than there is. What fits costs the least."""
+        leader = self.best()
+        larger = [batch for batch in self._space.batches if batch > leader.config.batch]
+        smaller = [
+            trial.measurement.samples_per_s
+            for trial in self.trials
+            if trial.config.knobs == leader.config.knobs
+            and trial.config.batch < leader.config.batch
+        ]
+        if not larger or leader.measurement.samples_per_s < GAIN * max(smaller, default=0.0):
+            return
+        above = leader.config.at(min(larger))
+        if not self._cannot_fit(above):
+            return
+        for changes in knobs.FRUGAL:
+            config = self._space.on(above, changes)
+            if config and self._may_be_dear(config):
+                tried = self._try(config, "leader")
+                if tried is not None and tried.measurement.ok:
+                    return
 
     def _try_on(
         self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
@@ -498,7 +522,8 @@ class Search:
             return None
         if self._scope.sampler is None:
             return self._journal.ask("sampler")
-        fixed = {name: self._space.choices[name][0] for name in self._space.dear}
+        kept = (*self._space.dear, *self._space.frugal)
+        fixed = {name: self._space.choices[name][0] for name in kept}
         if self._aim.batch is not None:
             fixed[BATCH] = self._aim.batch
         for _ in range(REPEATS):

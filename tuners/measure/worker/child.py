@@ -23,7 +23,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.cache.shown import size
 from advisor.errors import AdvisorError, TargetError, TargetFailed
-from advisor.tuners import fingerprint, host, target
+from advisor.tuners import fingerprint, fp8, host, target
 from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.served import Served
@@ -174,6 +174,7 @@ class Bench:
             memory_bytes=int(properties.total_memory) if properties else 0,
             peak_bytes=self._peak(0),
             step_s=step_s,
+            wide=sum(map(fp8.gains, built.modules())),
         )
         del workload, built
         self.release()

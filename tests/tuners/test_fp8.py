@@ -1,0 +1,75 @@
+"""Large linear layers in fp8: which, that they stay whose they were, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from advisor.cache.config import Config
+from advisor.tuners import fp8
+from advisor.tuners.act.advice import Advice
+
+needs_torchao = pytest.mark.skipif(not fp8.installed(), reason="needs torchao")
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(2048, 2064), nn.Linear(2064, 8)
+        self.attention = nn.MultiheadAttention(2048, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.narrow(self.wide(x))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "gains"),
+    [
+        (nn.Linear(2048, 2048), True),
+        (nn.Linear(2048, 2064, bias=False), True),
+        (nn.Linear(2048, 2050), False),
+        (nn.Linear(2050, 2048), False),
+        (nn.Linear(4096, 1024), False),
+        (nn.Conv2d(8, 8, 3), False),
+    ],
+)
+def test_which_layers_gain(layer: nn.Module, gains: bool) -> None:
+    assert fp8.gains(layer) is gains
+
+
+@needs_torchao
+def test_the_parameters_stay_and_so_do_their_names() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    names = dict(model.named_parameters())
+    x = torch.randn(5, 2048)  # no multiple of 16
+    exactly = model(x)
+    advice = Advice(Config(precision="fp8"), device="cpu")
+    assert advice.prepare(model) is model
+    assert dict(model.named_parameters()) == names
+    assert fp8.converted(model) == {(2064, 2048)}  # attention reads its weight by itself
+    found = model(x)
+    assert not torch.equal(found, exactly)
+    torch.testing.assert_close(found, exactly, rtol=0.1, atol=0.1)
+    found.sum().backward()
+    assert model.wide.weight.grad is not None and bool(model.wide.weight.grad.isfinite().all())
+
+
+@needs_torchao
+def test_a_script_is_told_what_no_comparison_shows() -> None:
+    advice = Advice(Config(precision="fp8"), device="cpu")
+    said = "not in effect: fp8: advice.set_flags, advice.prepare, advice.autocast not used"
+    assert said in advice.report()
+    assert fp8.CAVEAT in advice.report()
+    assert fp8.CAVEAT not in Advice(Config(precision="bf16"), device="cpu").report()
+
+
+def test_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "installed", lambda: True)
+    assert fp8.lacking((8, 9), 3) == ""
+    assert "compute capability 8.9" in fp8.lacking((8, 6), 3)
+    assert "no linear layer has 2048 features" in fp8.lacking((9, 0), 0)
+    monkeypatch.setattr(fp8, "installed", lambda: False)
+    assert "pip install 'advisor[torchao]'" in fp8.lacking((9, 0), 3)

@@ -1,0 +1,75 @@
+"""Linear layers whose matrix products are taken in fp8, by torchao: weights, gradients and the
+optimizer stay as they are. https://docs.pytorch.org/ao/stable/workflows/training.html
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from advisor.tuners.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LEAST = 2048
+"""Features from which a layer gains more than casting its operands costs (torchao's tables)."""
+MULTIPLE = 16
+"""What the matrix units take."""
+CAPABILITY = (8, 9)
+CAVEAT = (
+    "fp8 was compared with fp32 over some tens of steps at most. A long run may converge worse in "
+    "it: hold its loss against that of a run in bf16, and go back to bf16 where they part."
+)
+OPERANDS = 2.0**-4
+"""Half a unit in the last place of e4m3, to which weights and inputs are rounded."""
+
+
+def installed() -> bool:
+    """Whether torchao is there."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+def lacking(capability: tuple[int, int], wide: int) -> str:
+    """Why it is not tried, '' where it is: on a device of this capability, of a model with so many
+    layers that gain."""
+    if capability < CAPABILITY:
+        return "it takes a GPU of compute capability 8.9 or more"
+    if not installed():
+        return "torchao is not installed: pip install 'advisor[torchao]'"
+    if not wide:
+        return (
+            f"no linear layer has {LEAST} features or more on both sides, in multiples of "
+            f"{MULTIPLE}"
+        )
+    return ""
+
+
+def converted(model: nn.Module) -> frozenset[tuple[int, int]]:
+    """The shapes of the weights of the layers that are in fp8."""
+    found = (layer for layer in model.modules() if type(layer).__name__ == "Float8Linear")
+    return frozenset((layer.out_features, layer.in_features) for layer in found)  # type: ignore[misc]
+
+
+def gains(layer: nn.Module) -> bool:
+    """Whether a layer is one that fp8 may make faster."""
+    if type(layer) is not torch.nn.Linear:  # what is made of one may use its weights otherwise
+        return False
+    sizes = (layer.in_features, layer.out_features)
+    return min(sizes) >= LEAST and not any(size % MULTIPLE for size in sizes)
+
+
+def convert(model: nn.Module) -> nn.Module:
+    """Its large linear layers in fp8, in place: names and parameters stay what they are.
+
+    On a device without such matrix units it is emulated, for tests.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    device = next(model.parameters()).device
+    # Padded: the rows of a batch, of the last one too, may be no multiple of 16.
+    how = Float8LinearConfig(pad_inner_dim=True, emulate=device.type != "cuda")
+    converted: nn.Module = convert_to_float8_training(
+        model, config=how, module_filter_fn=lambda layer, _name: gains(layer)
+    )
+    return converted
