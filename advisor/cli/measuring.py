@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, checked, permissions
 from advisor.cli.options import (
@@ -210,7 +211,8 @@ def explain(
         charts.parts(found.record, plot)
     if as_json:
         shown = shapes.as_data(found.record, cache)
-        told = {"dropped": list(found.dropped), "costs": dict(found.costs), "record": shown}
+        costs = to_plain(found.costs) if found.costs else None
+        told = {"dropped": list(found.dropped), "costs": costs, "record": shown}
         click.echo(json.dumps(told))
         return
     out = console()

@@ -22,7 +22,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.measure.loading import timed
-from advisor.tuners.measure.loading.costs import costs
+from advisor.tuners.measure.loading.costs import WARM, costs
 from advisor.tuners.measure.loading.data import load
 from advisor.tuners.measure.loading.described import described
 from advisor.tuners.measure.loading.faults import told
@@ -33,6 +33,7 @@ from advisor.tuning import fed_by
 
 HEAD = """
 import os, pickle, sqlite3, time
+from contextlib import contextmanager
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data import get_worker_info
@@ -416,36 +417,75 @@ def test_data_that_cannot_be_loaded_is_refused_before_anything_is_measured(
         worker.describe_data()
 
 
+COSTLY = """
+from io import BytesIO
+from multiprocessing.sharedctypes import RawArray
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+
+SPENT = RawArray("d", 4 * 31)  # of each batch, as the worker itself sees it
+batches = 0
+
+@contextmanager
+def noted(part):
+    began = time.perf_counter()
+    try: yield
+    finally: SPENT[4 * batches + part] += time.perf_counter() - began
+
+class Compose:
+    def __init__(self, *parts): self.parts = parts
+    def __call__(self, x):
+        for part in self.parts: x = part(x)
+        return x
+
+class Resize:
+    def __call__(self, x):
+        with noted(1):
+            end = time.thread_time() + 0.002
+            while time.thread_time() < end: pass
+        return x
+
+class Costly(Samples):
+    transform = Compose(Resize())
+    def __init__(self):
+        super().__init__(240)
+        file = BytesIO()
+        to_pil_image(torch.rand(3, 400, 400)).save(file, "jpeg")
+        self.jpeg = file.getvalue()
+    def __getitem__(self, i): return self.transform(self.decode(self.read())), 0
+    def read(self):
+        with noted(2): time.sleep(0.004)
+        return self.jpeg
+    def decode(self, read):
+        with noted(0): return pil_to_tensor(Image.open(BytesIO(read)))
+
+make_dataset = Costly
+
+def make_collate(dataset):
+    def collate(samples):
+        with noted(3):
+            time.sleep(0.02)
+            batch = torch.stack([x for x, _ in samples]), torch.zeros(len(samples))
+        global batches
+        batches += 1
+        return batch
+    return collate
+"""
+
+
 def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
-    """Sleeps, which a busy host makes longer alike: six parts, three parts, one for the batch."""
-    made = task(
-        tmp_path,
-        """
-        class Compose:
-            def __init__(self, *parts): self.parts = parts
-            def __call__(self, x):
-                for part in self.parts: x = part(x)
-                return x
-        class Resize:
-            def __call__(self, x): time.sleep(0.015); return x
-        class Costly(Samples):
-            transform = Compose(Resize())
-            def __getitem__(self, i): return self.transform(self.decode(i)), 0
-            def decode(self, i): time.sleep(0.03); return torch.ones(3)
-        def make_dataset(): return Costly(1000)
-        def make_collate(dataset):
-            def collate(samples):
-                time.sleep(0.04)
-                return torch.stack([x for x, _ in samples]), torch.zeros(len(samples))
-            return collate
-        """,
-        shape="8x3",
-    )
-    found = costs(load(made), 8, 2.5)
-    whole = sum(found.values())
-    assert list(found)[:3] == ["Costly.decode", "Resize", "collate"]
-    expected = {"Costly.decode": 0.6, "Resize": 0.3, "collate": 0.1}
-    for part, share in expected.items():
-        assert found[part] / whole == pytest.approx(share, abs=0.1), found
-    assert whole > 0.9 * 0.05
+    """Decoding, computing, waiting and making a batch, within a tenth of what the worker itself
+    sees them take, on a busy host too."""
+    data = load(task(tmp_path, COSTLY, shape="8x3"))
+    found = costs(data, 8, 1000.0)  # all of its thirty batches
+    told = {one.part: one for one in found.parts}
+    noted = data.dataset.decode.__globals__["SPENT"][4 * (WARM + 1) : 4 * 30]
+    spent = [sum(noted[part::4]) / (8 * (29 - WARM)) for part in range(4)]
+    assert found.seconds == pytest.approx(sum(spent), rel=0.1)
+    parts = ("Costly.decode", "Resize", "Costly.read", "collate")
+    for part, spent_s in zip(parts, spent, strict=True):
+        assert told[part].seconds == pytest.approx(spent_s, rel=0.1), (part, told, spent)
+    assert min(spent[2], 8 * spent[3] / 5) >= 0.004 and found.samples == 240
+    assert told["Costly.decode"].made_bytes == told["collate"].made_bytes - 4 == 3 * 400 * 400
+    assert 0 < told["Costly.read"].made_bytes < 3 * 400 * 400
     assert multiprocessing.active_children() == []
