@@ -15,7 +15,7 @@ from advisor.report.data import Table
 from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
 from advisor.tuners import room
-from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS, described
+from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, TORCH, WORKERS, described
 
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Costs
@@ -41,6 +41,12 @@ class Pair:
         """'8 loader workers, pin_memory'."""
         said = described(self.loader)
         return "DataLoader default" if said == "torch default" else said
+
+    @property
+    def way(self) -> str:
+        """How its workers work, '4 batches ahead, pin_memory'; '' where it is as by themselves."""
+        by_themselves = Config({"prefetch_factor": room.AHEAD})
+        return described(self.loader.without(WORKERS), TORCH | by_themselves, nothing="")
 
     @property
     def workers(self) -> int:

@@ -8,11 +8,13 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
-from advisor.report import feeding
+from advisor.report import charts, feeding
 from advisor.report.helping import Feeding, lines
+from advisor.report.html import page
 from advisor.tuners import host, room
 from advisor.tuners.measure.worker.wire import Cost, Costs
 from tests.cache import examples
+from tests.face.test_report_page import well_made
 
 STEP, EIGHT = 5506.0, {"num_workers": 8, "prefetch_factor": 2}
 IMAGES = Costs(
@@ -102,3 +104,16 @@ def test_what_bounds_the_run_and_what_a_sample_costs(monkeypatch: pytest.MonkeyP
     assert found[2].startswith("12 workers with a core each") and found[2].endswith("8 there are")
     assert sum(": " in line for line in found[4:]) == len(said(IMAGES)) == len(found[4:])
     assert list(feeding.explained(starved(), None))[1].startswith("Give --data")
+
+
+def test_what_loaders_give_is_drawn_over_their_workers() -> None:
+    chart = charts.loaders(starved())
+    assert chart and chart.level == STEP
+    assert {curve.label: curve.points for curve in chart.curves} == {
+        "the loader alone": ((0, 380.0), (4, 1720.0), (8, 3440.0)),
+        "with the step": ((0, 350.0), (4, 1696.0), (8, 3392.0)),
+        "with the step, 4 batches ahead": ((8, 3400.0),),
+    }
+    found = well_made(page(starved()))
+    assert "with the step, 4 batches ahead, 8 workers: 3,400 samples/s" in found.text
+    assert charts.loaders(examples.record()) is None
