@@ -13,7 +13,7 @@ from advisor.tuners import host as host_of
 from advisor.tuners.knobs import COUNTS, Situation
 from advisor.tuners.room import Batch
 from advisor.tuners.search.loading import Loaders
-from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
 
 STEP = Config(precision="bf16", batch_size=64)
@@ -100,9 +100,24 @@ def space(workers: int, device: str = "cuda") -> Space:
     return Space.of(Situation(device=device, loaded=True, workers=workers))
 
 
-def loaders(host: Host, workers: int = 16, device: str = "cuda", budget_s: float = 75.0) -> Loaders:
+class Told(Progress):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
+
+
+def loaders(
+    host: Host,
+    workers: int = 16,
+    device: str = "cuda",
+    budget_s: float = 75.0,
+    told: Progress | None = None,
+) -> Loaders:
     part = Clock(budget_s, now=host.now).part()
-    return Loaders(host, space(workers, device), STEP, part, Batch(bytes=2**20, tensors=2))
+    batch = Batch(bytes=2**20, tensors=2)
+    return Loaders(host, space(workers, device), STEP, part, batch, told or Progress())
 
 
 def test_as_few_workers_as_feed_the_step() -> None:
@@ -117,6 +132,17 @@ def test_as_few_workers_as_feed_the_step() -> None:
     stages = [(trial.stage, trial.origin) for trial in found.trials]
     assert stages[0] == ("input", "step") and ("loader", "alone") in stages
     assert all(trial.measurement.ok for trial in found.trials) and found.said == []
+
+
+def test_step_loader_and_both_are_told_side_by_side() -> None:
+    told = Told()
+    loaders(Host(noise=0.0), told=told).chosen(0)
+    assert told.phases[0] == "the loader, samples/s: the step alone 1,000"
+    assert told.phases[1] == (
+        "the loader, samples/s: 0 loader workers, alone 300, the step alone 1,000"
+    )
+    both = "the loader, samples/s: 4 loader workers, alone 1,200, both 1,000, the step alone 1,000"
+    assert both in told.phases
 
 
 def test_a_step_that_takes_more_than_all_give_has_all_that_help() -> None:
