@@ -400,7 +400,9 @@ class _Again:
 
         record = self._record
         device = record.key.environment.device.kind
-        own = Space.of(Situation(device=device, loaded=True, workers=1)).default_input
+        own = Space.of(
+            Situation(device=device, loaded=True, workers=2, any_order=True)
+        ).default_input
         return {
             name: Config(
                 chosen

@@ -287,10 +287,7 @@ class _Tuning(ABC):
         if not known.compares and subject.space.is_choice:
             self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
-        if key.task.data and (key.task.data, key.task.data_args) != (
-            known.key.task.data,
-            known.key.task.data_args,
-        ):
+        if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
             return _Before()
         if more := set(key.task.map) - set(known.key.task.map):
@@ -447,8 +444,16 @@ class _OfTarget(_Tuning):
             situation = _situation(key, self._plan, facts, batches)
             data = worker.describe_data() if self._task.data else None
             if data is not None:
-                workers, lines = fed_by(data)
-                situation = dataclasses.replace(situation, loaded=True, workers=workers)
+                workers, by_name, lines = fed_by(data)
+                situation = dataclasses.replace(
+                    situation,
+                    loaded=True,
+                    workers=workers,
+                    by_name=by_name,
+                    any_order=self._task.any_order,
+                )
+                if by_name:
+                    data = dataclasses.replace(data, tensors=0)
                 for line in lines:
                     self._progress.notice(line)
             yield _Subject(
@@ -710,18 +715,28 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
     )
 
 
-def fed_by(data: DataFacts) -> tuple[int, list[str]]:
-    """Workers that a loader of the data may have here, and what must be said of that."""
+def _loaded(task: Task) -> tuple[object, ...]:
+    """What a task says of its loader."""
+    return task.data, task.data_args, task.any_order
+
+
+def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
+    """Workers that a loader of the data may have here, whether they share memory by its name, and
+    what must be said of that."""
     from advisor.tuners import room
 
     of = f"data {data.name!r}:"
     if data.held_open:
         held = data.held_open[0]
         what = "a connection" if held.startswith("socket:") else held
-        return 0, [
-            f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
-            "Open it in __getitem__ or __iter__, where it is not open yet"
-        ]
+        return (
+            0,
+            False,
+            [
+                f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
+                "Open it in __getitem__ or __iter__, where it is not open yet"
+            ],
+        )
     most, lines = min(room.cores(), room.MOST), []
     if not data.shared_out and most > 1:
         most = 1
@@ -729,12 +744,19 @@ def fed_by(data: DataFacts) -> tuple[int, list[str]]:
             f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
             "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
         )
-    lacking = ""
-    while most and (why := room.lacking(_batch(data), most, room.AHEAD)):
+    batch, lacking = _batch(data), ""
+    by_name = not room.has_files(batch, most, room.AHEAD)
+    if by_name:
+        batch = dataclasses.replace(batch, tensors=0)
+        lines.append(
+            f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
+            "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
+        )
+    while most and (why := room.lacking(batch, most, room.AHEAD)):
         most, lacking = most - 1, why
     if lacking:
         lines.append(f"{of} {most} workers at most: {lacking}")
-    return most, lines
+    return most, by_name, lines
 
 
 def _batch(data: DataFacts) -> Batch:

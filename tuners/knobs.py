@@ -70,6 +70,10 @@ class Situation:
     """That a loader may be given at most: a running script's, or that of a workload's own data."""
     loaded: bool = False
     """Whether a workload has data of its own."""
+    any_order: bool = False
+    """Whether its batches may come in any order."""
+    by_name: bool = False
+    """Whether its workers hand memory over by name: open, it is more files than may be."""
     mapped: tuple[str, ...] = ()
     """Knobs that options of a run's command set, at a start each."""
     varies: bool = False
@@ -229,6 +233,8 @@ class Knob:
     then; it makes no other key."""
     per_epoch: bool = False
     """It acts where an epoch begins, and nowhere else."""
+    by_rule: bool = False
+    """It is offered where its last value is needed, and that is taken untried."""
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
@@ -665,6 +671,35 @@ KNOBS: tuple[Knob, ...] = (
         feeds=True,
         script=_own_prefetching,
         loader=lambda value: {"prefetch_factor": value},
+    ),
+    Knob(
+        name="in_order",
+        summary="batches in the order of the sampler, whichever worker has finished its own",
+        default=True,
+        values=lambda here: (True, False) if here.any_order and here.workers > 1 else (),
+        conflicts={"num_workers": (0, 1)},
+        guess="",
+        stage=INPUT,
+        shown=lambda value: "in_order" if value else "batches in any order",
+        loader=lambda value: {} if value else {"in_order": False},
+    ),
+    Knob(
+        name="sharing",
+        summary="how workers hand memory over: as open files, or by the names of files",
+        domain=Domain(("file_descriptor", "file_system")),
+        default="file_descriptor",
+        values=lambda here: (
+            ("file_descriptor", "file_system") if here.by_name and here.workers else ()
+        ),
+        needs=lambda _value: FLAGS,
+        conflicts={"num_workers": (0,)},
+        guess="",
+        stage=INPUT,
+        by_rule=True,
+        flag=Flag(
+            set=lambda value: torch.multiprocessing.set_sharing_strategy(str(value)),
+            now=lambda: torch.multiprocessing.get_sharing_strategy(),
+        ),
     ),
     Knob(
         name="persistent_workers",

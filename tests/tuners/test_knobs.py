@@ -27,6 +27,7 @@ REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
+SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
 
 
@@ -46,6 +47,7 @@ SITUATIONS = [
     on_cpu(cpu_bf16=False, convolves=False, training=False, dimensions=2),
     on_cuda(use="pilot", workers=15),
     on_cuda(loaded=True, workers=15),
+    on_cuda(loaded=True, workers=15, any_order=True, by_name=True),
 ]
 
 
@@ -54,8 +56,8 @@ def test_the_rows() -> None:
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
         *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "step_graph"),
-        *("threads", "num_workers", "prefetch_factor", "persistent_workers"),
-        "pin_memory",
+        *("threads", "num_workers", "prefetch_factor", "in_order", "sharing"),
+        *("persistent_workers", "pin_memory"),
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -71,6 +73,8 @@ def test_what_torch_does_by_itself() -> None:
         "compile": "none",
         "dynamic_shapes": False,
         "step_graph": False,
+        "in_order": True,
+        "sharing": "file_descriptor",
         "persistent_workers": False,
         "pin_memory": False,
     }
@@ -174,6 +178,11 @@ OFF, FIXED_ON = (False,), (True,)
         ("num_workers", on_cpu(loaded=True, workers=16), (0, 1, 2, 3, 4, 6, 8, 12, 16)),
         ("prefetch_factor", on_cpu(), ()),
         ("prefetch_factor", on_cpu(workers=1), (2, 4, 8)),
+        ("in_order", on_cpu(loaded=True, workers=5), ()),
+        ("in_order", on_cpu(loaded=True, workers=1, any_order=True), ()),
+        ("in_order", on_cpu(loaded=True, workers=5, any_order=True), (True, False)),
+        ("sharing", on_cpu(loaded=True, workers=5), ()),
+        ("sharing", on_cpu(loaded=True, workers=5, by_name=True), SHARING),
         ("persistent_workers", on_cpu(), ()),
         ("persistent_workers", on_cpu(use="pilot", workers=1), ()),
         ("persistent_workers", on_cpu(loaded=True, workers=1), OFF_ON),
@@ -224,6 +233,8 @@ FOLLOWING = {
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
     ("prefetch_factor", 4): ("pilot", False, 1),
+    ("in_order", False): ("loop", False, 1),
+    ("sharing", "file_system"): ("flags", False, 1),
     ("persistent_workers", True): ("loop", False, 1),
     ("pin_memory", True): ("pilot", False, 1),
 }
@@ -255,14 +266,16 @@ def test_what_holds_of_a_row() -> None:
         *("fused_optimizer", "pin_memory"),
     }
     loading = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
+    loading |= {"in_order", "sharing"}
     assert names(lambda knob: knob.stage == "input") == loading
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
     assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes"),
-        *("num_workers", "prefetch_factor", "persistent_workers"),
+        *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
     }
+    assert names(lambda knob: knob.by_rule) == {"sharing"}
     assert (
         names(lambda knob: knob.feeds)
         == set(knobs.FEEDS)
@@ -286,6 +299,8 @@ def test_what_does_not_go_together() -> None:
         },
         "prefetch_factor": {"num_workers": (0,)},
         "persistent_workers": {"num_workers": (0,)},
+        "in_order": {"num_workers": (0, 1)},
+        "sharing": {"num_workers": (0,)},
         "pin_memory": {"num_workers": (0,)},
     }
 
@@ -628,7 +643,7 @@ def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
-    loading = ("persistent_workers", "pin_memory")
+    loading = ("in_order", "sharing", "persistent_workers", "pin_memory")
     assert gpu == Config({**held, BATCH: 16}).without("compile", "dynamic_shapes", *loading)
     cpu = knobs.plain(task, "cpu")
     assert dict(cpu) == {

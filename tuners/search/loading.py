@@ -177,7 +177,7 @@ class Loaders:
         start_s, waits = self._start_s(best), self._waits(best)
         for name, (_own, *others) in self._space.inputs.items():
             knob = BY_NAME[name]
-            if name == WORKERS:
+            if name == WORKERS or knob.by_rule:
                 continue
             if knob.per_epoch:
                 rate = self._rate(best)
@@ -217,9 +217,10 @@ class Loaders:
 
     def _with(self, workers: int) -> Config:
         """The step with a loader of so many workers, as they work by themselves."""
-        own = self._space.default_input
+        own, values = self._space.default_input, self._space.inputs
         idle = [name for name in own if name != WORKERS and not workers]
-        return Config(self._config | own.replace(**{WORKERS: workers}).without(*idle))
+        ruled = {name: values[name][-1] for name in own if BY_NAME[name].by_rule}
+        return Config(self._config | own.replace(**ruled, **{WORKERS: workers}).without(*idle))
 
     def _tell(self, config: Config) -> None:
         said = [f"the step alone {self._step:,.0f}"]

@@ -10,6 +10,7 @@ import traceback
 CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
 _KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: ([\w ]+)")
+_OF_CUDA = "re-initialize CUDA in forked subprocess"
 _LIBRARY = ("site-packages", "dist-packages", "tuners/measure/")
 """Of no interest to who wrote the dataset."""
 MOST = 300
@@ -22,6 +23,8 @@ def told(exc: BaseException) -> str:
     first = lines[0].strip() if lines else ""
     if CAUGHT.search(first):
         said = f"in a worker: {lines[-1].strip()}{_where(lines)}"
+        if _OF_CUDA in str(exc):
+            said += '; DataLoader(multiprocessing_context="spawn") starts workers that may use CUDA'
     elif killed := _KILLED.search(_chain(exc)):
         said = f"a worker was killed by signal: {killed[1].strip()}"
         if "Bus error" in killed[1]:
