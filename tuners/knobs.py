@@ -136,12 +136,15 @@ class Loading:
     Attributes:
         workers: processes of its loader's, 0 for none.
         pinned: whether its loader pins memory.
+        ahead: batches that each of its own workers fetches ahead, where others may take their
+            place; 0 where it has none, or they stay.
         most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
         room: workers that make sense, whoever starts them.
     """
 
     workers: int = 0
     pinned: bool = False
+    ahead: int = 0
     most: int = 0
     room: int = 0
     why: str = ""
@@ -457,8 +460,10 @@ def _workers(here: Situation) -> tuple[Value, ...]:
     most, own = here.workers, int(here.own.get("num_workers") or 0)
     if here.use != PILOT:
         return tuple(sorted({min(most, number) for number in COUNTS})) if here.loaded else ()
-    more = sorted({most, most // 2, most // 4})
-    return (own, *(number for number in more if number > own)) if most else ()
+    others = sorted({most, most // 2, most // 4} - {0, own})
+    if WORKERS in here.mapped:  # each takes a start: fewer than the script has gain the least
+        others = [number for number in others if number > own]
+    return (own, *others) if most else ()
 
 
 def _pinning(here: Situation) -> tuple[Value, ...]:
@@ -469,11 +474,13 @@ def _pinning(here: Situation) -> tuple[Value, ...]:
 def _own_workers(script: Script) -> Own | None:
     loading = script.loading
     if loading.workers:
-        return Own(loading.workers)
+        return Own(loading.workers, stays=not loading.most)
     return None if loading.most else Own(None, why=loading.why)
 
 
 def _own_prefetching(script: Script) -> Own | None:
+    if script.loading.most and script.loading.ahead:
+        return Own(script.loading.ahead, stays=False)
     return None if script.loading.most else Own(None)
 
 
