@@ -755,7 +755,7 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
     while most and (why := room.lacking(batch, most, room.AHEAD)):
         most, lacking = most - 1, why
     if lacking:
-        lines.append(f"{of} {most} workers at most: {lacking}")
+        lines.append(f"{of} {most} worker{'s' * (most != 1)} at most: {lacking}")
     return most, by_name, lines
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -216,6 +219,49 @@ def test_a_small_shared_memory_leaves_fewer_workers(monkeypatch: pytest.MonkeyPa
     workers, _by_name, said = fed_by(found)
     assert workers == 2
     assert said[0].startswith("data 'd': 2 workers at most: 7 batches of 9 MiB do not fit into")
+
+
+SMALL = """
+import json, sys, torch
+from torch.utils.data import DataLoader, Dataset
+from advisor.tuners import host
+from advisor.tuners.measure.loading import timed
+from advisor.tuners.measure.loading.faults import told
+from advisor.tuners.measure.worker.wire import DataFacts
+from advisor.tuning import fed_by
+
+class Large(Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, i): return torch.ones(2**20)
+
+host.cores = lambda: 2
+facts = DataFacts(
+    name="d", samples=1000, batch_bytes=2**24, tensors=1, shared_out=True, held_open=()
+)
+workers, _by_name, said = fed_by(facts)
+measured = timed.alone(DataLoader(Large(), batch_size=4, num_workers=workers), 4, 0.1)
+try:
+    list(DataLoader(Large(), batch_size=4, num_workers=2, prefetch_factor=8))
+except RuntimeError as exc:
+    said.append(told(exc))
+print(json.dumps([workers, measured.ok, said]))
+"""
+
+
+def test_a_shared_memory_of_64_mib_is_not_overfilled() -> None:
+    """A real one: four batches of 16 MiB, of which a worker and a step have three."""
+    inside = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]
+    mounting = [*namespace[:5], "-c", "mount -t tmpfs none /dev/shm"]
+    if not shutil.which("unshare") or subprocess.run(mounting).returncode:
+        pytest.skip("no tmpfs can be mounted here, even in a namespace of this user's own")
+    done = subprocess.run([*namespace, sys.executable, SMALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    workers, measured, (first, overfilled) = json.loads(done.stdout)
+    assert (workers, measured) == (1, True)
+    assert first.startswith("data 'd': 1 worker at most: 5 batches of 16 MiB do not fit into")
+    assert "64 MiB is free" in first
+    assert overfilled.endswith(", as where /dev/shm is full")
 
 
 def test_more_tensors_than_files_may_be_open_are_shared_by_name(
