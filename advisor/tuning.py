@@ -77,6 +77,7 @@ def tune(
     model_args: Mapping[str, Value] | None = None,
     data: str | None = None,
     data_args: Mapping[str, Value] | None = None,
+    any_order: bool | None = None,
     precisions: Sequence[str] | str | None = None,
     deterministic: bool | None = None,
     max_memory: int | str | None = None,
@@ -108,6 +109,7 @@ def tune(
         model_args: keyword arguments of the factory.
         data: what it trains on, as data.py:make_dataset, package.module:function or
             torchvision:FakeData, and its keyword arguments: its loader is tuned with the step.
+        any_order: whether batches of the data may come as their workers finish them.
         precisions: those permitted; default: default, tf32, bf16, fp16.
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.

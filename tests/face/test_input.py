@@ -80,6 +80,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     ("words", "code", "said"),
     [
         (("--data", "none.py"), 2, "data 'none.py': there is no file"),
+        (("--any-order",), 2, "any order: of which data?"),
         (("--data-arg", "length=5"), 2, "data args: of which data?"),
         (("--data", "data.py", "--data-arg", "size=2"), 1, "raised TypeError"),
     ],
