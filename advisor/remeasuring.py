@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config, Value
@@ -38,6 +38,7 @@ from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.measure.worker.wire import Costs
     from advisor.tuners.search.race import Ratio
     from advisor.tuners.search.verdict import Tester
 
@@ -72,13 +73,12 @@ class Explained:
     Attributes:
         record: with its parts.
         dropped: knobs that contributed nothing and are as in the baseline again in the advice.
-        costs: seconds of a loader's worker for a sample of the data, by part, the dearest first;
-            empty where no data was given.
+        costs: what a sample of the data costs a loader's worker; None where no data was given.
     """
 
     record: Record
     dropped: tuple[str, ...]
-    costs: Mapping[str, float] = field(default_factory=dict)
+    costs: Costs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def explain(
     task = _loaded(record, data, data_args)
     subject = _Subject(records, record, target, command, options, progress or Progress(), task)
     with subject.measured(budget_s) as again:
-        costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else {}
+        costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else None
         parts = again.parts(loaded=bool(task.data))
         idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
         explained = dataclasses.replace(record, parts=tuple(parts))
@@ -370,8 +370,8 @@ class _Again:
                 )
         return rates
 
-    def costs(self, seconds: float) -> Mapping[str, float]:
-        """What a sample of the data costs a worker of its loader, in seconds by part."""
+    def costs(self, seconds: float) -> Costs:
+        """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
         assert isinstance(self._worker, Worker)  # a run has no data of its own
@@ -400,7 +400,9 @@ class _Again:
 
         record = self._record
         device = record.key.environment.device.kind
-        own = Space.of(Situation(device=device, loaded=True, workers=1)).default_input
+        own = Space.of(
+            Situation(device=device, loaded=True, workers=2, any_order=True)
+        ).default_input
         return {
             name: Config(
                 chosen

@@ -77,6 +77,7 @@ def tune(
     model_args: Mapping[str, Value] | None = None,
     data: str | None = None,
     data_args: Mapping[str, Value] | None = None,
+    any_order: bool | None = None,
     precisions: Sequence[str] | str | None = None,
     deterministic: bool | None = None,
     max_memory: int | str | None = None,
@@ -108,6 +109,7 @@ def tune(
         model_args: keyword arguments of the factory.
         data: what it trains on, as data.py:make_dataset, package.module:function or
             torchvision:FakeData, and its keyword arguments: its loader is tuned with the step.
+        any_order: whether batches of the data may come as their workers finish them.
         precisions: those permitted; default: default, tf32, bf16, fp16.
         deterministic: only deterministic configs.
         max_memory: bytes or '40GiB': the limit within which configs must run.
@@ -289,10 +291,7 @@ class _Tuning(ABC):
         if not known.compares and subject.space.is_choice:
             self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
-        if key.task.data and (key.task.data, key.task.data_args) != (
-            known.key.task.data,
-            known.key.task.data_args,
-        ):
+        if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
             return _Before()
         if more := set(key.task.map) - set(known.key.task.map):
@@ -449,8 +448,16 @@ class _OfTarget(_Tuning):
             situation = _situation(key, self._plan, facts, batches)
             data = worker.describe_data() if self._task.data else None
             if data is not None:
-                workers, lines = fed_by(data)
-                situation = dataclasses.replace(situation, loaded=True, workers=workers)
+                workers, by_name, lines = fed_by(data)
+                situation = dataclasses.replace(
+                    situation,
+                    loaded=True,
+                    workers=workers,
+                    by_name=by_name,
+                    any_order=self._task.any_order,
+                )
+                if by_name:
+                    data = dataclasses.replace(data, tensors=0)
                 for line in lines:
                     self._progress.notice(line)
             yield _Subject(
@@ -749,18 +756,28 @@ def _of_fp8(subject: _Subject) -> str:
     return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
 
 
-def fed_by(data: DataFacts) -> tuple[int, list[str]]:
-    """Workers that a loader of the data may have here, and what must be said of that."""
+def _loaded(task: Task) -> tuple[object, ...]:
+    """What a task says of its loader."""
+    return task.data, task.data_args, task.any_order
+
+
+def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
+    """Workers that a loader of the data may have here, whether they share memory by its name, and
+    what must be said of that."""
     from advisor.tuners import room
 
     of = f"data {data.name!r}:"
     if data.held_open:
         held = data.held_open[0]
         what = "a connection" if held.startswith("socket:") else held
-        return 0, [
-            f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
-            "Open it in __getitem__ or __iter__, where it is not open yet"
-        ]
+        return (
+            0,
+            False,
+            [
+                f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
+                "Open it in __getitem__ or __iter__, where it is not open yet"
+            ],
+        )
     most, lines = min(room.cores(), room.MOST), []
     if not data.shared_out and most > 1:
         most = 1
@@ -768,12 +785,19 @@ def fed_by(data: DataFacts) -> tuple[int, list[str]]:
             f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
             "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
         )
-    lacking = ""
-    while most and (why := room.lacking(_batch(data), most, room.AHEAD)):
+    batch, lacking = _batch(data), ""
+    by_name = not room.has_files(batch, most, room.AHEAD)
+    if by_name:
+        batch = dataclasses.replace(batch, tensors=0)
+        lines.append(
+            f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
+            "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
+        )
+    while most and (why := room.lacking(batch, most, room.AHEAD)):
         most, lacking = most - 1, why
     if lacking:
-        lines.append(f"{of} {most} workers at most: {lacking}")
-    return most, lines
+        lines.append(f"{of} {most} worker{'s' * (most != 1)} at most: {lacking}")
+    return most, by_name, lines
 
 
 def _batch(data: DataFacts) -> Batch:

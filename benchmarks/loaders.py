@@ -69,6 +69,7 @@ CASES = {
     "large-resnet50": Case("torchvision:resnet50", (128, 3, 224, 224), "551x676"),
     "small-mobilenet": Case("torchvision:mobilenet_v3_large", (128, 3, 224, 224), "256x256"),
     "small-resnet50-four": Case("torchvision:resnet50", (128, 3, 224, 224), "256x256", cores=4),
+    "light": Case(str(HERE / "targets/light.py"), (32, 3, 224, 224), "256x256"),
     "text": Case(str(HERE / "targets/encoder.py"), (32, 128), "tokens", "tokens.py", "int64"),
 }
 
@@ -163,10 +164,10 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
     first = next(iter(loaders["default"]()))
     placed = itertools.repeat(advice.place(first))
     turns: dict[str, list[float]] = {name: [] for name in ("step", *loaders, "loader")}
-    for _ in range(TURNS):
+    for turn in range(TURNS):
         turns["step"].append(speed(partial(train, placed), batch))
-        for name, made in loaders.items():
-            loader = made()
+        for name in list(loaders)[:: (-1) ** turn]:  # there and back
+            loader = loaders[name]()
             with contextlib.closing(advice.batches(endless(loader))) as batches:
                 turns[name].append(speed(partial(train, batches), batch, loader))
         loader = loaders["advice"]()

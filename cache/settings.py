@@ -69,6 +69,11 @@ def keeps_loader() -> bool:
     return _is_on("ADVISOR_KEEP_LOADER")
 
 
+def overrides_loader() -> bool:
+    """Whether $ADVISOR_OVERRIDE_LOADER has loaders of runs tuned that have workers of their own."""
+    return _is_on("ADVISOR_OVERRIDE_LOADER")
+
+
 def max_artifacts() -> int:
     """$ADVISOR_MAX_ARTIFACTS: bytes of what is kept of one config's compilation; 0 for none.
 

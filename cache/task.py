@@ -151,6 +151,16 @@ class Task:
         asked=False,
         shown=True,
     )
+    any_order: bool = row(
+        kinds.Switch(),
+        "Of the data: batches may come in any order, as their workers finish them.",
+        False,
+        option="",
+        switches={"--any-order": True},
+        decides=False,
+        asked=False,
+        shown=True,
+    )
     device: str = row(
         kinds.Device(),
         "Where it runs; default: the first CUDA device, else the CPU. One study on several that "
@@ -252,6 +262,8 @@ class Task:
             raise UsageError("map: a TARGET has no options; give your command after --")
         if task.data_args and not task.data:
             raise UsageError("data args: of which data? give it as data, e.g. data.py:make_dataset")
+        if task.any_order and not task.data:
+            raise UsageError("any order: of which data? give it as data, e.g. data.py:make_dataset")
         if task.data and task.mix:
             raise UsageError("data: a mix of shapes has no loader that is tuned; leave it out")
         if len(task.shapes) > 1 and task.batches:

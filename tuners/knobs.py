@@ -74,6 +74,10 @@ class Situation:
     """That a loader may be given at most: a running script's, or that of a workload's own data."""
     loaded: bool = False
     """Whether a workload has data of its own."""
+    any_order: bool = False
+    """Whether its batches may come in any order."""
+    by_name: bool = False
+    """Whether its workers hand memory over by name: open, it is more files than may be."""
     mapped: tuple[str, ...] = ()
     """Knobs that options of a run's command set, at a start each."""
     varies: bool = False
@@ -136,12 +140,15 @@ class Loading:
     Attributes:
         workers: processes of its loader's, 0 for none.
         pinned: whether its loader pins memory.
+        ahead: batches that each of its own workers fetches ahead, where others may take their
+            place; 0 where it has none, or they stay.
         most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
         room: workers that make sense, whoever starts them.
     """
 
     workers: int = 0
     pinned: bool = False
+    ahead: int = 0
     most: int = 0
     room: int = 0
     why: str = ""
@@ -241,6 +248,8 @@ class Knob:
     then; it makes no other key."""
     per_epoch: bool = False
     """It acts where an epoch begins, and nowhere else."""
+    by_rule: bool = False
+    """It is offered where its last value is needed, and that is taken untried."""
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment says that the user, or a launcher, has set the flag; None for one
@@ -510,8 +519,10 @@ def _workers(here: Situation) -> tuple[Value, ...]:
     most, own = here.workers, int(here.own.get("num_workers") or 0)
     if here.use != PILOT:
         return tuple(sorted({min(most, number) for number in COUNTS})) if here.loaded else ()
-    more = sorted({most, most // 2, most // 4})
-    return (own, *(number for number in more if number > own)) if most else ()
+    others = sorted({most, most // 2, most // 4} - {0, own})
+    if WORKERS in here.mapped:  # each takes a start: fewer than the script has gain the least
+        others = [number for number in others if number > own]
+    return (own, *others) if most else ()
 
 
 def _pinning(here: Situation) -> tuple[Value, ...]:
@@ -522,11 +533,13 @@ def _pinning(here: Situation) -> tuple[Value, ...]:
 def _own_workers(script: Script) -> Own | None:
     loading = script.loading
     if loading.workers:
-        return Own(loading.workers)
+        return Own(loading.workers, stays=not loading.most)
     return None if loading.most else Own(None, why=loading.why)
 
 
 def _own_prefetching(script: Script) -> Own | None:
+    if script.loading.most and script.loading.ahead:
+        return Own(script.loading.ahead, stays=False)
     return None if script.loading.most else Own(None)
 
 
@@ -739,6 +752,35 @@ KNOBS: tuple[Knob, ...] = (
         feeds=True,
         script=_own_prefetching,
         loader=lambda value: {"prefetch_factor": value},
+    ),
+    Knob(
+        name="in_order",
+        summary="batches in the order of the sampler, whichever worker has finished its own",
+        default=True,
+        values=lambda here: (True, False) if here.any_order and here.workers > 1 else (),
+        conflicts={"num_workers": (0, 1)},
+        guess="",
+        stage=INPUT,
+        shown=lambda value: "in_order" if value else "batches in any order",
+        loader=lambda value: {} if value else {"in_order": False},
+    ),
+    Knob(
+        name="sharing",
+        summary="how workers hand memory over: as open files, or by the names of files",
+        domain=Domain(("file_descriptor", "file_system")),
+        default="file_descriptor",
+        values=lambda here: (
+            ("file_descriptor", "file_system") if here.by_name and here.workers else ()
+        ),
+        needs=lambda _value: FLAGS,
+        conflicts={"num_workers": (0,)},
+        guess="",
+        stage=INPUT,
+        by_rule=True,
+        flag=Flag(
+            set=lambda value: torch.multiprocessing.set_sharing_strategy(str(value)),
+            now=lambda: torch.multiprocessing.get_sharing_strategy(),
+        ),
     ),
     Knob(
         name="persistent_workers",

@@ -49,25 +49,35 @@ class Batch:
     tensors: int = 0
 
 
+def has_files(batch: Batch, workers: int, ahead: int) -> bool:
+    """Whether this process may open those of what so many workers have ready."""
+    return _ready(workers, ahead) * batch.tensors <= FULL * host.files_left()
+
+
 def lacking(batch: Batch, workers: int, ahead: int) -> str:
     """What this host lacks for so many workers with so many batches `ahead` each; '' for nothing.
 
     A batch that does not fit into /dev/shm ends its worker by SIGBUS.
     """
-    there = workers * ahead + 1
+    there = _ready(workers, ahead)
     needs, free = there * batch.bytes, host.shared_free_bytes()
     if needs > FULL * free / _ranks():
         return (
             f"{there} batches of {size(batch.bytes)} do not fit into /dev/shm, of which "
             f"{size(free)} is free; in a container give more, as docker's --shm-size"
         )
-    if there * batch.tensors > FULL * host.files_left():
+    if not has_files(batch, workers, ahead):
         return (
             f"{there} batches of {batch.tensors:,} tensors are more files than this process may "
             'open (ulimit -n); torch.multiprocessing.set_sharing_strategy("file_system") opens '
             "none"
         )
     return ""
+
+
+def _ready(workers: int, ahead: int) -> int:
+    """Batches in shared memory at most: one more is trained on."""
+    return workers * ahead + 1
 
 
 def _ranks() -> int:

@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, checked, permissions
 from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    LOADER,
     UNFINISHED,
     Command,
     OrCommand,
@@ -25,7 +27,9 @@ from advisor.cli.options import (
     console,
     data_args_option,
     data_option,
+    environment,
     json_option,
+    loader_option,
     map_option,
     mapped,
     row_options,
@@ -41,6 +45,7 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 @cache_option
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
+@loader_option
 @click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
 @click.option(
     "--events",
@@ -63,6 +68,7 @@ def tune(
     as_json: bool,
     quiet: bool,
     show_output: bool,
+    loader: str | None,
     events: Path | None,
     reader: str | None,
     **options: Any,
@@ -79,6 +85,8 @@ def tune(
         raise UsageError("give a TARGET and --shape, or your command after --, one of them")
     if show_output and target:
         raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
+    if loader and target:
+        raise UsageError("--loader is for a command after --; a TARGET's is tuned with --data")
     plan = Plan.of(collected(Plan, options))
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
@@ -90,7 +98,7 @@ def tune(
     from advisor.report.text import age, duration
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
-    with shown as progress:
+    with shown as progress, environment(LOADER.get(loader or "", {})):
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(
@@ -210,7 +218,8 @@ def explain(
         charts.parts(found.record, plot)
     if as_json:
         shown = shapes.as_data(found.record, cache)
-        told = {"dropped": list(found.dropped), "costs": dict(found.costs), "record": shown}
+        costs = to_plain(found.costs) if found.costs else None
+        told = {"dropped": list(found.dropped), "costs": costs, "record": shown}
         click.echo(json.dumps(told))
         return
     out = console()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,11 @@ DONE, FAILED, WRONG_USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 
 Command = Callable[..., None]
 COMMAND = "advisor.command"
+LOADER = {
+    "keep": {"ADVISOR_KEEP_LOADER": "1"},
+    "override": {"ADVISOR_OVERRIDE_LOADER": "1"},
+}
+"""What `loader_option` says to the pilot in a run."""
 
 
 def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
@@ -139,6 +145,12 @@ cache_option = click.option(
 map_option = _valued(rows(Task)["map"], default=False)
 data_option = _valued(rows(Task)["data"], default=False)
 data_args_option = _valued(rows(Task)["data_args"], default=False)
+loader_option = click.option(
+    "--loader",
+    type=click.Choice(sorted(LOADER)),
+    help="Of a run: what its script has set of its DataLoader stays, or may be set otherwise; "
+    "default: workers of its own stay.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
@@ -149,6 +161,21 @@ def mapped(given: tuple[str, ...]) -> dict[str, Any]:
         UsageError: one is no such pair.
     """
     return dict(permissions({"map": given})["map"]) if given else {}
+
+
+@contextlib.contextmanager
+def environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Variables for what is started within."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def complain(records: Records) -> None:

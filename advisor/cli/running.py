@@ -7,7 +7,15 @@ import sys
 
 import click
 
-from advisor.cli.options import OfCommand, Time, cache_option, map_option, mapped
+from advisor.cli.options import (
+    LOADER,
+    OfCommand,
+    Time,
+    cache_option,
+    loader_option,
+    map_option,
+    mapped,
+)
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.tuners.measure.run.words import isolated, program
 
@@ -24,8 +32,13 @@ from advisor.tuners.measure.run.words import isolated, program
     "then it goes on with the best.",
 )
 @map_option
+@loader_option
 def run(
-    command: tuple[str, ...], cache: str | None, tune_s: float | None, map: tuple[str, ...]
+    command: tuple[str, ...],
+    cache: str | None,
+    tune_s: float | None,
+    map: tuple[str, ...],
+    loader: str | None,
 ) -> None:
     """Run COMMAND as it is, with the advice for it in force.
 
@@ -54,6 +67,7 @@ def run(
         except (NoRecord, StoreError) as exc:
             click.echo(f"advisor: {exc}. It runs as it is", err=True)
     told = piloting.environment(list(command), tune_s or 0.0, options)
+    told |= LOADER.get(loader or "", {})
     if cache is not None:
         told["ADVISOR_CACHE"] = cache
     sys.stdout.flush()

@@ -69,6 +69,8 @@ FRAMEWORK = Framework(
         "threads": rows.threads,
         "num_workers": rows.num_workers,
         "prefetch_factor": rows.prefetch_factor,
+        "in_order": rows.in_order,
+        "sharing": rows.sharing,
         "persistent_workers": rows.persistent_workers,
         "pin_memory": rows.pin_memory,
     },

@@ -94,6 +94,8 @@ FRAMEWORK = Framework(
         "threads": rows.threads,
         "num_workers": _num_workers,
         "prefetch_factor": _prefetch_factor,
+        "in_order": rows.only(True),
+        "sharing": rows.sharing,
         "persistent_workers": _persistent_workers,
         "pin_memory": _pin_memory,
     },

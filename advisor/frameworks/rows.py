@@ -98,6 +98,16 @@ def prefetch_factor(value: Value, _scene: Scene) -> Words:
     return Words(loader={"prefetch_factor": value}) if value not in (None, 2) else NOTHING
 
 
+def in_order(value: Value, _scene: Scene) -> Words:
+    return NOTHING if value else Words(loader={"in_order": False})
+
+
+def sharing(value: Value, _scene: Scene) -> Words:
+    if value == "file_descriptor":
+        return NOTHING
+    return Words(flags=(f"torch.multiprocessing.set_sharing_strategy({value!r})",))
+
+
 def persistent_workers(value: Value, _scene: Scene) -> Words:
     return Words(loader={"persistent_workers": True}) if value else NOTHING
 

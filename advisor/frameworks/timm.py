@@ -88,6 +88,8 @@ FRAMEWORK = Framework(
         "compile": _compile,
         "threads": _threads,
         "num_workers": _num_workers,
+        "in_order": rows.only(True),
+        "sharing": rows.only("file_descriptor"),
         "pin_memory": _pin_memory,
     },
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},

@@ -7,7 +7,7 @@ import sys
 from advisor.cache.record import Record
 from advisor.cache.shown import size
 from advisor.report import feeding
-from advisor.report.data import Comparison, Estimate, Timeline, Tried
+from advisor.report.data import Comparison, Curve, Curves, Estimate, Timeline, Tried
 from advisor.report.tables import called, part_name, raced
 from advisor.report.text import rate
 
@@ -60,6 +60,26 @@ def inputs(record: Record) -> Comparison | None:
     rows = (alone, *fed)
     title, axis = "The step alone, and with its loader", "samples/s (slowest to fastest turn)"
     return Comparison(title=title, axis=axis, rows=rows, text=rate)
+
+
+def loaders(record: Record) -> Curves | None:
+    """What loaders give by their workers, alone and with the step in each way in which workers were
+    told to work; None where no two numbers of workers were measured."""
+    found: dict[str, dict[int, float]] = {}
+    for one in feeding.pairs(record):
+        if one.alone:
+            found.setdefault("the loader alone", {})[one.workers] = one.alone.samples_per_s
+        if one.together:
+            label = ", ".join(filter(None, ["with the step", one.way]))
+            found.setdefault(label, {})[one.workers] = one.together.samples_per_s
+    if not any(len(points) > 1 for points in found.values()):
+        return None
+    curves = (Curve(label, tuple(sorted(points.items()))) for label, points in found.items())
+    return Curves(
+        title="Samples/s by loader workers",
+        curves=tuple(curves),
+        level=feeding.step(record).samples_per_s,
+    )
 
 
 def memory(record: Record) -> Comparison | None:

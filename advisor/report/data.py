@@ -114,13 +114,30 @@ class Timeline:
     points: tuple[Tried, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Samples/s over loader workers, few first."""
+
+    label: str
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """A chart: what loaders give by their workers; `level`: samples/s of the step alone."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    level: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One part of a report.
 
     Attributes:
         name: one word, which a link can name.
-        chart: only a page draws it; the table has the same numbers.
+        chart, curves: only a page draws them; the table has the same numbers.
         lines: what else is to be said.
         code: lines to copy, into a script or a shell; they come last.
     """
@@ -128,6 +145,7 @@ class Section:
     name: str
     title: str
     chart: Comparison | Timeline | None = None
+    curves: Curves | None = None
     table: Table | None = None
     lines: tuple[str, ...] = ()
     code: tuple[str, ...] = ()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record
 from advisor.cache.shown import size
+from advisor.report import helping
 from advisor.report.data import Table
+from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
-from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS, described
+from advisor.tuners import room
+from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, TORCH, WORKERS, described
+
+if TYPE_CHECKING:
+    from advisor.tuners.measure.worker.wire import Costs
 
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
-MOST_HELP, WORTH = 3, 0.1
-"""Parts of a sample's cost that are named as what may be saved, and their least share."""
 UNTUNED = (
     "The loader is not tuned: --data data.py:make_dataset, or torchvision:FakeData, names what it "
     "loads."
@@ -36,6 +41,12 @@ class Pair:
         """'8 loader workers, pin_memory'."""
         said = described(self.loader)
         return "DataLoader default" if said == "torch default" else said
+
+    @property
+    def way(self) -> str:
+        """How its workers work, '4 batches ahead, pin_memory'; '' where it is as by themselves."""
+        by_themselves = Config({"prefetch_factor": room.AHEAD})
+        return described(self.loader.without(WORKERS), TORCH | by_themselves, nothing="")
 
     @property
     def workers(self) -> int:
@@ -112,42 +123,41 @@ def _untuned(record: Record) -> str:
     return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
 
-def explained(record: Record, costs: Mapping[str, float]) -> Iterator[str]:
+def explained(record: Record, costs: Costs | None) -> Iterator[str]:
     """What bounds the training, what a sample costs, and what would help, computed from that."""
     chosen = _chosen(record)
     if record.key.task.command or chosen is None:
         return
     yield _bound(record, chosen)
-    if not costs:
+    if costs is None:
         yield "Give --data for what a sample costs, and what would help."
         return
-    whole_s = sum(costs.values())
-    shares = [f"{part} {spent_s / whole_s:.0%}" for part, spent_s in costs.items()]
+    shares = [f"{one.part} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
     small = len([share for share in shares if share.endswith(" 0%")])
     listed = ", ".join(shares[: len(shares) - small])
-    yield f"a sample costs {duration(whole_s)} of a worker: {listed}"
-    if _alone(record, chosen.workers) < KEEPS_UP * step(record).samples_per_s:
-        yield from _helps(record, costs, max(1, chosen.workers))
-
-
-def _helps(record: Record, costs: Mapping[str, float], workers: int) -> Iterator[str]:
-    """What less would give: computed, not measured; it changes the user's code, so it is said."""
-    whole_s, takes = sum(costs.values()), step(record).samples_per_s
-    needed = math.ceil(takes * whole_s)
-    yield f"{needed:,} workers with a core each would feed the step, by what a sample costs"
-    for part, spent_s in list(costs.items())[:MOST_HELP]:
-        left_s = whole_s - spent_s
-        if spent_s >= WORTH * whole_s and left_s > 0:
-            gives = min(takes, workers / left_s)
-            yield f"without {part}, as where what it makes is kept: {rate(gives)} samples/s at most"
+    yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
+    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+    if gives >= KEEPS_UP * takes:
+        return
+    needed = math.ceil(takes * costs.seconds)
+    yield (
+        f"{needed:,} workers with a core each would feed the step, by what a sample costs; "
+        f"{room.cores():,} there are"
+    )
+    on_gpu = record.key.environment.device.kind != "cpu"
+    yield "what would help changes your code; computed from that, with the workers that there are:"
+    yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
 
 
 def _chosen(record: Record) -> Pair | None:
     """What was measured with the step of the loader that is advised."""
     wanted = record.input.get(WORKERS, 0)
     both = [one for one in pairs(record) if one.together and one.workers == wanted]
-    exact = [one for one in both if record.input.items() <= one.loader.items()]
-    return next(iter(exact[-1:] or both[-1:]), None)
+    # What acts between epochs was not measured within one.
+    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].per_epoch})
+    # The first of several works otherwise as workers do by themselves.
+    exact = [one for one in both if acting.items() <= one.loader.items()]
+    return next(iter(exact or both), None)
 
 
 def _bound(record: Record, chosen: Pair) -> str:

@@ -17,7 +17,7 @@ import jinja2
 
 from advisor.cache.record import Record
 from advisor.errors import UsageError
-from advisor.report.data import Comparison, Timeline
+from advisor.report.data import Comparison, Curves, Timeline
 from advisor.report.sections import report
 from advisor.report.text import duration, rate
 
@@ -78,6 +78,14 @@ def over_time(chart: Timeline) -> tuple[Scale, Scale]:
     return _scale(0.0, seconds), _scale(0.0, fastest, start=96.0, end=8.0)
 
 
+def over_workers(chart: Curves) -> tuple[Scale, Scale]:
+    """The axes of curves: workers to the right, samples/s up."""
+    points = [point for curve in chart.curves for point in curve.points]
+    fastest = max(chart.level, *(rate for _, rate in points))
+    most = max(workers for workers, _ in points)
+    return _scale(0.0, most, start=3.0, end=97.0), _scale(0.0, fastest, start=96.0, end=8.0)
+
+
 def template(name: str, *packages: str) -> str | None:
     """The text of a template, from the first package that has it, else from this one's."""
     for package in (*packages, "advisor.report"):
@@ -98,7 +106,7 @@ def pages(*packages: str) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     pages.filters |= {"rate": rate, "duration": duration}
-    pages.globals |= {"across": across, "over_time": over_time}
+    pages.globals |= {"across": across, "over_time": over_time, "over_workers": over_workers}
     return pages
 
 

@@ -114,6 +114,7 @@ def _inputs(record: Record) -> Section:
         name="loader",
         title="Loader against step",
         chart=chart,
+        curves=charts.loaders(record),
         table=feeding.table(record),
         lines=() if chart else (missing,),
     )

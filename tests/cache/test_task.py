@@ -25,6 +25,7 @@ ODD = {
     "data_args": {"root": "a b", "size": 5},
     "device": "cuda:1",
     "precisions": ["tf32", "bf16"],
+    "any_order": True,
     "deterministic": True,
     "max_memory": "40GiB",
     "batches": [16, 8],
@@ -43,7 +44,7 @@ def test_what_is_printed_says_the_same_when_it_is_read_again(keyword: str) -> No
     given: dict[str, Any] = {keyword: ODD[keyword]}
     if keyword == "vocab":
         given["dtype"] = "int64"
-    if keyword == "data_args":
+    if keyword in ("data_args", "any_order"):
         given["data"] = "data.py"
     made = task(**given)
 

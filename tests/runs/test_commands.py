@@ -673,6 +673,25 @@ def test_a_script_that_waits_for_its_data_is_given_workers(
     assert "which this one is not given (not tuned: the loader: ADVISOR_KEEP" in refused.stderr
 
 
+def test_workers_of_a_scripts_own_are_tuned_where_that_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two, which starve the steps; on two cores one is tried beside them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    slow = FED.replace("sleep(0.03)\n        return [", "sleep(0.12)\n        return [")
+    command = script(slow.replace("shuffle=True", "shuffle=True, num_workers=2"))
+    words = ("--effort", "quick", "--no-verify", "--precisions", "default", "--budget", "6s")
+    taken = ("--loader", "override")
+    done = advisor(folder, "tune", *words, *taken, "--json", "--", *command, "1000")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["record"]
+    tried = [trial["config"]["num_workers"] for trial in record["trials"]]
+    assert record["baseline"]["config"]["num_workers"] == tried[0] == 2 and len(set(tried)) > 1
+    assert "ADVISOR_OVERRIDE_LOADER" not in os.environ
+    refused = advisor(folder, "tune", *taken, "model.py", "--shape", "4x3")
+    assert refused.returncode == 2 and "--loader is for a command after --" in refused.stderr
+
+
 STORED = """
 import sys, time
 import torch

@@ -13,7 +13,7 @@ from advisor.tuners import host as host_of
 from advisor.tuners.knobs import COUNTS, Situation
 from advisor.tuners.room import Batch
 from advisor.tuners.search.loading import Loaders
-from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
 
 STEP = Config(precision="bf16", batch_size=64)
@@ -26,6 +26,7 @@ class Host:
         cores: for workers; a step on a `cpu` takes one of them.
         start_s: of an epoch with workers.
         pinned: what the step gains from workers that pin memory.
+        unordered: what a loader gains from batches in any order.
         broken: workers fail.
         takes_s: a measurement beyond what is timed, as of workers that start and settle.
     """
@@ -39,13 +40,14 @@ class Host:
         cpu: bool = False,
         start_s: float = 0.1,
         pinned: float = 1.0,
+        unordered: float = 1.0,
         broken: bool = False,
         noise: float = 0.005,
         takes_s: float = 0.1,
     ) -> None:
         self.step, self.cost_s, self.cores, self.cpu = step, cost_s, cores, cpu
         self.start_s, self.pinned, self.broken, self.noise = start_s, pinned, broken, noise
-        self.takes_s = takes_s
+        self.takes_s, self.unordered = takes_s, unordered
         self.time = 0.0
         self.draw = random.Random(0)
         self.alone: list[int] = []
@@ -67,7 +69,8 @@ class Host:
         if not workers:
             return 1 / (1 / step + self.cost_s)
         left = self.cores - 1 if self.cpu else self.cores
-        return min(step, min(workers, left) / self.cost_s)
+        gains = 1.0 if config.get("in_order", True) else self.unordered
+        return min(step, gains * min(workers, left) / self.cost_s)
 
     def measure(
         self,
@@ -96,13 +99,29 @@ class Host:
         self.released += 1
 
 
-def space(workers: int, device: str = "cuda") -> Space:
-    return Space.of(Situation(device=device, loaded=True, workers=workers))
+def space(workers: int, device: str = "cuda", **more: bool) -> Space:
+    return Space.of(Situation(device=device, loaded=True, workers=workers, **more))
 
 
-def loaders(host: Host, workers: int = 16, device: str = "cuda", budget_s: float = 75.0) -> Loaders:
+class Told(Progress):
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
+
+
+def loaders(
+    host: Host,
+    workers: int = 16,
+    device: str = "cuda",
+    budget_s: float = 75.0,
+    told: Progress | None = None,
+    **more: bool,
+) -> Loaders:
     part = Clock(budget_s, now=host.now).part()
-    return Loaders(host, space(workers, device), STEP, part, Batch(bytes=2**20, tensors=2))
+    batch = Batch(bytes=2**20, tensors=2)
+    return Loaders(host, space(workers, device, **more), STEP, part, batch, told or Progress())
 
 
 def test_as_few_workers_as_feed_the_step() -> None:
@@ -117,6 +136,17 @@ def test_as_few_workers_as_feed_the_step() -> None:
     stages = [(trial.stage, trial.origin) for trial in found.trials]
     assert stages[0] == ("input", "step") and ("loader", "alone") in stages
     assert all(trial.measurement.ok for trial in found.trials) and found.said == []
+
+
+def test_step_loader_and_both_are_told_side_by_side() -> None:
+    told = Told()
+    loaders(Host(noise=0.0), told=told).chosen(0)
+    assert told.phases[0] == "the loader, samples/s: the step alone 1,000"
+    assert told.phases[1] == (
+        "the loader, samples/s: 0 loader workers, alone 300, the step alone 1,000"
+    )
+    both = "the loader, samples/s: 4 loader workers, alone 1,200, both 1,000, the step alone 1,000"
+    assert both in told.phases
 
 
 def test_a_step_that_takes_more_than_all_give_has_all_that_help() -> None:
@@ -139,6 +169,24 @@ def test_pinned_memory_only_where_it_pays() -> None:
     assert loaders(Host(pinned=1.3)).chosen(0) == Config(num_workers=4, pin_memory=True)
     assert loaders(Host(pinned=0.8)).chosen(0) == Config(num_workers=4)
     assert not any("pin_memory" in c for c in _measured(Host(pinned=1.3), device="cpu"))
+
+
+def test_batches_in_any_order_only_where_that_is_permitted_and_pays() -> None:
+    def uneven() -> Host:
+        return Host(step=5500.0, cost_s=1 / 200, unordered=1.2)
+
+    ordered, free = Config(num_workers=16), Config(num_workers=16, in_order=False)
+    assert loaders(uneven()).chosen(0) == ordered
+    assert loaders(uneven(), any_order=True).chosen(0) == free
+    assert loaders(Host(step=5500.0, cost_s=1 / 200), any_order=True).chosen(0) == ordered
+
+
+def test_what_a_rule_says_is_taken_with_any_workers_and_not_raced() -> None:
+    host = Host()
+    named = Config(num_workers=4, sharing="file_system")
+    assert loaders(host, by_name=True).chosen(0) == named
+    assert {config.get("sharing") for config in host.together} == {None, "file_system"}
+    assert loaders(Host(cost_s=1e-6), by_name=True).chosen(0) == Config()
 
 
 def _measured(host: Host, device: str) -> set[Config]:

@@ -27,6 +27,7 @@ REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
+SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
 SHARES = (1.0, 0.7, 0.5)
 
@@ -48,6 +49,7 @@ SITUATIONS = [
     on_cuda(use="pilot", workers=15),
     on_cuda(loaded=True, workers=15),
     on_cuda(batches=(32, 64), precisions=PRECISIONS, fp8=True),
+    on_cuda(loaded=True, workers=15, any_order=True, by_name=True),
 ]
 
 
@@ -55,16 +57,9 @@ def test_the_rows() -> None:
     """The order is that of the guesses, and every name stands once."""
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
-        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes"),
-        *(
-            "activation_memory",
-            "step_graph",
-            "threads",
-            "num_workers",
-            "prefetch_factor",
-            "persistent_workers",
-        ),
-        "pin_memory",
+        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "activation_memory"),
+        *("step_graph", "threads", "num_workers", "prefetch_factor", "in_order", "sharing"),
+        *("persistent_workers", "pin_memory"),
     ]
     assert list(BY_NAME.values()) == list(KNOBS)
 
@@ -81,6 +76,8 @@ def test_what_torch_does_by_itself() -> None:
         "dynamic_shapes": False,
         "activation_memory": 1.0,
         "step_graph": False,
+        "in_order": True,
+        "sharing": "file_descriptor",
         "persistent_workers": False,
         "pin_memory": False,
     }
@@ -198,6 +195,11 @@ OFF, FIXED_ON = (False,), (True,)
         ("num_workers", on_cpu(loaded=True, workers=16), (0, 1, 2, 3, 4, 6, 8, 12, 16)),
         ("prefetch_factor", on_cpu(), ()),
         ("prefetch_factor", on_cpu(workers=1), (2, 4, 8)),
+        ("in_order", on_cpu(loaded=True, workers=5), ()),
+        ("in_order", on_cpu(loaded=True, workers=1, any_order=True), ()),
+        ("in_order", on_cpu(loaded=True, workers=5, any_order=True), (True, False)),
+        ("sharing", on_cpu(loaded=True, workers=5), ()),
+        ("sharing", on_cpu(loaded=True, workers=5, by_name=True), SHARING),
         ("persistent_workers", on_cpu(), ()),
         ("persistent_workers", on_cpu(use="pilot", workers=1), ()),
         ("persistent_workers", on_cpu(loaded=True, workers=1), OFF_ON),
@@ -250,6 +252,8 @@ FOLLOWING = {
     ("threads", 2): ("flags", False, 1),
     ("num_workers", 4): ("pilot", False, 1),
     ("prefetch_factor", 4): ("pilot", False, 1),
+    ("in_order", False): ("loop", False, 1),
+    ("sharing", "file_system"): ("flags", False, 1),
     ("persistent_workers", True): ("loop", False, 1),
     ("pin_memory", True): ("pilot", False, 1),
 }
@@ -283,14 +287,16 @@ def test_what_holds_of_a_row() -> None:
         *("fused_optimizer", "pin_memory"),
     }
     loading = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
+    loading |= {"in_order", "sharing"}
     assert names(lambda knob: knob.stage == "input") == loading
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
     assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
-        *("num_workers", "prefetch_factor", "persistent_workers"),
+        *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
     }
+    assert names(lambda knob: knob.by_rule) == {"sharing"}
     assert (
         names(lambda knob: knob.feeds)
         == set(knobs.FEEDS)
@@ -315,6 +321,8 @@ def test_what_does_not_go_together() -> None:
         },
         "prefetch_factor": {"num_workers": (0,)},
         "persistent_workers": {"num_workers": (0,)},
+        "in_order": {"num_workers": (0, 1)},
+        "sharing": {"num_workers": (0,)},
         "pin_memory": {"num_workers": (0,)},
     }
 
@@ -668,7 +676,7 @@ def test_what_torch_does_for_a_task() -> None:
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
     compiling = ("compile", "dynamic_shapes", "activation_memory")
-    loading = ("persistent_workers", "pin_memory")
+    loading = ("in_order", "sharing", "persistent_workers", "pin_memory")
     assert gpu == Config({**held, BATCH: 16}).without(*compiling, *loading)
     cpu = knobs.plain(task, "cpu")
     assert dict(cpu) == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -271,6 +272,69 @@ def test_what_is_left_alone(
     fed.set(WORKERS)
     assert not fed.at_work
     assert [str(batch) for batch in one] == plain
+
+
+@pytest.fixture
+def taking(failures: list[Exception]) -> Iterator[Loaders]:
+    found = Loaders(failures.append, override=True)
+    yield found
+    found.remove()
+    gc.collect()
+    assert DataLoader.__iter__.__module__ == DataLoader.__module__
+
+
+def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
+    taking: Loaders, failures: list[Exception]
+) -> None:
+    """They work as the script has it until then, and again once that is over."""
+    own: Given = {"num_workers": 1, "prefetch_factor": 3}
+    loader = DataLoader(Numbered(), batch_size=3, shuffle=True, **own)
+    seen: list[int] = []
+
+    def at(number: int) -> None:
+        seen.append(len(multiprocessing.active_children()))
+        assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
+        if number in (2, 4):
+            taking.set({"num_workers": 2} if number == 2 else {})
+
+    assert looked_at(taking, loader) == Loading(workers=1, ahead=3, most=2, room=2)
+    samples, workers = epoch(loader, at)
+    assert sorted(itertools.chain(*samples)) == list(range(24)) and all(workers)
+    assert seen[1] == 1 and seen[2] == 2 and seen[4] == 1
+    assert not failures and taking.at_work
+    held_out = DataLoader(Numbered(), batch_size=3, num_workers=1)
+    with torch.no_grad():
+        assert all(epoch(held_out)[1])  # with its own
+
+
+def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
+    found = looked_at(taking, DataLoader(Streamed(), num_workers=1))
+    assert (found.workers, found.most) == (1, 0)
+    assert found.why == "the loader: of an IterableDataset every worker would read all"
+    spawned: DataLoader[Any] = DataLoader(
+        Numbered(), num_workers=1, multiprocessing_context="spawn"
+    )
+    assert loaders._why_kept(spawned) == "the loader: its workers are not forked"
+
+
+def test_what_fails_in_taken_workers_is_fetched_and_the_next_epoch_has_its_own(
+    taking: Loaders, failures: list[Exception]
+) -> None:
+    data, parent = Numbered(), os.getpid()
+
+    def fetch(number: int) -> None:
+        if number == 10 and os.getpid() != parent and not failed.is_set():
+            failed.set()
+            raise RuntimeError("once")
+
+    failed = multiprocessing.Event()
+    data.fetch = fetch
+    loader = DataLoader(data, batch_size=3, num_workers=1)
+    samples, workers = epoch(loader)
+    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
+    assert workers[:3] == [3, 3, 3] and not any(workers[3:]) and len(failures) == 1
+    assert all(epoch(loader)[1])
+    assert not taking.at_work
 
 
 def test_it_may_be_asked_to_leave_loaders_alone(

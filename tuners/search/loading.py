@@ -18,7 +18,7 @@ from advisor.tuners import knobs, room
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
-from advisor.tuners.search.plan import Part
+from advisor.tuners.search.plan import Part, Progress
 from advisor.tuners.search.race import Ratio, paired, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
@@ -51,6 +51,7 @@ class Loaders:
 
     Args:
         loaded: what a worker hands over at a time.
+        progress: told what each gives, the step, the loader and both, side by side.
 
     Attributes:
         trials: of it: the step alone, loaders alone, both together. Their numbers are the caller's.
@@ -58,14 +59,21 @@ class Loaders:
     """
 
     def __init__(
-        self, runner: Runner, space: Space, config: Config, part: Part, loaded: Batch
+        self,
+        runner: Runner,
+        space: Space,
+        config: Config,
+        part: Part,
+        loaded: Batch,
+        progress: Progress,
     ) -> None:
-        self._loaded = loaded
+        self._loaded, self._progress = loaded, progress
         self._runner, self._space, self._config, self._part = runner, space, config, part
         self.trials: list[Trial] = []
         self.said: list[str] = []
         self._alone: dict[int, Measurement] = {}
         self._failing = math.inf
+        self._step = 0.0
 
     def chosen(self, samples: int) -> Config:
         """What differs from a DataLoader's own; nothing where that is as good, or time ran out.
@@ -81,6 +89,8 @@ class Loaders:
         step = self._measured(self._config, INPUT, "step")
         if step is None:
             return Config()
+        self._step = step.samples_per_s
+        self._tell(self._config)
         self._look(step.samples_per_s)
         near = self._near(step.samples_per_s)
         if not near:
@@ -109,6 +119,7 @@ class Loaders:
                 self._failing = workers
                 return
             self._alone[workers] = measured
+            self._tell(self._with(workers))
             rate = measured.samples_per_s
             useless = useless + 1 if workers > 1 and rate < GAIN * best else 0
             best = max(best, rate)
@@ -166,7 +177,7 @@ class Loaders:
         start_s, waits = self._start_s(best), self._waits(best)
         for name, (_own, *others) in self._space.inputs.items():
             knob = BY_NAME[name]
-            if name == WORKERS:
+            if name == WORKERS or knob.by_rule:
                 continue
             if knob.per_epoch:
                 rate = self._rate(best)
@@ -206,9 +217,20 @@ class Loaders:
 
     def _with(self, workers: int) -> Config:
         """The step with a loader of so many workers, as they work by themselves."""
-        own = self._space.default_input
+        own, values = self._space.default_input, self._space.inputs
         idle = [name for name in own if name != WORKERS and not workers]
-        return Config(self._config | own.replace(**{WORKERS: workers}).without(*idle))
+        ruled = {name: values[name][-1] for name in own if BY_NAME[name].by_rule}
+        return Config(self._config | own.replace(**ruled, **{WORKERS: workers}).without(*idle))
+
+    def _tell(self, config: Config) -> None:
+        said = [f"the step alone {self._step:,.0f}"]
+        if WORKERS in config:
+            alone = self._alone.get(_number(config[WORKERS]))
+            known = {"alone": alone.samples_per_s if alone else 0.0, "both": self._rate(config)}
+            loader = self._space.default_input.keys()
+            what = knobs.described(config.only(*loader), self._space.default_input | {WORKERS: -1})
+            said = [what, *(f"{name} {rate:,.0f}" for name, rate in known.items() if rate), *said]
+        self._progress.phase(f"the loader, samples/s: {', '.join(said)}")
 
     def _rate(self, config: Config) -> float:
         seen = [t.measurement for t in self.trials if t.stage == INPUT and t.config == config]
@@ -230,6 +252,8 @@ class Loaders:
             _trial(config, seen.whole(config, turns), INPUT, "race", seen.seconds.get(config, 0.0))
             for config, turns in rates.items()
         )
+        for config in rates:
+            self._tell(config)
         for config in configs:
             if config not in rates and (failed := seen.failed.get(config)):
                 self._fail(config, failed, INPUT)

@@ -422,7 +422,7 @@ class _Decision:
             return Config()
         self.progress.phase("the loader: alone, and with the step that it feeds")
         part = self.clock.kept(self.terms.loader_s)
-        loaders = Loaders(self.worker, self.space, config, part, self.terms.loaded)
+        loaders = Loaders(self.worker, self.space, config, part, self.terms.loaded, self.progress)
         found = loaders.chosen(self.terms.samples)
         for trial in loaders.trials:
             self._add(trial.config, trial.measurement, trial.stage, trial.origin, trial.seconds)

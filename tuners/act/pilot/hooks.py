@@ -28,6 +28,7 @@ What is not a hook of PyTorch's own, and why:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -129,16 +130,19 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
 def on_batches(
     begun: Callable[[DataLoader[Any], Any], None],
     fetch: Callable[[Any, Callable[[Any], Any]], Any],
+    taken: Callable[[DataLoader[Any]], bool],
 ) -> Remove:
     """Tell of every iterator that a DataLoader gives, and have its batches come through `fetch`,
-    which is given the iterator, and what gives its next batch by itself."""
+    which is given the iterator, and what gives its next batch by itself. Of a loader that is
+    `taken` it begins without workers."""
     from torch.utils.data import dataloader
 
     iterator_of = dataloader._BaseDataLoaderIter
     plain, next_ = dataloader.DataLoader.__iter__, iterator_of.__next__
 
     def iterate(self: DataLoader[Any]) -> Any:
-        iterator = plain(self)
+        with _without_workers(self) if taken(self) else contextlib.nullcontext():
+            iterator = plain(self)
         begun(self, iterator)
         return iterator
 
@@ -153,6 +157,17 @@ def on_batches(
         iterator_of.__next__ = next_  # type: ignore[method-assign]
 
     return remove
+
+
+@contextlib.contextmanager
+def _without_workers(loader: DataLoader[Any]) -> Iterator[None]:
+    """What begins with it fetches by itself."""
+    workers, timeout = loader.num_workers, loader.timeout
+    loader.num_workers, loader.timeout = 0, 0
+    try:
+        yield
+    finally:
+        loader.num_workers, loader.timeout = workers, timeout
 
 
 def indices_of(iterator: Any) -> Iterator[Any]:

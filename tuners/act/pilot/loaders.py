@@ -8,6 +8,7 @@ seen twice.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import sys
 import threading
@@ -36,23 +37,43 @@ PATIENCE_S = 60.0
 """For a batch: workers may hang in what a library of the script had locked when they were forked.
 """
 
+_NONE = object()
+"""No batch."""
+
 Place = tuple[tuple[CodeType, int], ...]
 """Lines of code, from the innermost one."""
 
 
+class _Ours(DataLoader[Any]):
+    """One whose workers fetch ahead of a script's."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Where an iterator comes from. `loader`: None of one with workers, which may hold on to it."""
+    """Where an iterator comes from.
+
+    Attributes:
+        loader: None of one with workers at work, which may hold on to it.
+        own: how its script has workers work, as keyword arguments of a DataLoader, where they are
+            in the pilot's hands.
+        why: a loader with workers may not be taken into them, where that was asked for.
+    """
 
     loader: DataLoader[Any] | None
     place: Place
     workers: int
     pinned: bool
+    own: Mapping[str, Any]
+    why: str
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> _Begun:
+    def of(cls, loader: DataLoader[Any], *, taken: bool, why: str) -> _Begun:
         workers = loader.num_workers
-        return cls(None if workers else loader, _place(), workers, loader.pin_memory)
+        own: dict[str, Any] = {}
+        if taken:
+            own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
+        known = loader if taken or not workers else None
+        return cls(known, _place(), workers, loader.pin_memory, own, why)
 
 
 class Loaders:
@@ -62,25 +83,28 @@ class Loaders:
 
     Args:
         failed: told what workers raise; the script has gone on without them by then.
+        override: whether loaders that have workers of their own are taken in hand too: workers
+            that are the pilot's work as the script's would, until they are told otherwise.
 
     Attributes:
         waited_s: that the script has waited for its batches.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
+        self._override = override
         self.waited_s = 0.0
         self._taken, self._before = 0, Load()
         self._failed = failed
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._places: set[Place] = set()
-        self._ways: set[tuple[int, bool, str]] = set()
+        self._ways: set[tuple[int, bool, str, int]] = set()
         self._batch_bytes = 0
         self._most = 0
         self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
         self._ahead: weakref.WeakKeyDictionary[Any, Ahead | None] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
-        self._remove = hooks.on_batches(self._begin, self._timed)
+        self._remove = hooks.on_batches(self._begin, self._timed, self._takes)
 
     def look_anew(self) -> None:
         """What was fetched so far did not feed a step, as what a sanity check of evaluation did."""
@@ -95,10 +119,19 @@ class Loaders:
         self._looking = False
         if not self._ways:
             return Loading()
-        workers, pinned, why = max(self._ways)
+        workers, pinned, why, ahead = max(self._ways)
         most = room.workers(self._batch_bytes)
-        self._most = 0 if workers or why else most
-        return Loading(workers=workers, pinned=pinned, most=self._most, room=most, why=why)
+        tuned = not why and (ahead or not workers)
+        # What the script's own workers do stays possible.
+        self._most = max(most, workers) if tuned else 0
+        return Loading(
+            workers=workers,
+            pinned=pinned,
+            ahead=ahead,
+            most=most if tuned else 0,
+            room=most,
+            why=why,
+        )
 
     def begin_lap(self) -> None:
         """What workers do from here on is told by `fed`."""
@@ -116,7 +149,7 @@ class Loaders:
     @property
     def at_work(self) -> bool:
         """Whether there are to be workers."""
-        return bool(self._given)
+        return bool(self._given) or self._override
 
     def set(self, given: Mapping[str, Any]) -> None:
         """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
@@ -135,12 +168,22 @@ class Loaders:
                 self._given["prefetch_factor"] = int(max(room.AHEAD, min(wanted, fits)))
 
     def remove(self) -> None:
-        """Leave the loaders as they were found."""
+        """Leave the loaders as they were found; the script's own workers that are in the pilot's
+        hands work until their epoch is over."""
         self.set({})
-        self._remove()
+        self._override = False
+        if not any(begun.own for begun in self._begun.values()):
+            self._remove()
+
+    def _takes(self, loader: DataLoader[Any]) -> bool:
+        if not self._override or isinstance(loader, _Ours) or not loader.num_workers:
+            return False
+        return not _why_kept(loader)
 
     def _begin(self, loader: DataLoader[Any], iterator: Any) -> None:
-        self._begun[iterator] = _Begun.of(loader)
+        asked = self._override and loader.num_workers > 0 and not isinstance(loader, _Ours)
+        why = _why_kept(loader) if asked else ""
+        self._begun[iterator] = _Begun.of(loader, taken=asked and not why, why=why)
         self._before += _left(iterator, loader.num_workers)
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
@@ -154,25 +197,36 @@ class Loaders:
 
     def _fetched(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
         begun = self._begun.get(iterator)
-        if begun is not None and self._given:
-            try:
-                if (ahead := self._of(iterator, begun)) is not None:
-                    batch = ahead.next(plain)
-                    self._taken += 1
-                    return batch
-            except StopIteration:
-                pass  # that its data is over, its own iterator says
-            except Exception as exc:  # whatever it is: the loader fetches by itself
-                self.set({})
-                self._failed(exc)
-        batch = plain(iterator)
-        self._taken += begun is not None and begun.workers > 0
+        batch = self._by_workers(iterator, begun, plain) if begun is not None else _NONE
+        if batch is _NONE:
+            batch = plain(iterator)
+            self._taken += begun is not None and begun.workers > 0
         if begun is not None and self._looking and torch.is_grad_enabled():
             self._saw(begun, batch)
         return batch
 
+    def _by_workers(self, iterator: Any, begun: _Begun, plain: Callable[[Any], Any]) -> Any:
+        """The next batch as workers have fetched it ahead; _NONE where there are none, or no more
+        batches, which the loader's own iterator says, or they fail."""
+        if not self._given and not begun.own:
+            return _NONE
+        try:
+            if (ahead := self._of(iterator, begun)) is None:
+                return _NONE
+            batch = ahead.next(plain)
+        except StopIteration:
+            return _NONE
+        except Exception as exc:  # whatever it is: the loader fetches by itself
+            self.set({})
+            self._begun[iterator] = dataclasses.replace(begun, own={})
+            self._override = False
+            self._failed(exc)
+            return _NONE
+        self._taken += 1
+        return batch
+
     def _saw(self, begun: _Begun, batch: Any) -> None:
-        loader, why = begun.loader, ""
+        loader, why = begun.loader, begun.why
         self._batch_bytes = max(self._batch_bytes, _bytes(batch))
         if loader is not None:
             if loader in self._feeding:
@@ -180,15 +234,16 @@ class Loaders:
             self._feeding.add(loader)
             self._places.add(begun.place)
             why = _why_alone(loader)
-        self._ways.add((begun.workers, begun.pinned, why))
+        self._ways.add((begun.workers, begun.pinned, why, begun.own.get("prefetch_factor", 0)))
 
     def _of(self, iterator: Any, begun: _Begun) -> Ahead | None:
         """The workers of an iterator; None where it feeds no steps, or stays as it is."""
         if iterator not in self._ahead:
             loader, found = begun.loader, None
             feeds = loader in self._feeding or begun.place in self._places
-            if loader is not None and feeds and not _why_alone(loader):
-                found = Ahead(iterator, loader, self._given)
+            given = self._given if feeds and self._given else begun.own
+            if loader is not None and given and not _why_alone(loader):
+                found = Ahead(iterator, loader, given)
             self._ahead[iterator] = found
         return self._ahead[iterator]
 
@@ -259,7 +314,7 @@ class Ahead:
         batched = loader.batch_sampler is not None
         how: dict[str, Any] = {"batch_sampler": handed} if batched else {"sampler": handed}
         found = iter(
-            DataLoader(
+            _Ours(
                 loader.dataset,
                 **(how if batched else how | {"batch_size": None}),
                 **{**given, "pin_memory": loader.pin_memory or given.get("pin_memory", False)},
@@ -315,6 +370,14 @@ def _why_alone(loader: DataLoader[Any]) -> str:
     if files := host.files_read():
         return f"the loader: {files[0]} is open, and workers would share the place in it"
     return ""
+
+
+def _why_kept(loader: DataLoader[Any]) -> str:
+    """Why the workers of a loader are not taken in hand; '' where they may be."""
+    context = loader.multiprocessing_context
+    if context is not None and context.get_start_method() != "fork":
+        return "the loader: its workers are not forked"
+    return _why_alone(loader)
 
 
 def _bytes(batch: Any) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 import torch
 
+from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners import host
@@ -127,7 +128,7 @@ class Pilot:
         self._fresh = self._released = False
         self._own_peak = 0
         self._outcome, self._reason = "ok", ""
-        self._loaders = Loaders(self._gave_up)
+        self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
         )

@@ -1,9 +1,10 @@
 """What a sample costs a loader's worker, by part: its stack is looked at every few milliseconds.
 
 Python tells of a signal once a call into a library has returned, and then in the function that
-made it: the time since the last look is that function's. So decoding that takes ten milliseconds
-counts as ten, though it was seen once. A profiler that is told of each call would make those that
-are called often look dear.
+made it, which had the time since the look was due: decoding that takes ten milliseconds counts for
+all looks due within them, though it was seen once. When they are due is drawn beforehand, one in
+each stretch of time, so that no part is in step with them. A profiler that is told of each call
+would make those that are called often look dear.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ from __future__ import annotations
 import collections
 import random
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
 from advisor.tuners.measure.loading.data import Data
+from advisor.tuners.measure.worker.wire import Cost, Costs
 
-EVERY_S, LEAST_S = 0.005, 0.0005
-"""More often what sleeps, as what waits for a disk, is woken too often."""
+EVERY_S, SOONEST_S = 0.002, 1e-6
+"""More often what sleeps, as what waits for a disk, is woken too often. A timer of 0 is none."""
 WARM = 2
 """Batches before those that are counted."""
 LEAST = 3
 """Batches that are counted at least."""
+TOO_SHORT = "its epoch is too short to tell what a sample costs"
 COLLATE = "collate"
 _FETCH = ("torch/utils/data/_utils/fetch.py", "fetch")
 _OUTSIDE = (
@@ -39,8 +46,8 @@ _CALLS = frozenset({"forward", "__call__"})
 """Methods that are called by the name of their class."""
 
 
-def costs(data: Data, batch: int, seconds: float) -> dict[str, float]:
-    """Seconds of one worker for a sample, by part, the dearest first.
+def costs(data: Data, batch: int, seconds: float) -> Costs:
+    """What a sample costs a worker.
 
     A part is what the dataset's `__getitem__` (or `__iter__`) calls, each transform by itself, what
     it does without calling anything, and making a batch of samples.
@@ -52,22 +59,41 @@ def costs(data: Data, batch: int, seconds: float) -> dict[str, float]:
     seen = _seen(loader, seconds)
     before = min(WARM, len(seen) - 2)
     first, last = seen[before], seen[-1]
-    spent = {part: last[part] - first.get(part, 0.0) for part in last if part}
-    ordered = sorted(spent.items(), key=lambda one: -one[1])
     samples = batch * (len(seen) - 1 - before)
-    return {part: spent_s / samples for part, spent_s in ordered if spent_s}
+    spent = {part: last.spent[part] - first.spent.get(part, 0.0) for part in last.spent}
+    looked_s = sum(spent.values())
+    if not looked_s:
+        raise RuntimeError(TOO_SHORT)
+    # Looks are shares of the time, and the time is known.
+    one_s = (last.at_s - first.at_s) / looked_s / samples
+    ordered = sorted(spent.items(), key=lambda one: -one[1])
+    made = _made(data)
+    parts = (
+        Cost(part=part, seconds=spent_s * one_s, made_bytes=made.get(part, 0))
+        for part, spent_s in ordered
+        if part and spent_s
+    )
+    return Costs(parts=tuple(parts), samples=data.samples)
 
 
-def _seen(loader: DataLoader[Any], seconds: float) -> list[dict[str, float]]:
-    """What was spent until each batch: of the first epoch that lasts so long, or what it has."""
-    found: list[dict[str, float]] = []
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """What a worker's looks came to until some time, by part."""
+
+    at_s: float
+    spent: Mapping[str, float]
+
+
+def _seen(loader: DataLoader[Any], seconds: float) -> list[_Spent]:
+    """Until each batch: of the first epoch that lasts so long, or what it has."""
+    found: list[_Spent] = []
     began = time.perf_counter()
     for _batch, spent in loader:
         found.append(spent)
         if len(found) > WARM + LEAST and time.perf_counter() - began >= seconds:
             break
     if len(found) < 2:
-        raise RuntimeError("an epoch of one batch is too short to tell what a sample costs")
+        raise RuntimeError(TOO_SHORT)
     return found
 
 
@@ -77,26 +103,72 @@ class _Looking:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
         self._spent: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self._last = 0.0
         self._draw = random.Random(0)
+        self._began_s, self._stretch, self._due_s = 0.0, 0, 0.0
 
     def begin(self, _worker: int) -> None:
-        self._last = time.perf_counter()
         signal.signal(signal.SIGALRM, self._look)
+        self._began_s = self._due_s = time.perf_counter()
         self._wake()
 
-    def collate(self, samples: list[Any]) -> tuple[Any, dict[str, float]]:
-        return self._collate(samples), dict(self._spent)
+    def collate(self, samples: list[Any]) -> tuple[Any, _Spent]:
+        return self._collate(samples), _Spent(time.perf_counter(), dict(self._spent))
 
     def _look(self, _signal: int, frame: FrameType | None) -> None:
-        now = time.perf_counter()
-        self._spent[_part(frame, _Looking.collate.__code__)] += now - self._last
-        self._last = now
+        self._spent[_part(frame, _Looking.collate.__code__)] += EVERY_S * self._due()
         self._wake()
 
+    def _due(self) -> int:
+        """How many looks were due by now."""
+        found, now = 0, time.perf_counter()
+        while self._due_s <= now:
+            found += 1
+            self._stretch += 1
+            self._due_s = self._began_s + EVERY_S * (self._stretch + self._draw.random())
+        return found
+
     def _wake(self) -> None:
-        # Without memory, so that it is never in step with what it looks at.
-        signal.setitimer(signal.ITIMER_REAL, LEAST_S + self._draw.expovariate(1 / EVERY_S))
+        after_s = self._due_s - time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, max(SOONEST_S, after_s))
+
+
+def _made(data: Data) -> dict[str, int]:
+    """Bytes that each part returns for a sample."""
+    found: dict[str, int] = {}
+
+    def look(frame: FrameType, event: str, returned: Any) -> None:
+        if event == "return" and returned is not None and (part := _own_part(frame)):
+            found[part] = max(found.get(part, 0), _bytes(returned))
+
+    loader = data.loader(batch_size=1)
+    outside = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        batch = next(iter(loader))
+    finally:
+        sys.setprofile(outside)
+    lengths = [one.shape[0] for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim()]
+    return found | {COLLATE: _bytes(batch) // max([1, *lengths])}
+
+
+def _own_part(frame: FrameType) -> str:
+    """The part that a call is; '' where it is only in one, or in none."""
+    inside = [one for one in _calls(frame) if not _passes_on(one)]
+    return _name(frame) if len(inside) == 2 and inside[1] is frame else ""
+
+
+def _bytes(value: Any) -> int:
+    """Of tensors, arrays, images and bytes."""
+    return sum(map(_leaf_bytes, tree_leaves(value)))
+
+
+def _leaf_bytes(value: Any) -> int:
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    if hasattr(value, "getbands"):  # PIL's
+        return len(value.getbands()) * int(value.width) * int(value.height)
+    found = getattr(value, "nbytes", 0)
+    return found if isinstance(found, int) else 0
 
 
 def _part(frame: FrameType | None, collate: object) -> str:

@@ -10,6 +10,10 @@ import traceback
 CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
 _KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: ([\w ]+)")
+_FULL = ", as where /dev/shm is full"
+_OF_SHARED = "unable to allocate shared memory"
+"""As PyTorch says that since it asks before it writes; before, a signal ended the worker."""
+_OF_CUDA = "re-initialize CUDA in forked subprocess"
 _LIBRARY = ("site-packages", "dist-packages", "tuners/measure/")
 """Of no interest to who wrote the dataset."""
 MOST = 300
@@ -22,10 +26,14 @@ def told(exc: BaseException) -> str:
     first = lines[0].strip() if lines else ""
     if CAUGHT.search(first):
         said = f"in a worker: {lines[-1].strip()}{_where(lines)}"
+        if _OF_SHARED in said:
+            said += _FULL
+        elif _OF_CUDA in said:
+            said += '; DataLoader(multiprocessing_context="spawn") starts workers that may use CUDA'
     elif killed := _KILLED.search(_chain(exc)):
         said = f"a worker was killed by signal: {killed[1].strip()}"
         if "Bus error" in killed[1]:
-            said += ", as where /dev/shm is full"
+            said += _FULL
     elif _of_pickling(exc):
         how = multiprocessing.get_start_method()
         said = (

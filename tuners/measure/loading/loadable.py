@@ -12,6 +12,7 @@ from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.described import described
 from advisor.tuners.measure.loading.timed import Fed
 from advisor.tuners.measure.timing import Clock
+from advisor.tuners.measure.worker.wire import Costs
 
 
 class Loadable:
@@ -35,8 +36,8 @@ class Loadable:
         loader = self._data.loader(**advice.loader)
         return timed.alone(loader, self._size, seconds)
 
-    def costs(self, seconds: float) -> dict[str, float]:
-        """Seconds of a worker for a sample, by part."""
+    def costs(self, seconds: float) -> Costs:
+        """What a sample costs a worker."""
         return costs(self._data, self._size, seconds)
 
     def fed(self, workload: Fed, advice: Advice, seconds: float, clock: Clock) -> Measurement:

@@ -45,7 +45,15 @@ from advisor.tuners.measure.timing import (
     warm_up,
 )
 from advisor.tuners.measure.worker import handed
-from advisor.tuners.measure.worker.wire import CHANGED, DataFacts, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import (
+    CHANGED,
+    Costs,
+    DataFacts,
+    Facts,
+    Job,
+    receive,
+    send,
+)
 from advisor.tuners.measure.workload import Layers, Workload
 
 # PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
@@ -181,8 +189,8 @@ class Bench:
         self._floor = int(torch.cuda.memory_allocated(self._device)) if self._cuda else 0
         return facts
 
-    def costs(self, seconds: float) -> dict[str, float]:
-        """Seconds of a loader's worker for a sample, by part.
+    def costs(self, seconds: float) -> Costs:
+        """What a sample costs a loader's worker.
 
         Raises:
             TargetFailed: the user's code raised.
@@ -509,7 +517,7 @@ class Answers:
         return {"facts": to_plain(bench.describe_data())}
 
     def _costs(self, bench: Bench, *, seconds: float) -> dict[str, Any]:
-        return {"costs": bench.costs(seconds)}
+        return {"costs": to_plain(bench.costs(seconds))}
 
     def _start(self, bench: Bench, *, config: dict[str, Any], **files: str) -> dict[str, Any]:
         gc.enable()  # as a script has it

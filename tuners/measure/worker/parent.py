@@ -34,7 +34,7 @@ from advisor.tuners.environment import is_exclusive
 from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
-from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
 
 START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
@@ -124,14 +124,16 @@ class Worker:
         """
         return from_plain(DataFacts, self._of_data({"do": "describe_data"})["facts"])
 
-    def costs(self, seconds: float) -> dict[str, float]:
-        """What a sample of the data costs a worker of its loader, in seconds by part.
+    def costs(self, seconds: float) -> Costs:
+        """What a sample of the data costs a worker of its loader.
 
         Raises:
             As `describe_data`.
         """
         found = self._of_data({"do": "costs", "seconds": seconds})["costs"]
-        return {printable(str(part)): float(spent_s) for part, spent_s in found.items()}
+        told = from_plain(Costs, found)
+        parts = (dataclasses.replace(one, part=printable(one.part)) for one in told.parts)
+        return dataclasses.replace(told, parts=tuple(parts))
 
     def _of_data(self, request: dict[str, Any]) -> dict[str, Any]:
         try:

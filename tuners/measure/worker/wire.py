@@ -80,6 +80,30 @@ class DataFacts:
     """Files and connections that the dataset holds, which workers would share."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a part of a sample takes of a loader's worker."""
+
+    part: str
+    seconds: float
+    made_bytes: int = 0
+    """That it returns for a sample; 0 where that is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a sample costs a loader's worker, the dearest part first."""
+
+    parts: tuple[Cost, ...]
+    samples: int
+    """Of an epoch; 0 where that is not known."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return sum(one.seconds for one in self.parts)
+
+
 def send(pipe: Connection, message: dict[str, Any]) -> None:
     pipe.send_bytes(msgpack.packb(message))
 

@@ -1,0 +1,149 @@
+"""What would feed a step that waits for its loader, each with what it would give.
+
+All of it changes the user's code, so it is said and not done. Computed from what a sample costs a
+worker, by part: a part is told by its name, as libraries and most people call it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from advisor.cache.shown import size
+from advisor.report.text import rate
+from advisor.tuners import host
+
+if TYPE_CHECKING:
+    from advisor.tuners.measure.worker.wire import Cost, Costs
+
+DECODES = r"decode|loader$|imread|[Ii]mage\.?open|(read|load|open)_?([Ii]mage|img)"
+READS = r"read_file|read_bytes|^open$|\.read$"
+DRAWS = r"^Random|[Jj]itter|[Aa]ug"
+"""What makes another each time, so that it cannot be kept."""
+CONVERTS = r"^(ToDtype|ToTensor|ToImage|PILToTensor|ConvertImageDtype|Normalize)$"
+RESIZES = r"Resize|[Cc]rop"
+COLLATES = r"^collate$"
+LEAST = 0.05
+"""Of what a sample costs: what saves less is no help."""
+FLOAT_BYTES = 4
+"""Of a float32, for each that uint8 takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What a change saves: a share of the parts that are called so.
+
+    Attributes:
+        how: the change.
+        parts: pairs of a pattern of names and the share of their time that is saved; None: all.
+        none: why there is nothing to gain where no part is called so.
+        on_gpu: it needs one.
+    """
+
+    how: str
+    parts: tuple[tuple[str, float], ...] | None
+    none: str = ""
+    on_gpu: bool = False
+
+
+SAVINGS = (
+    Saving(
+        "uint8 to the device, normalised there (torchvision.transforms.v2 works on it)",
+        ((CONVERTS, 1.0), (COLLATES, 1 - 1 / FLOAT_BYTES)),
+        "no part of a sample is known to convert it",
+        on_gpu=True,
+    ),
+    Saving(
+        'decoding on the GPU (torchcodec, torchvision.io.decode_jpeg(device="cuda"))',
+        ((DECODES, 1.0),),
+        "no part of a sample is known to decode",
+        on_gpu=True,
+    ),
+    Saving(
+        "files of half the height and width",
+        ((DECODES, 0.75), (RESIZES, 0.75)),
+        "no part of a sample is known to decode",
+    ),
+    Saving(
+        "FFCV, which keeps samples decoded and of one size, and batches without copies",
+        ((DECODES, 1.0), (READS, 1.0), (COLLATES, 1.0)),
+        "no part of a sample is known to read or decode",
+    ),
+    Saving("DALI, which does all of it on the GPU beside the step", None, on_gpu=True),
+    Saving(
+        "WebDataset, which reads samples in a row from few large files",
+        ((READS, 1.0),),
+        "no part of a sample is known to read files",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """How a step is fed now.
+
+    Attributes:
+        costs: of a sample, of a worker.
+        takes: samples/s of the step alone.
+        gives: of the loader alone.
+        on_gpu: whether the step is.
+    """
+
+    costs: Costs
+    takes: float
+    gives: float
+    on_gpu: bool
+
+    def without(self, saved_s: float) -> float:
+        """Samples/s at most, were a sample to cost so much less: by what the loader gives now, as
+        workers that share cores give less each than one alone."""
+        left_s = self.costs.seconds - saved_s
+        return min(self.takes, self.gives * self.costs.seconds / left_s) if left_s else self.takes
+
+
+def lines(feeding: Feeding) -> Iterator[str]:
+    """A line each: what to do, and what it would give or why nothing."""
+    yield from (_line(feeding, one) for one in SAVINGS if feeding.on_gpu or not one.on_gpu)
+    yield from _kept(feeding)
+
+
+def _line(feeding: Feeding, saving: Saving) -> str:
+    costs = feeding.costs
+    if saving.parts is None:
+        return f"{saving.how}: {rate(feeding.takes)} samples/s at most"
+    found = [
+        (one.part, share * one.seconds)
+        for pattern, share in saving.parts
+        for one in _called(costs.parts, pattern)
+    ]
+    named = [part for part, _ in found if not re.search(COLLATES, part)]
+    saved_s = sum(spent_s for _, spent_s in found)
+    if not named:
+        return f"{saving.how}: nothing to gain, {saving.none}"
+    if saved_s < LEAST * costs.seconds:
+        return f"{saving.how}: nothing to gain, {saved_s / costs.seconds:.1%} of a sample's cost"
+    return f"{saving.how}: {rate(feeding.without(saved_s))} samples/s at most"
+
+
+def _called(parts: Sequence[Cost], pattern: str) -> list[Cost]:
+    return [one for one in parts if re.search(pattern, one.part)]
+
+
+def _kept(feeding: Feeding) -> Iterator[str]:
+    """Of each dear part that makes the same each time: what it makes, kept in memory."""
+    costs, free = feeding.costs, host.free_bytes()
+    # Which part comes after one that draws is not known; decoding comes before.
+    same = DECODES if _called(costs.parts, DRAWS) else ""
+    for one in _called(costs.parts, same):
+        if one.seconds < LEAST * costs.seconds or re.search(COLLATES, one.part):
+            continue
+        what = f"what {one.part} makes, kept in memory"
+        gives = f"{rate(feeding.without(one.seconds))} samples/s at most"
+        if not one.made_bytes or not costs.samples:
+            yield f"{what}: {gives}; its size is not known"
+            continue
+        whole = one.made_bytes * costs.samples
+        room = "" if whole <= free else f", of which {size(free)} is free here"
+        yield f"{what}: {gives}, in {size(whole)} for {costs.samples:,} samples{room}"

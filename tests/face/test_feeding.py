@@ -1,0 +1,119 @@
+"""What is said of a loader that starves its step, from numbers that are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.cache.record import Record, Trial
+from advisor.report import charts, feeding
+from advisor.report.helping import Feeding, lines
+from advisor.report.html import page
+from advisor.tuners import host, room
+from advisor.tuners.measure.worker.wire import Cost, Costs
+from tests.cache import examples
+from tests.face.test_report_page import well_made
+
+STEP, EIGHT = 5506.0, {"num_workers": 8, "prefetch_factor": 2}
+IMAGES = Costs(
+    samples=1_281_167,
+    parts=(
+        Cost(part="default_loader", seconds=1.5e-3, made_bytes=600_000),
+        Cost(part="RandomResizedCrop", seconds=0.4e-3, made_bytes=150_528),
+        Cost(part="ToDtype", seconds=0.15e-3, made_bytes=602_112),
+        Cost(part="collate", seconds=0.05e-3, made_bytes=602_120),
+    ),
+)
+
+
+def said(costs: Costs, *, on_gpu: bool = True) -> dict[str, str]:
+    """By the change; a sample costs 2.1 ms, of which 8 workers give 3,440 a second."""
+    told = lines(Feeding(costs=costs, takes=STEP, gives=3440.0, on_gpu=on_gpu))
+    return {how: what for how, _, what in (line.partition(": ") for line in told)}
+
+
+def test_each_that_would_help_has_what_it_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda: 2**36)
+    found = iter(said(IMAGES).items())
+    whole_s = 2.1e-3
+    for starts, saved_s in (
+        ("uint8 to the device", 0.15e-3 + 0.75 * 0.05e-3),
+        ("decoding on the GPU", 1.5e-3),
+        ("files of half", 0.75 * (1.5e-3 + 0.4e-3)),
+        ("FFCV", 1.5e-3 + 0.05e-3),
+        ("DALI", whole_s),
+    ):
+        how, gives = next(found)
+        left_s = whole_s - saved_s
+        expected = min(STEP, 3440.0 * whole_s / left_s) if left_s > 0 else STEP
+        assert how.startswith(starts) and gives.startswith(f"{expected:,.0f} samples/s"), how
+    how, why = next(found)
+    assert how.startswith("WebDataset") and why.startswith("nothing to gain, no part")
+    how, kept = next(found)
+    assert how == "what default_loader makes, kept in memory"
+    assert "in 716 GiB for 1,281,167 samples, of which 64 GiB is free here" in kept
+    # A random crop is another each time, as is what is made of it.
+    assert next(found, None) is None
+
+
+def test_what_gains_nothing_says_why() -> None:
+    text = Costs(samples=0, parts=(Cost(part="Text.parse", seconds=1e-3),))
+    found = said(text)
+    for how, what in found.items():
+        if how.startswith("DALI"):
+            continue
+        if how.startswith("what Text.parse makes"):
+            assert what.endswith("its size is not known")
+        else:
+            assert what.startswith("nothing to gain, no part of a sample is known to"), how
+    assert not any("GPU" in how or "device" in how for how in said(text, on_gpu=False))
+    small = replace(text, parts=(*text.parts, Cost(part="read_file", seconds=1e-5)))
+    assert "nothing to gain, 1.0% of a sample's cost" in said(small).values()
+
+
+def fed(number: int, stage: str, rate: float, loader: Config) -> Trial:
+    one = examples.trial(number, Config(examples.DEFAULT | loader))
+    measured = replace(one.measurement, samples_per_s=rate, low=rate, high=rate)
+    return replace(one, stage=stage, measurement=measured)
+
+
+def starved() -> Record:
+    """A step of 5,506 samples/s with loaders of up to eight workers."""
+    told = [(Config(num_workers=0), 380.0, 350.0)]
+    told += [(Config(EIGHT | {"num_workers": n}), 430.0 * n, 424.0 * n) for n in (4, 8)]
+    ahead = Config(EIGHT | {"prefetch_factor": 4})
+    trials = [fed(1, "input", STEP, Config())]
+    trials += [fed(2, "loader", alone, loader) for loader, alone, _ in told]
+    trials += [fed(3, "input", both, loader) for loader, _, both in (*told, (ahead, 0.0, 3400.0))]
+    return replace(examples.record(), trials=tuple(trials), input=Config(num_workers=8))
+
+
+def test_what_bounds_the_run_and_what_a_sample_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "cores", lambda: 8)
+    found = list(feeding.explained(starved(), IMAGES))
+    assert found[0].startswith(
+        "the step can take 5,506 samples/s, the loader gives 3,440 with 8 workers, together they "
+        "make 3,392: input-bound"
+    )
+    assert found[1] == (
+        "a sample costs 2.1 ms of a worker: default_loader 71%, RandomResizedCrop 19%, ToDtype 7%, "
+        "collate 2%"
+    )
+    assert found[2].startswith("12 workers with a core each") and found[2].endswith("8 there are")
+    assert sum(": " in line for line in found[4:]) == len(said(IMAGES)) == len(found[4:])
+    assert list(feeding.explained(starved(), None))[1].startswith("Give --data")
+
+
+def test_what_loaders_give_is_drawn_over_their_workers() -> None:
+    chart = charts.loaders(starved())
+    assert chart and chart.level == STEP
+    assert {curve.label: curve.points for curve in chart.curves} == {
+        "the loader alone": ((0, 380.0), (4, 1720.0), (8, 3440.0)),
+        "with the step": ((0, 350.0), (4, 1696.0), (8, 3392.0)),
+        "with the step, 4 batches ahead": ((8, 3400.0),),
+    }
+    found = well_made(page(starved()))
+    assert "with the step, 4 batches ahead, 8 workers: 3,400 samples/s" in found.text
+    assert charts.loaders(examples.record()) is None
