@@ -38,7 +38,7 @@ KNOB = """    Knob(
 """
 SLEEPY = PACE + MODEL.replace("import torch\n", "import os, torch\n").replace(
     "    def forward(self, x):\n",
-    "    def forward(self, x):\n        keep_pace(self, 0.02 - 0.001 * int(os.environ['SLACK']))\n",
+    "    def forward(self, x):\n        keep_pace(self, 0.04 - 0.003 * int(os.environ['SLACK']))\n",
 )
 
 

@@ -29,8 +29,10 @@ from advisor.tuners.search.winners import Rates, Verdict, choose, raced, untold
 
 FIRST_HEAT = 0.7
 """Of the race's time, where there are two."""
-TOGETHER = 0.9
-"""Share of the memory that the configs of one race may take together."""
+TOGETHER = 0.6
+"""Share of the memory that the configs of one race may take together: an allocator reserves more
+than they take, and for what finds no room all that is built beside it is dropped, to be built
+again."""
 LEAST_S = 1.0
 """A comparison is not begun with less."""
 FITS = 0.7
