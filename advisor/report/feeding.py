@@ -20,6 +20,8 @@ from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, TORCH, WORKERS, describ
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Costs
 
+BY_THEMSELVES = TORCH | {"prefetch_factor": room.AHEAD}
+"""How workers work that are told nothing."""
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
 UNTUNED = (
@@ -45,8 +47,7 @@ class Pair:
     @property
     def way(self) -> str:
         """How its workers work, '4 batches ahead, pin_memory'; '' where it is as by themselves."""
-        by_themselves = Config({"prefetch_factor": room.AHEAD})
-        return described(self.loader.without(WORKERS), TORCH | by_themselves, nothing="")
+        return described(self.loader.without(WORKERS), BY_THEMSELVES, nothing="")
 
     @property
     def workers(self) -> int:
@@ -137,6 +138,10 @@ def explained(record: Record, costs: Costs | None) -> Iterator[str]:
     listed = ", ".join(shares[: len(shares) - small])
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
     takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+    on_gpu, task = record.key.environment.device.kind != "cpu", record.key.task
+    waits = chosen.together is not None and chosen.together.samples_per_s < KEEPS_UP * takes
+    if on_gpu and waits and task.dtype == "float32":
+        yield from helping.narrower(costs, record.batch * math.prod(task.sample))
     if gives >= KEEPS_UP * takes:
         return
     needed = math.ceil(takes * costs.seconds)
@@ -144,7 +149,6 @@ def explained(record: Record, costs: Costs | None) -> Iterator[str]:
         f"{needed:,} workers with a core each would feed the step, by what a sample costs; "
         f"{room.cores():,} there are"
     )
-    on_gpu = record.key.environment.device.kind != "cpu"
     yield "what would help changes your code; computed from that, with the workers that there are:"
     yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
 
@@ -155,8 +159,8 @@ def _chosen(record: Record) -> Pair | None:
     both = [one for one in pairs(record) if one.together and one.workers == wanted]
     # What acts between epochs was not measured within one.
     acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].per_epoch})
-    # The first of several works otherwise as workers do by themselves.
-    exact = [one for one in both if acting.items() <= one.loader.items()]
+    told = acting.changed(BY_THEMSELVES)
+    exact = [one for one in both if one.loader.changed(BY_THEMSELVES) == told]
     return next(iter(exact or both), None)
 
 

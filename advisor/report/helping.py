@@ -103,6 +103,16 @@ class Feeding:
         return min(self.takes, self.gives * self.costs.seconds / left_s) if left_s else self.takes
 
 
+def narrower(costs: Costs, numbers: int) -> Iterator[str]:
+    """What a batch of so many float32 numbers takes to hand over and to copy, and what it would as
+    uint8; nothing where no part of a sample is known to convert it."""
+    if _called(costs.parts, CONVERTS):
+        yield (
+            f"each batch is {size(numbers * FLOAT_BYTES)} of float32 to hand over and copy; as "
+            f"uint8, normalised on the device, it is {size(numbers)}"
+        )
+
+
 def lines(feeding: Feeding) -> Iterator[str]:
     """A line each: what to do, and what it would give or why nothing."""
     yield from (_line(feeding, one) for one in SAVINGS if feeding.on_gpu or not one.on_gpu)

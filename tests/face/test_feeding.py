@@ -101,9 +101,37 @@ def test_what_bounds_the_run_and_what_a_sample_costs(monkeypatch: pytest.MonkeyP
         "a sample costs 2.1 ms of a worker: default_loader 71%, RandomResizedCrop 19%, ToDtype 7%, "
         "collate 2%"
     )
-    assert found[2].startswith("12 workers with a core each") and found[2].endswith("8 there are")
-    assert sum(": " in line for line in found[4:]) == len(said(IMAGES)) == len(found[4:])
+    assert found[2] == (
+        "each batch is 48 MiB of float32 to hand over and copy; as uint8, normalised on the "
+        "device, it is 12 MiB"
+    )
+    assert found[3].startswith("12 workers with a core each") and found[3].endswith("8 there are")
+    assert sum(": " in line for line in found[5:]) == len(said(IMAGES)) == len(found[5:])
     assert list(feeding.explained(starved(), None))[1].startswith("Give --data")
+
+
+def test_a_loader_that_keeps_up_alone_and_not_with_the_step_has_smaller_batches_named() -> None:
+    """As its batches take their time to hand over; tokens are as small as they can be."""
+    record = starved()
+    alone = fed(4, "loader", 2 * STEP, Config(EIGHT))
+    fast = replace(record, trials=(*record.trials, alone))
+    assert [line for line in feeding.explained(fast, IMAGES) if "as uint8" in line]
+    small = replace(fast.key, task=replace(fast.key.task, dtype="int64"))
+    text = replace(IMAGES, parts=(Cost(part="Text.parse", seconds=1e-3),))
+    for told in (
+        feeding.explained(replace(fast, key=small), IMAGES),
+        feeding.explained(fast, text),
+    ):
+        assert not [line for line in told if "as uint8" in line]
+
+
+@pytest.mark.parametrize(("pins", "together"), [(False, 3392.0), (True, 3390.0)])
+def test_the_pair_that_is_told_works_as_advised(pins: bool, together: float) -> None:
+    record = starved()
+    pinned = fed(4, "input", 3390.0, Config(EIGHT | {"pin_memory": True}))
+    advised = Config(num_workers=8) | ({"pin_memory": True} if pins else {})
+    told = replace(record, trials=(pinned, *record.trials), input=advised)
+    assert f"together they make {together:,.0f}:" in list(feeding.said(told))[-1]
 
 
 def test_what_loaders_give_is_drawn_over_their_workers() -> None:

@@ -3,7 +3,9 @@
 What a pair of loader and step gives is at most what either gives by itself, and the loader by
 itself is measured in a second: so it is, for few numbers of workers, until it outruns the step or
 gains no more. Only those near that knee are measured with the step, which shares the host with
-them.
+them; and the usual recipe, a worker for each core, so that the advice is not below it. On CUDA all
+of them pin memory, as a copy of what is not pinned waits for the step before: it is leaving that
+out which has to show a gain.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
 from advisor.tuners.search.plan import Part, Progress
-from advisor.tuners.search.race import Ratio, paired, race
+from advisor.tuners.search.race import MIN_ROUNDS, Ratio, paired, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
 
@@ -27,7 +29,7 @@ ALONE_S = 0.7
 """Timed seconds of a loader by itself, and of the step."""
 ENOUGH = 1.25
 """Times the step's speed from which on more workers are not looked at."""
-UNLIKELY = 0.6
+UNLIKELY = 0.8
 """Of the step's speed: workers who can only give less, by what one gives, are passed over."""
 GAIN = 1.05
 """More workers that give less than so many times as much are of no use, twice in a row."""
@@ -35,10 +37,11 @@ NEAR = 0.97
 """Of the best that can be, what is as good."""
 CLOSE = 0.8
 """Of that, what may yet be."""
-MOST_PAIRS = 5
+MOST_PAIRS = 4
+"""The fewer, the more turns each has."""
 DOUBLE = 2.0
 """Times as fast: no noise of a host does that twice."""
-PAIRS = 0.7
+PAIRS = 0.8
 """Of the time after that: how many workers; what is left goes to how they work."""
 WAITS = 0.03
 """Share of its time that a step waits from which it is worth a try to have more batches ready."""
@@ -96,7 +99,7 @@ class Loaders:
         if not near:
             return Config()
         rates = self._raced([self._with(workers) for workers in near], PAIRS)
-        best = self._fewest(rates)
+        best = self._best(rates)
         if best is None:
             self.said.append(
                 "the loader is not tuned: the budget left no time to measure it with the step"
@@ -127,7 +130,8 @@ class Loaders:
                 return
 
     def _near(self, step: float) -> list[int]:
-        """Numbers of workers that may feed it best, and none at all, as torch's own loader has."""
+        """Numbers of workers that may feed it best; none at all, as torch's own loader has; and
+        all that there are, as the usual recipe has. The likeliest first."""
         rates = {workers: seen.samples_per_s for workers, seen in self._alone.items()}
         if not rates:
             return []
@@ -137,24 +141,24 @@ class Loaders:
         likely = min((n for n in self._counts if n * rates.get(1, 0.0) >= wanted), default=knee)
         least = min(knee, likely)
         # Beside the step each gives less than alone: rather more than fewer.
-        near = [knee, least, *self._beside(least, 1), *self._beside(knee, 1)]
+        near = [knee, 0, self._counts[-1], least, *self._beside(least, 1), *self._beside(knee, 1)]
         # Pairs give no more than the loader alone, but for its own noise.
         near += (n for n in self._beside(least, -1) if rates.get(n, wanted) >= CLOSE * wanted)
-        # The likeliest first: a short race may not come to the others.
-        return list(dict.fromkeys([0, *near]))[:MOST_PAIRS]
+        return list(dict.fromkeys(near))[:MOST_PAIRS]
 
     def _beside(self, workers: int, by: int) -> list[int]:
         """The next number of workers, up or down; none at the end."""
         at = self._counts.index(workers) + by
         return self._counts[at : at + 1] if at >= 0 else []
 
-    def _fewest(self, rates: Rates) -> Config | None:
-        """Of those that are level with the fastest, the one with fewest workers."""
-        if not rates:
+    def _best(self, rates: Rates) -> Config | None:
+        """The fastest, or of those that are known to be level with it the one with fewest workers;
+        None where the race did not come to the loader without any."""
+        plain = self._with(0)
+        if plain not in rates:
             return None
         best = max(rates, key=lambda config: statistics.median(rates[config]))
-        plain = self._with(0)
-        if plain in rates and best != plain:
+        if best != plain:
             ratio = paired(rates[best], rates[plain])
             if not (faster(ratio) or self._doubles(ratio)):
                 if ratio.mean >= CLEARLY:
@@ -163,7 +167,7 @@ class Loaders:
                         "be told: give a larger --budget, or a quieter machine"
                     )
                 return plain
-        tied = [c for c in rates if c == best or level(paired(rates[c], rates[best]))]
+        tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
         return min(tied, key=lambda config: _number(config[WORKERS]))
 
     def _doubles(self, ratio: Ratio) -> bool:
@@ -175,10 +179,11 @@ class Loaders:
     def _refined(self, best: Config, samples: int) -> Config:
         """How the workers work: each knob of that, as far as it gains."""
         start_s, waits = self._start_s(best), self._waits(best)
-        for name, (_own, *others) in self._space.inputs.items():
+        for name, values in self._space.inputs.items():
             knob = BY_NAME[name]
             if name == WORKERS or knob.by_rule:
                 continue
+            others = [value for value in values if value != best[name]]
             if knob.per_epoch:
                 rate = self._rate(best)
                 if samples and rate and start_s >= EPOCH * samples / rate:
@@ -216,11 +221,12 @@ class Loaders:
         return [workers for workers in counts if workers < self._failing]
 
     def _with(self, workers: int) -> Config:
-        """The step with a loader of so many workers, as they work by themselves."""
+        """The step with a loader of so many workers, as they usually work."""
         own, values = self._space.default_input, self._space.inputs
         idle = [name for name in own if name != WORKERS and not workers]
-        ruled = {name: values[name][-1] for name in own if BY_NAME[name].by_rule}
-        return Config(self._config | own.replace(**ruled, **{WORKERS: workers}).without(*idle))
+        rows = {name: BY_NAME[name] for name in own}
+        usual = {n: values[n][-1] for n, row in rows.items() if row.by_rule or row.non_blocking}
+        return Config(self._config | own.replace(**usual, **{WORKERS: workers}).without(*idle))
 
     def _tell(self, config: Config) -> None:
         said = [f"the step alone {self._step:,.0f}"]
@@ -322,6 +328,11 @@ def _trial(config: Config, measured: Measurement, stage: str, origin: str, secon
     return Trial(
         number=0, config=config, measurement=measured, stage=stage, origin=origin, seconds=seconds
     )
+
+
+def _known_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether they are level, by as many turns as tell: one or two call level what is far apart."""
+    return min(len(ours), len(theirs)) >= MIN_ROUNDS and level(paired(ours, theirs))
 
 
 def _number(value: Value) -> int:
