@@ -400,6 +400,17 @@ def test_what_compiles_is_built_at_once_and_then_measured(tmp_path: Path) -> Non
     assert sum(trial.seconds for trial in seen.trials) == pytest.approx(device.time)
 
 
+def test_what_has_no_time_to_be_built_at_once_is_compiled_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """On an H200 four builds were given up after 52 s, in which a script compiles one."""
+    device = Built()
+    found = search(device, tmp_path, space=COMPILED, search_s=55.0, builder=device)
+    compiled = [t for t in found.run() if knobs.compiles(t.config)]
+    assert not device.groups
+    assert compiled and all(trial.measurement.ok for trial in compiled)
+
+
 def test_what_a_builder_says_nothing_of_is_tried_as_if_there_was_none(tmp_path: Path) -> None:
     device = Built(silent=True)
     search(device, tmp_path, space=COMPILED, search_s=1e4, builder=device).run()
