@@ -348,7 +348,8 @@ def permissions(given: Mapping[str, object]) -> dict[str, Any]:
     for name in found:
         one = rows(Task)[name]
         if one.shown:
-            raise UsageError(f"{one.option or one.keyword}: a run shows it itself; leave it out")
+            said = one.option or next(iter(one.switches), one.keyword)
+            raise UsageError(f"{said}: a run shows it itself; leave it out")
     return found
 
 

@@ -315,6 +315,8 @@ def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
         Numbered(), num_workers=1, multiprocessing_context="spawn"
     )
     assert loaders._why_kept(spawned) == "the loader: its workers are not forked"
+    staying: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
+    assert loaders._why_kept(staying) == "the loader: its workers stay from one epoch to the next"
 
 
 def test_what_fails_in_taken_workers_is_fetched_and_the_next_epoch_has_its_own(

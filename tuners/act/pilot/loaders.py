@@ -377,6 +377,8 @@ def _why_kept(loader: DataLoader[Any]) -> str:
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() != "fork":
         return "the loader: its workers are not forked"
+    if loader.persistent_workers:  # begun once, they draw once from what its sampler draws from
+        return "the loader: its workers stay from one epoch to the next"
     return _why_alone(loader)
 
 
