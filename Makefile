@@ -17,12 +17,12 @@ demo: $(USE)
 	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests: a file's tests share what they set up, so a file stays with one process. In their
-## own order: otherwise files of few tests come last, and the longest have few. One process more than
-## CI has cores, because many tests wait. Compiled before, because most are of processes that import
-## it, and with PYTHONDONTWRITEBYTECODE each would compile.
+## own order: otherwise files of few tests come last, and the longest have few. As many processes as
+## CI has cores: with one more, tests that compare speeds fail by chance. Compiled before, because
+## most are of processes that import it, and with PYTHONDONTWRITEBYTECODE each would compile.
 test: $(DEV)
 	$(BIN)/python -m compileall -q advisor tuners cache
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 ## Everything that CI checks.
 check: lint test

@@ -162,7 +162,7 @@ def test_a_knob(copy: Copy) -> None:
     """Of whole numbers from 0 on, which is what is read, by a mistake, as nothing at all."""
     (copy.work / "sleepy.py").write_text(SLEEPY)
     tune = ("tune", "sleepy.py", "--shape", SHAPE, "--device", "cpu", "--json")
-    options = ("--budget", "8s", "--trials", "4", "--fixed-batch", "--no-compile")
+    options = ("--budget", "16s", "--trials", "4", "--fixed-batch", "--no-compile")
     options += ("--precisions", "default")
     found = json.loads(copy.advisor(*tune, *options))["record"]
     chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
