@@ -21,6 +21,9 @@ _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
 
 _OPERATIONS = ("matmul", "conv", "rnn")
 
+EPS = 2.0**-10
+"""Of TF32: the distance from 1 to the next number it has."""
+
 
 def set_float32(precision: str) -> None:
     """Set what float32 matrix products, convolutions and recurrent layers are computed in.
@@ -118,6 +121,11 @@ def describe() -> str:
         allowed = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.allow_tf32)
         found = ["tf32" if tf32 else "ieee" for tf32 in allowed]
     return " ".join(f"{op}={set_}" for op, set_ in zip(_OPERATIONS, found, strict=True))
+
+
+def allowed() -> bool:
+    """Whether any operation on float32 numbers may read no more than TF32's digits of them."""
+    return "tf32" in describe()
 
 
 def _has_new_switches() -> bool:

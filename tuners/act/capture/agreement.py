@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from advisor.tuners import tf32
+
 ROUNDS = 4
 """Runs of each way from one state, where the first two differ."""
 NUDGES = 4
@@ -117,14 +119,17 @@ def _distance(a: Tensor, b: Tensor) -> float:
 def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
     """Each number by its last digit, up or down: what this does to a step, rounding may do to it.
 
-    All in one direction would do nothing where a norm follows, which takes a common factor away.
+    The last that is read: convolutions in TF32 do not see float32's. All in one direction would do
+    nothing where a norm follows, which takes a common factor away.
     """
     nudges = []
+    coarse = tf32.allowed()
     for at, weight in enumerate(w.detach() for w in weights if w.is_floating_point()):
         before = weight.clone()
         draw = torch.Generator(weight.device).manual_seed(len(weights) * seed + at)
         up = torch.empty_like(weight).bernoulli_(0.5, generator=draw)
-        weight.mul_(1 + 4 * torch.finfo(weight.dtype).eps * (up - 0.5))
+        read = tf32.EPS if coarse and weight.is_cuda else 0.0
+        weight.mul_(1 + 4 * max(read, torch.finfo(weight.dtype).eps) * (up - 0.5))
         nudges.append((weight, weight - before))
     return nudges
 
