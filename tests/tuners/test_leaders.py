@@ -103,7 +103,7 @@ def test_the_same_code_is_built_once_and_what_takes_minutes_with_its_like() -> N
     def needs_s(config: Config) -> float:
         needed = knobs.BY_NAME["compile"].dear
         assert needed is not None
-        return needed(config["compile"])
+        return needed(config["compile"], full.modules)
 
     first, second = together(listed, 4, needs_s)
     modes = [config["compile"] for config in first]
@@ -112,3 +112,11 @@ def test_the_same_code_is_built_once_and_what_takes_minutes_with_its_like() -> N
     assert {config["compile"] for config in second} == {*autotuned}
     alone = together(listed[:3], 1, needs_s)
     assert [len({*map(knobs.code, filter(knobs.compiles, group))}) for group in alone] == [1, 1]
+
+
+def test_a_large_model_takes_longer_to_compile() -> None:
+    needed = knobs.BY_NAME["compile"].dear
+    assert needed is not None
+    resnet50, efficientnet_v2_s = needed("default", 151), needed("default", 714)
+    assert efficientnet_v2_s > 2 * resnet50
+    assert needed("cudagraphs", 714) == needed("cudagraphs", 151) < resnet50

@@ -15,7 +15,8 @@ from advisor.tuners.knobs import COMPUTE, INPUT, Situation
 class Space:
     """Knob names and the values offered, torch's own first; fixed knobs have one value.
 
-    `reference`: strict fp32 where that is another thing than torch's default, else None.
+    `reference`: strict fp32 where that is another thing than torch's default, else None. `modules`:
+    in the model.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Space:
         frugal: Iterable[str] = (),
         anew: Iterable[str] = (),
         reference: Config | None = None,
+        modules: int = 0,
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
@@ -43,6 +45,7 @@ class Space:
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
         """What DataLoader does by itself."""
         self.reference = reference
+        self.modules = modules
 
     @classmethod
     def of(cls, here: Situation) -> Space:
@@ -59,6 +62,7 @@ class Space:
             dear=(knob.name for knob in knobs.KNOBS if knob.dear),
             frugal=(knob.name for knob in knobs.KNOBS if knob.frugal),
             anew=here.mapped,
+            modules=here.modules,
         )
         strict = knobs.strict(found.default)
         # A CPU's own float32 is strict.

@@ -417,7 +417,9 @@ class Search:
     def _needs_s(self, values: Mapping[str, Value]) -> float:
         """Seconds that a trial of these values of knobs must have."""
         rows = ((knobs.BY_NAME[name].dear, value) for name, value in self._dear(values))
-        return max((needs(value) for needs, value in rows if needs), default=0.0)
+        return max(
+            (needs(value, self._space.modules) for needs, value in rows if needs), default=0.0
+        )
 
     def _may_be_dear(self, config: Config) -> bool:
         return (
