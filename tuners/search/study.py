@@ -351,7 +351,10 @@ class Search:
         short = Leaders.among(self._space, self.trials).is_short
         groups = order(self._space, leaders, values, short)
         dear = list(dict.fromkeys(config for group in groups for config in group))
-        room = min(self._room(self._space.batch), self._timely(values))
+        each = [self._needs_s({name: value}) for name, value in values]
+        room = self._timely(max((one for one in each if one <= self._ahead_s), default=math.inf))
+        if room > 1:  # asked first: for the memory a run hands over the calls of a step
+            room = min(room, self._room(self._space.batch))
         for group in together(dear, room, self._needs_s) if room > 1 else groups:
             self._try_group(group, room)
             if room == 1:
@@ -366,13 +369,15 @@ class Search:
         most = self._scope.trials
         return room if most is None else max(1, min(room, most - len(self.trials)))
 
-    def _timely(self, values: Sequence[tuple[str, Value]]) -> int:
-        """How many may be built at once in the time that is left: 1 where it holds no more than one
-        after the other."""
-        most_s = AHEAD_SHARE * self._reach_s(self._part.left_s)
-        needs = (self._needs_s({name: value}) for name, value in values)
-        needs_s = max((seconds for seconds in needs if seconds <= most_s), default=math.inf)
-        return max(1, int((most_s / needs_s - ALONE) / EACH))
+    @property
+    def _ahead_s(self) -> float:
+        """Seconds that may be spent on building configs at once."""
+        return AHEAD_SHARE * self._reach_s(self._part.left_s)
+
+    def _timely(self, needs_s: float) -> int:
+        """How many configs that need as long may be built at once in the time that is left: 1 where
+        it holds no more than one after the other."""
+        return max(1, int((self._ahead_s / needs_s - ALONE) / EACH))
 
     def _try_group(self, configs: Sequence[Config], room: int) -> None:
         """Try what is dear, as many as there is room for built at once."""
@@ -385,10 +390,10 @@ class Search:
     def _build(self, configs: Sequence[Config], room: int) -> None:
         """Build configs before they are measured; one that fails has had its trial, and one of
         which nothing is known is tried as if it had not been to be built."""
-        builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
+        builder, deadline_s = self._builds.builder, self._ahead_s
         if builder is None or len(configs) < 2:
             return
-        if deadline_s < (ALONE + EACH * len(configs)) * max(map(self._needs_s, configs)):
+        if len(configs) > self._timely(max(map(self._needs_s, configs))):
             return
         self._runner.release()
         asked = {config: self._journal.ask("leader", config) for config in configs}
