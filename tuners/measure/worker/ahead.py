@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +56,7 @@ class Ahead:
         self._job = job
         self._beside = beside
         self._compared = compared
-        self._place = place
+        self._place = place or Place.here()
 
     def room(self, peak_bytes: int) -> int:
         """As `Builder.room`: by the cores, the host's memory and the device's.
@@ -117,8 +116,7 @@ class Ahead:
         count = len(configs) + len(beside)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
         threads = str(max(1, 2 * host.cores() // count))
-        theirs = self._place.environment if self._place else os.environ
-        environment = {} if _THREADS in theirs else {_THREADS: threads}
+        environment = {} if _THREADS in self._place.environment else {_THREADS: threads}
         # A run holds some of it meanwhile.
         memory = min(filter(None, (host.memory_limit(), host.free_bytes())), default=0) // count
         begun = {}
