@@ -73,8 +73,7 @@ class HandedAhead:
             self._give_up(next(iter(built.values())).measurement.reason)
             return {}
         # Beside the script there is less memory.
-        short = ("out_of_memory",)
-        return {c: one for c, one in built.items() if one.measurement.outcome not in short}
+        return {c: one for c, one in built.items() if one.measurement.outcome != "out_of_memory"}
 
     def _handed(self, config: Config) -> Ahead | None:
         """What builds, once the calls of the script's next step are handed over."""
