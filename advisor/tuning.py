@@ -488,7 +488,13 @@ class _OfTarget(_Tuning):
 
         first = self._device
         visible = in_place_of(first, device) if device != first else ""
-        return Job(task=self._task, device=first, visible=visible, seed=self._plan.seed)
+        return Job(
+            task=self._task,
+            device=first,
+            seed=self._plan.seed,
+            visible=visible,
+            shares_host=len(self._devices) > 1,
+        )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command
