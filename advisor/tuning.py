@@ -471,6 +471,7 @@ class _OfTarget(_Tuning):
                     self._job(self._device),
                     worker,
                     compared=facts.draws and _tolerance(self._task) > 0,
+                    tell=self._progress.building,
                 ),
                 fleet=fleet if len(described) > 1 else None,
                 data=data,
@@ -628,7 +629,7 @@ class OfRun(_Tuning):
         if seen.varies or not any(map(knobs.compiles, dear)):
             return contextlib.nullcontext()
         job = Job(task=key.task, device=seen.device, seed=self._plan.seed)
-        return HandedAhead.beside(run, job, self._progress.notice)
+        return HandedAhead.beside(run, job, self._progress.notice, self._progress.building)
 
     def space(self, situation: Situation) -> Space:
         """What may be tried."""

@@ -57,14 +57,10 @@ def nothing_compiled() -> Iterator[None]:
         yield
 
 
-def untold(_configs: Sequence[Config], _seconds: float) -> None:
-    pass
-
-
 def building(ahead: Ahead, configs: Sequence[Config]) -> tuple[float, dict[Config, Built]]:
     """(Seconds by the wall clock, what became of each)."""
     began = time.monotonic()
-    built = ahead.build(configs, room=len(configs), deadline_s=DEADLINE_S, tell=untold)
+    built = ahead.build(configs, room=len(configs), deadline_s=DEADLINE_S)
     return time.monotonic() - began, built
 
 

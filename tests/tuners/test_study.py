@@ -348,10 +348,9 @@ class Built(Simulated):
         return self.most
 
     def build(
-        self, configs: Sequence[Config], *, room: int, deadline_s: float, tell: Any
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Done]:
         assert len(configs) <= room == self.most
-        tell(configs, 0.0)
         self.groups.append(list(configs))
         built: dict[Config, Done] = {}
         if self.silent:

@@ -398,8 +398,7 @@ class Search:
         self._runner.release()
         asked = {config: self._journal.ask("leader", config) for config in configs}
         start = self.clock.now()
-        tell = self._progress.building
-        built = builder.build(configs, room=room, deadline_s=deadline_s, tell=tell)
+        built = builder.build(configs, room=room, deadline_s=deadline_s)
         self._builds.keep(built, self.clock.now() - start)
         for config, one in built.items():
             if one.measurement.ok:
