@@ -471,6 +471,7 @@ class _OfTarget(_Tuning):
                     self._job(self._device),
                     worker,
                     compared=facts.draws and _tolerance(self._task) > 0,
+                    tell=self._progress.building,
                 ),
                 fleet=fleet if len(described) > 1 else None,
                 data=data,
@@ -488,7 +489,13 @@ class _OfTarget(_Tuning):
 
         first = self._device
         visible = in_place_of(first, device) if device != first else ""
-        return Job(task=self._task, device=first, visible=visible, seed=self._plan.seed)
+        return Job(
+            task=self._task,
+            device=first,
+            seed=self._plan.seed,
+            visible=visible,
+            shares_host=len(self._devices) > 1,
+        )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
         return not record.key.task.command
@@ -622,7 +629,7 @@ class OfRun(_Tuning):
         if seen.varies or not any(map(knobs.compiles, dear)):
             return contextlib.nullcontext()
         job = Job(task=key.task, device=seen.device, seed=self._plan.seed)
-        return HandedAhead.beside(run, job, self._progress.notice)
+        return HandedAhead.beside(run, job, self._progress.notice, self._progress.building)
 
     def space(self, situation: Situation) -> Space:
         """What may be tried."""

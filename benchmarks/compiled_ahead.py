@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import threading
@@ -28,6 +27,7 @@ import record as results
 
 from advisor.cache.config import Config, Value
 from advisor.cache.task import Task
+from advisor.cli.options import environment
 from advisor.tuners import host
 from advisor.tuners.environment import default_device
 from advisor.tuners.knobs import BY_NAME, described, plain
@@ -52,26 +52,15 @@ DEADLINE_S = 400.0
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Compilers' caches on disk that hold nothing, for all that is started meanwhile."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        caches = empty_caches(folder)
-        before = {name: os.environ.get(name) for name in caches}
-        os.environ |= caches
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                os.environ |= {name: value} if value is not None else {}
-
-
-def untold(_configs: Sequence[Config], _seconds: float) -> None:
-    pass
+    emptied = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with emptied as folder, environment(empty_caches(folder)):
+        yield
 
 
 def building(ahead: Ahead, configs: Sequence[Config]) -> tuple[float, dict[Config, Built]]:
     """(Seconds by the wall clock, what became of each)."""
     began = time.monotonic()
-    built = ahead.build(configs, room=len(configs), deadline_s=DEADLINE_S, tell=untold)
+    built = ahead.build(configs, room=len(configs), deadline_s=DEADLINE_S)
     return time.monotonic() - began, built
 
 

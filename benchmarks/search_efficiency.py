@@ -123,15 +123,9 @@ class Clocked(ReplayRunner):
         return self._at_once
 
     def build(
-        self,
-        configs: Sequence[Config],
-        *,
-        room: int,
-        deadline_s: float,
-        tell: Callable[[Sequence[Config], float], None],
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Built]:
         del room
-        tell(configs, 0.0)
         built = {}
         for config in configs:
             first_s = self.first_step_s(config)

@@ -50,7 +50,9 @@ class Told(Progress):
         self.searched_s = spent_s
         said = trial.measurement.outcome
         if trial.measurement.ok:
-            said = f"{trial.measurement.samples_per_s:,.0f}/s, busy {trial.measurement.busy:.0%}"
+            said = f"{trial.measurement.samples_per_s:,.0f}/s"
+            if trial.measurement.busy:
+                said += f", busy {trial.measurement.busy:.0%}"
         shown = f"{described(trial.config)} at {trial.config.batch}"
         took = f"{trial.origin}, {trial.seconds:.1f} s"
         self.say(f"{spent_s:6.1f} s  {trial.number}  {shown}: {said} ({took})")

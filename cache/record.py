@@ -52,8 +52,8 @@ class Measurement:
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` of them by the GPU's clock, gaps between its kernels
             included, 0 on the CPU.
-        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU, and in
-            the turns of a race, where nobody asks.
+        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU, and where
+            nobody asks, as in a race, or with one device.
         first_step_s: seconds of the first step, compilation and algorithm search included.
         peak_bytes: device memory at its peak.
         steps: how many were timed.
@@ -88,7 +88,7 @@ class Measurement:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host could not issue steps faster than the device takes them."""
+        """Whether the host could not issue steps faster than the device takes them, or may not."""
         return self.ok and self.busy < BUSY
 
 

@@ -111,12 +111,12 @@ def test_a_script_finds_what_was_built_beside_it_compiled(run: Run) -> None:
     job, said = job_of(run), Said()
     one = run.own.replace(compile="default")
     other = one.replace(channels_last=True)
-    with HandedAhead.beside(run, job, said.notices.append) as ahead:
+    with HandedAhead.beside(run, job, said.notices.append, said.tell) as ahead:
         assert ahead.room(0) == 2
         folder = Path(ahead.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert (folder / CALLS).stat().st_size < 2**14, "no weights are written"
-        built = ahead.build([one, other], room=2, deadline_s=200.0, tell=said.tell)
+        built = ahead.build([one, other], room=2, deadline_s=200.0)
     assert not folder.exists()
     assert {config: made.measurement.outcome for config, made in built.items()} == {
         one: "ok",
@@ -132,9 +132,9 @@ def test_a_script_finds_what_was_built_beside_it_compiled(run: Run) -> None:
 def test_what_cannot_be_handed_over_goes_on_as_before(run: Run) -> None:
     written(NET + "if True:" + TRAINING)
     job, said = job_of(run), Said()
-    with HandedAhead.beside(run, job, said.notices.append) as ahead:
+    with HandedAhead.beside(run, job, said.notices.append, said.tell) as ahead:
         assert ahead.room(0) == 1 and ahead.room(0) == 1
-        assert ahead.build([run.own], room=1, deadline_s=60.0, tell=said.tell) == {}
+        assert ahead.build([run.own], room=1, deadline_s=60.0) == {}
     [notice] = said.notices
     assert notice.startswith(NOT_AHEAD) and 'train under if __name__ == "__main__"' in notice
     assert run.measure(run.own, seconds=0.05).ok
@@ -143,9 +143,9 @@ def test_what_cannot_be_handed_over_goes_on_as_before(run: Run) -> None:
 def test_a_process_that_cannot_make_the_calls_says_nothing_of_a_config(run: Run) -> None:
     written('if __name__ != "__main__":\n    raise OSError("the port is taken")\n' + GUARDED)
     job, said = job_of(run), Said()
-    with HandedAhead.beside(run, job, said.notices.append) as ahead:
+    with HandedAhead.beside(run, job, said.notices.append, said.tell) as ahead:
         assert ahead.room(0) == 2
-        assert ahead.build([run.own], room=1, deadline_s=60.0, tell=said.tell) == {}
+        assert ahead.build([run.own], room=1, deadline_s=60.0) == {}
         assert ahead.room(0) == 1
     assert len(said.notices) == 1 and "the port is taken" in said.notices[0]
     assert run.measure(run.own, seconds=0.05).ok

@@ -65,10 +65,10 @@ def test_what_crashes_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
     path.write_text(MEAN)
     heard = Heard()
     with Worker(job(path), deadline_s=60) as worker:
-        ahead = Ahead(job(path), worker)
+        ahead = Ahead(job(path), worker, tell=heard.tell)
         good, dies, raises = configs = [config(n) for n in (4, 3, 11)]
-        built = ahead.build(configs, room=3, deadline_s=60.0, tell=heard.tell)
-        hangs = ahead.build([config(6)], room=1, deadline_s=1.0, tell=heard.tell)[config(6)]
+        built = ahead.build(configs, room=3, deadline_s=60.0)
+        hangs = ahead.build([config(6)], room=1, deadline_s=1.0)[config(6)]
     outcomes = {one: built[one].measurement.outcome for one in configs}
     assert outcomes == {good: "ok", dies: "crashed", raises: "failed"}
     assert built[good].measurement.first_step_s > 0
@@ -91,9 +91,8 @@ def test_an_interruption_ends_what_is_being_built(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with Worker(job(path), deadline_s=60) as worker, pytest.raises(KeyboardInterrupt):
-        Ahead(job(path), worker).build(
-            [config(6), config(4)], room=2, deadline_s=60.0, tell=interrupt
-        )
+        ahead = Ahead(job(path), worker, tell=interrupt)
+        ahead.build([config(6), config(4)], room=2, deadline_s=60.0)
     assert all(ended(process, 0.5) for process in started)
 
 
@@ -106,9 +105,8 @@ def test_a_worker_finds_what_was_built_compiled(
     path.write_text(COUNTED.replace("DRAWN", str(random.SystemRandom().random())))
     compiled = config(4).replace(compile="default")
     with Worker(job(path), deadline_s=200) as worker:
-        built = Ahead(job(path), worker).build(
-            [compiled], room=1, deadline_s=200.0, tell=lambda _left, _seconds: None
-        )[compiled]
+        ahead = Ahead(job(path), worker)
+        built = ahead.build([compiled], room=1, deadline_s=200.0)[compiled]
         assert built.measurement.ok
         assert (tmp_path / "counts").read_text() == "0 2", "forward and backward"
         measured = worker.measure(compiled, seconds=0.05)
@@ -128,7 +126,7 @@ def test_what_is_compiled_anew_to_be_compared_is_built_beside(
     with Worker(job(path), deadline_s=200) as worker:
         assert worker.describe().draws
         ahead = Ahead(job(path), worker, compared=True)
-        built = ahead.build([compiled], room=2, deadline_s=200.0, tell=lambda _left, _seconds: None)
+        built = ahead.build([compiled], room=2, deadline_s=200.0)
         assert built[compiled].measurement.ok
         verified = worker.verify(compiled, against=config(4), steps=8, tolerance=0.02)
     assert verified.ok, verified.reason

@@ -319,6 +319,18 @@ def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
     assert loaders._why_kept(staying) == "the loader: its workers stay from one epoch to the next"
 
 
+def test_whose_workers_are_taken_is_asked_once_an_epoch(
+    taking: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[DataLoader[Any]] = []
+    plain = loaders._why_kept
+    monkeypatch.setattr(loaders, "_why_kept", lambda one: asked.append(one) or plain(one))
+    loader: DataLoader[Any] = DataLoader(Numbered(), batch_size=3, num_workers=1)
+    for _epoch in range(2):
+        epoch(loader)
+    assert asked == [loader, loader]
+
+
 def test_what_fails_in_taken_workers_is_fetched_and_the_next_epoch_has_its_own(
     taking: Loaders, failures: list[Exception]
 ) -> None:

@@ -338,18 +338,19 @@ class Built(Simulated):
     def __init__(self, room: int = 4, fails: str = "", *, silent: bool = False) -> None:
         super().__init__()
         self.most, self.fails, self.silent = room, fails, silent
+        self.asked = 0
         self.groups: list[list[Config]] = []
         self.codes: set[Config] = set()
 
     def room(self, peak_bytes: int) -> int:
         assert peak_bytes > 0
+        self.asked += 1
         return self.most
 
     def build(
-        self, configs: Sequence[Config], *, room: int, deadline_s: float, tell: Any
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Done]:
         assert len(configs) <= room == self.most
-        tell(configs, 0.0)
         self.groups.append(list(configs))
         built: dict[Config, Done] = {}
         if self.silent:
@@ -409,6 +410,20 @@ def test_what_has_no_time_to_be_built_at_once_is_compiled_one_after_the_other(
     compiled = [t for t in found.run() if knobs.compiles(t.config)]
     assert not device.groups
     assert compiled and all(trial.measurement.ok for trial in compiled)
+
+
+def test_where_there_is_time_for_one_nobody_asks_how_many_have_room(tmp_path: Path) -> None:
+    """A run hands over the calls of a step for that."""
+    space = Space(
+        COMPILED.choices | {"batch_size": (64,)},
+        conflicts={"step_graph": {"compile": ("cudagraphs", "reduce-overhead")}},
+        dear=("compile",),
+    )
+    short, long = Built(), Built()
+    search(short, tmp_path, "short", space=space, search_s=55.0, builder=short).run()
+    search(long, tmp_path, "long", space=space, search_s=165.0, builder=long).run()
+    assert (short.asked, short.groups) == (1, []), "how long to go on before what compiles"
+    assert long.asked > 1 and long.groups
 
 
 def test_what_a_builder_says_nothing_of_is_tried_as_if_there_was_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.errors import TargetError, TargetFailed
+from advisor.tuners.measure.worker import child
 from advisor.tuners.measure.worker.child import Bench
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.test_worker import job
@@ -185,6 +187,19 @@ def test_torchvision(name: str, shape: tuple[int, ...]) -> None:
     made.first_step()
     measured = made.measure(CONFIG, 0.02, "compute", False)
     assert measured.ok, measured.reason
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_whether_the_host_is_the_limit_is_asked_where_others_are_measured_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """It takes a step for which the device is held up."""
+    monkeypatch.setattr(child, "busy_share", lambda _step, _clock, _timing: 0.5)
+    made = bench(tmp_path, "model = lambda: nn.Linear(3, 4)", shape=(3,))
+    made = Bench(dataclasses.replace(made._job, shares_host=shared))
+    made.first_step()
+    assert made.measure(CONFIG, 0.02, "compute", False).busy == (0.5 if shared else 0.0)
+    assert made.measure(CONFIG, 0.02, "compute", True).busy == 0.0, "in a race"
 
 
 def test_a_captured_steps_first_steps_are_all_before_its_first_replay(

@@ -18,6 +18,10 @@ TOO_SOON = "the command ends before it is measured"
 """The reason of a config that a command leaves no steps for: nothing is told of the config."""
 
 
+Tell = Callable[[Sequence[Config], float], None]
+"""Called now and then with the configs that are not built yet and the seconds so far."""
+
+
 class Runner(Protocol):
     """Measures configs, one at a time. A failing config is a Measurement too, never an error."""
 
@@ -63,19 +67,13 @@ class Builder(Protocol):
         """How many may be built at once that take so many bytes of the device each, 1 at least."""
 
     def build(
-        self,
-        configs: Sequence[Config],
-        *,
-        room: int,
-        deadline_s: float,
-        tell: Callable[[Sequence[Config], float], None],
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Built]:
         """Run the first steps of all at once, each in a process of its own.
 
         Args:
             room: how many may be; what the configs leave of it is the builder's.
             deadline_s: seconds after which each that is not done is given up, as 'timed_out'.
-            tell: called now and then with those that are not done and the seconds so far.
 
         Returns:
             What became of them; without those of which this says nothing.

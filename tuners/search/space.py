@@ -174,7 +174,17 @@ class Space:
 
     def is_dear(self, config: Config) -> bool:
         """Whether a config takes many seconds before its first step."""
-        return any(not _same(config[name], self.default[name]) for name in self.dear)
+        return bool(self.dear_in(config))
+
+    def dear_in(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
+        """What of these values of knobs makes a config dear."""
+        names = (name for name in self.dear if name in values)
+        return {(n, values[n]) for n in names if not _same(values[n], self.default[n])}
+
+    @property
+    def dear_values(self) -> list[tuple[str, Value]]:
+        """What may make a config dear."""
+        return [(name, value) for name in self.dear for value in self.choices[name][1:]]
 
 
 def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:

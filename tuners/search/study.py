@@ -29,6 +29,7 @@ from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
+from advisor.tuners.search.times import Times
 
 REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
@@ -45,19 +46,6 @@ BESIDE = 0.85
 EAGER, EAGER_AHEAD = 0.5, 0.3
 """Share of the search for guesses and larger batches where a dear knob is to be tried after; the
 same where several configs are then built at once, which takes as long as the slowest."""
-AHEAD_SHARE = 0.9
-"""Of what the search may take then, what building them may; measuring them has the rest."""
-ALONE, EACH = 1.5, 0.25
-"""Of the seconds that a trial of a dear knob must have, what building takes in processes of their
-own, and for each of them more: on 16 cores beside an H200 two of MobileNetV3 took 67 to 87 s, where
-one in the worker takes 55, four of ResNet-50 more than 52, where one takes 35."""
-DEAR_SHARE = 2 / 3
-"""Of the search time left, what one value of a dear knob may take before it is given up."""
-DEAR_LEAST_S = 45.0
-"""Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this, unless
-the budget is."""
-TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
-"""Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
 REBUILT = 2
 """Times that what leads is built, and compiled, again once the search is over: to hold it against
 fp32, and through a DataLoader."""
@@ -129,11 +117,10 @@ class Search:
         self._scope = scope
         self._progress = progress or Progress()
         self.clock = scope.clock
-        self._part = scope.clock.search()
-        self._kept_s = 0.0
         self._aim = _Aim(space.uses[0], None)
         self._left: list[Config] = []
         self._builds = Builds(scope.builder)
+        self._times = Times(scope.clock, space, self._builds)
         self._begun: dict[Config, optuna.Trial] = {}
         self._loading = space.default.only(*knobs.FEEDS)
         study.sampler = scope.sampler or GainPerSecond(
@@ -154,7 +141,7 @@ class Search:
             measured = trial.measurement
             failed = not measured.ok and trial.config == self._space.default
             short = measured.outcome == "timed_out" and (
-                self._limit_s(trial.config) > LONGER * trial.seconds
+                self._times.limit_s(trial.config) > LONGER * trial.seconds
             )
             if not failed and not short:
                 self._remember(trial)
@@ -183,10 +170,10 @@ class Search:
             reason = default.measurement.reason if default else "it was not tried"
             raise WorkerError(f"{self._scope.baseline} could not be measured: {reason}")
         eager = EAGER if self._room(self._space.batch) < 2 else EAGER_AHEAD
-        kept_s = (1 - eager) * self._part.left_s
-        most = self._reach_s(kept_s)
-        if any(self._needs_s({name: value}) <= most for name, value in self._dear_values()):
-            self._kept_s = kept_s
+        kept_s = (1 - eager) * self._times.left_s
+        most = self._times.reach_s(kept_s)
+        if any(self._times.needs_s({n: v}) <= most for n, v in self._space.dear_values):
+            self._times.kept_s = kept_s
         near = dict.fromkeys(self._space.near(config) for config in self._scope.first)
         self._try_each(filter(self._space.holds, near), "near record")
         self._feed(self._space.default)
@@ -196,13 +183,13 @@ class Search:
         self._probe_large()
         self._try_each(guessed[leading:], "guess")
         self._settle_batch()
-        self._kept_s = 0.0
+        self._times.kept_s = 0.0
         self._feed(self.best(self._space.batch).config)
         self._try_dear()
         self._try_frugal()
         self._feed(self.best(self._space.batch).config)
         best = self.best(self._space.batch)
-        self._kept_s = REBUILT * self.again.get(best.config, best.measurement.first_step_s)
+        self._times.kept_s = REBUILT * self.again.get(best.config, best.measurement.first_step_s)
         self._try_on_leaders()
         self._sample()
         return self.trials
@@ -301,7 +288,7 @@ class Search:
         follow goes first: more scripts can.
         """
         user, space = self._space.batch, self._space
-        values = self._dear_values()
+        values = space.dear_values
         uses = [
             use
             for use in reversed(space.uses)
@@ -351,8 +338,12 @@ class Search:
         short = Leaders.among(self._space, self.trials).is_short
         groups = order(self._space, leaders, values, short)
         dear = list(dict.fromkeys(config for group in groups for config in group))
-        room = min(self._room(self._space.batch), self._timely(values))
-        for group in together(dear, room, self._needs_s) if room > 1 else groups:
+        times = self._times
+        each = [times.needs_s({name: value}) for name, value in values]
+        room = times.at_once(max((one for one in each if one <= times.ahead_s), default=math.inf))
+        if room > 1:  # asked first: for the memory a run hands over the calls of a step
+            room = min(room, self._room(self._space.batch))
+        for group in together(dear, room, times.needs_s) if room > 1 else groups:
             self._try_group(group, room)
             if room == 1:
                 self._try_on_leaders()  # a compiler has done most of its work for these
@@ -366,14 +357,6 @@ class Search:
         most = self._scope.trials
         return room if most is None else max(1, min(room, most - len(self.trials)))
 
-    def _timely(self, values: Sequence[tuple[str, Value]]) -> int:
-        """How many may be built at once in the time that is left: 1 where it holds no more than one
-        after the other."""
-        most_s = AHEAD_SHARE * self._reach_s(self._part.left_s)
-        needs = (self._needs_s({name: value}) for name, value in values)
-        needs_s = max((seconds for seconds in needs if seconds <= most_s), default=math.inf)
-        return max(1, int((most_s / needs_s - ALONE) / EACH))
-
     def _try_group(self, configs: Sequence[Config], room: int) -> None:
         """Try what is dear, as many as there is room for built at once."""
         self._build(self._builds.open(filter(self._may_be_dear, configs))[:room], room)
@@ -385,16 +368,15 @@ class Search:
     def _build(self, configs: Sequence[Config], room: int) -> None:
         """Build configs before they are measured; one that fails has had its trial, and one of
         which nothing is known is tried as if it had not been to be built."""
-        builder, deadline_s = self._builds.builder, AHEAD_SHARE * self._reach_s(self._part.left_s)
+        builder, deadline_s = self._builds.builder, self._times.ahead_s
         if builder is None or len(configs) < 2:
             return
-        if deadline_s < (ALONE + EACH * len(configs)) * max(map(self._needs_s, configs)):
+        if len(configs) > self._times.at_once(max(map(self._times.needs_s, configs))):
             return
         self._runner.release()
         asked = {config: self._journal.ask("leader", config) for config in configs}
         start = self.clock.now()
-        tell = self._progress.building
-        built = builder.build(configs, room=room, deadline_s=deadline_s, tell=tell)
+        built = builder.build(configs, room=room, deadline_s=deadline_s)
         self._builds.keep(built, self.clock.now() - start)
         for config, one in built.items():
             if one.measurement.ok:
@@ -410,30 +392,14 @@ class Search:
         guessed = (one for leader in leaders for one in guesses.on_leader(self._space, leader))
         self._try_each(guessed, "guess")
 
-    def _dear_values(self) -> list[tuple[str, Value]]:
-        space = self._space
-        return [(name, value) for name in space.dear for value in space.choices[name][1:]]
-
-    def _needs_s(self, values: Mapping[str, Value]) -> float:
-        """Seconds that a trial of these values of knobs must have."""
-        rows = ((knobs.BY_NAME[name].dear, value) for name, value in self._dear(values))
-        return max(
-            (needs(value, self._space.modules) for needs, value in rows if needs), default=0.0
-        )
-
     def _may_be_dear(self, config: Config) -> bool:
         return (
             config not in self._known
-            and self._has_time(config)
+            and self._times.suffice(config)
             and self._space.holds(config)
             and not self._hung(config)
             and self._may_be_tried(config)
         )
-
-    def _has_time(self, config: Config) -> bool:
-        built = self._builds.built(config)
-        needs_s = self._builds.expected_s(config) if built else self._needs_s(config)
-        return needs_s <= self._limit_s(config) - self._kept_s
 
     def _hung(self, config: Config) -> bool:
         """Whether a value of a dear knob ran into its deadline in another config, or the same code
@@ -444,37 +410,9 @@ class Search:
             pair
             for trial in self.trials
             if trial.measurement.outcome == "timed_out"
-            for pair in self._dear(trial.config)
+            for pair in self._space.dear_in(trial.config)
         }
-        return any(pair in hung for pair in self._dear(config))
-
-    def _dear(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
-        default = self._space.default
-        names = (n for n in self._space.dear if n in values and values[n] != default[n])
-        return {(name, values[name]) for name in names}
-
-    def _left_s(self, config: Config) -> float:
-        """Seconds of the search that may be spent on a config now. What is built is measured."""
-        left_s = self._part.left_s
-        return (self._reach_s(left_s) if self._builds.built(config) else left_s) - self._kept_s
-
-    def _limit_s(self, config: Config) -> float:
-        """Seconds until a trial is given up: one that hangs does not take the others' time."""
-        if config == self._space.default:
-            return self.clock.left_s + self.clock.slack_s / 2
-        if self._builds.built(config):
-            own = max(TRIAL_LEAST_S, self._builds.first_step_s(config))
-            return min(own, self._reach_s(self._part.left_s))
-        if self._space.is_dear(config):
-            own = max(DEAR_LEAST_S, DEAR_SHARE * self._part.left_s)
-        else:
-            own = max(TRIAL_LEAST_S, TRIAL_SHARE * self.clock.budget_s)
-        return min(own, self._reach_s(max(0.0, self._part.left_s)))
-
-    def _reach_s(self, left_s: float) -> float:
-        """What a trial may take that is begun with so much of the search left."""
-        # What it takes beyond the search's end the race is short of.
-        return left_s + (self.clock.left_s - left_s) / 4 + self.clock.slack_s / 4
+        return any(pair in hung for pair in self._space.dear_in(config))
 
     def _sample(self) -> None:
         """Until patience ends for each use at the user's batch, and for the widest with it free."""
@@ -529,7 +467,7 @@ class Search:
             and self._covers(self._aim, config)
             and not self._cannot_fit(config)
             and not self._hung(config)
-            and self._has_time(config)
+            and self._times.suffice(config)
         ]
 
     def _proposed(self) -> optuna.Trial | None:
@@ -566,7 +504,7 @@ class Search:
         tried = len(self.trials) + len(self._running)
         if self._scope.trials is not None and tried >= self._scope.trials:
             return False
-        left_s = self._left_s(config)
+        left_s = self._times.left_for(config)
         if left_s <= 0:
             return False
         step_s = self._known[self._space.default].measurement.step_s
@@ -602,7 +540,7 @@ class Search:
             self._attempts[config] < TRIES
             and not self._cannot_fit(config)
             and self._affords(config)
-            and (not self._builds.built(config) or self._has_time(config))
+            and (not self._builds.built(config) or self._times.suffice(config))
         )
 
     def _ask(self, asked: optuna.Trial, origin: str) -> Ask:
@@ -616,7 +554,7 @@ class Search:
             seconds=self.clock.trial_s,
             floor=HOPELESS * fastest,
             worth=BESIDE * fastest,
-            deadline_s=self._limit_s(config),
+            deadline_s=self._times.limit_s(config),
         )
 
     def _measured(self, asks: Iterable[Ask]) -> Iterator[Trial]:
@@ -625,7 +563,7 @@ class Search:
             found = one_by_one(self._runner, asks, self.clock.now)
         else:
             default = self._space.default
-            limit_s = self._limit_s(default)
+            limit_s = self._times.limit_s(default)
             anchor = Ask(config=default, seconds=self.clock.trial_s, deadline_s=limit_s)
             found = self._fleet.each(asks, anchor)
         return map(self._told, found)

@@ -128,23 +128,19 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def on_batches(
-    begun: Callable[[DataLoader[Any], Any], None],
+    begun: Callable[[DataLoader[Any], Callable[[Any], Any]], Any],
     fetch: Callable[[Any, Callable[[Any], Any]], Any],
-    taken: Callable[[DataLoader[Any]], bool],
 ) -> Remove:
-    """Tell of every iterator that a DataLoader gives, and have its batches come through `fetch`,
-    which is given the iterator, and what gives its next batch by itself. Of a loader that is
-    `taken` it begins without workers."""
+    """Have every iterator of a DataLoader come through `begun`, which is given the loader, and what
+    makes its iterator by itself; and its batches through `fetch`, which is given the iterator, and
+    what gives its next batch by itself."""
     from torch.utils.data import dataloader
 
     iterator_of = dataloader._BaseDataLoaderIter
     plain, next_ = dataloader.DataLoader.__iter__, iterator_of.__next__
 
     def iterate(self: DataLoader[Any]) -> Any:
-        with _without_workers(self) if taken(self) else contextlib.nullcontext():
-            iterator = plain(self)
-        begun(self, iterator)
-        return iterator
+        return begun(self, plain)
 
     def batch(iterator: Any) -> Any:
         return fetch(iterator, next_)
@@ -160,7 +156,7 @@ def on_batches(
 
 
 @contextlib.contextmanager
-def _without_workers(loader: DataLoader[Any]) -> Iterator[None]:
+def without_workers(loader: DataLoader[Any]) -> Iterator[None]:
     """What begins with it fetches by itself."""
     workers, timeout = loader.num_workers, loader.timeout
     loader.num_workers, loader.timeout = 0, 0

@@ -8,6 +8,7 @@ seen twice.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import sys
@@ -104,7 +105,7 @@ class Loaders:
         self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
         self._ahead: weakref.WeakKeyDictionary[Any, Ahead | None] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
-        self._remove = hooks.on_batches(self._begin, self._timed, self._takes)
+        self._remove = hooks.on_batches(self._begin, self._timed)
 
     def look_anew(self) -> None:
         """What was fetched so far did not feed a step, as what a sanity check of evaluation did."""
@@ -175,16 +176,15 @@ class Loaders:
         if not any(begun.own for begun in self._begun.values()):
             self._remove()
 
-    def _takes(self, loader: DataLoader[Any]) -> bool:
-        if not self._override or isinstance(loader, _Ours) or not loader.num_workers:
-            return False
-        return not _why_kept(loader)
-
-    def _begin(self, loader: DataLoader[Any], iterator: Any) -> None:
+    def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
         asked = self._override and loader.num_workers > 0 and not isinstance(loader, _Ours)
         why = _why_kept(loader) if asked else ""
-        self._begun[iterator] = _Begun.of(loader, taken=asked and not why, why=why)
+        taken = asked and not why
+        with hooks.without_workers(loader) if taken else contextlib.nullcontext():
+            iterator = plain(loader)
+        self._begun[iterator] = _Begun.of(loader, taken=taken, why=why)
         self._before += _left(iterator, loader.num_workers)
+        return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
         if threading.current_thread() is not threading.main_thread():

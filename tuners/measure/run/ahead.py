@@ -13,7 +13,7 @@ from advisor.cache.config import Config
 from advisor.tuners.act.pilot.handing import PLACE
 from advisor.tuners.environment import free_bytes
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.runner import Builder, Built
+from advisor.tuners.measure.runner import Builder, Built, Tell
 from advisor.tuners.measure.worker.ahead import Ahead, most_by_cores
 from advisor.tuners.measure.worker.parent import Place
 from advisor.tuners.measure.worker.wire import Job
@@ -31,18 +31,21 @@ class HandedAhead:
     Args:
         job: the run's task and device, and the folder that takes what is handed over.
         notice: told, once, why nothing can be built.
+        tell: told how far builds are.
     """
 
-    def __init__(self, run: Run, job: Job, notice: Callable[[str], None]) -> None:
-        self._run, self._job, self._notice = run, job, notice
+    def __init__(self, run: Run, job: Job, notice: Callable[[str], None], tell: Tell) -> None:
+        self._run, self._job, self._notice, self._tell = run, job, notice, tell
         self._able = True
 
     @classmethod
     @contextlib.contextmanager
-    def beside(cls, run: Run, job: Job, notice: Callable[[str], None]) -> Iterator[HandedAhead]:
+    def beside(
+        cls, run: Run, job: Job, notice: Callable[[str], None], tell: Tell
+    ) -> Iterator[HandedAhead]:
         """One whose folder, of this user's alone, is there as long as the context."""
         with tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True) as folder:
-            yield cls(run, dataclasses.replace(job, handed=folder), notice)
+            yield cls(run, dataclasses.replace(job, handed=folder), notice, tell)
 
     @property
     def folder(self) -> Path:
@@ -57,24 +60,18 @@ class HandedAhead:
         return ahead.room(peak_bytes) if ahead is not None else 1
 
     def build(
-        self,
-        configs: Sequence[Config],
-        *,
-        room: int,
-        deadline_s: float,
-        tell: Callable[[Sequence[Config], float], None],
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Built]:
         """As `Builder.build`."""
         ahead = self._handed(configs[0])
         if ahead is None:
             return {}
-        built = ahead.build(configs, room=room, deadline_s=deadline_s, tell=tell)
+        built = ahead.build(configs, room=room, deadline_s=deadline_s)
         if not any(one.measurement.ok for one in built.values()):
             self._give_up(next(iter(built.values())).measurement.reason)
             return {}
         # Beside the script there is less memory.
-        short = ("out_of_memory",)
-        return {c: one for c, one in built.items() if one.measurement.outcome not in short}
+        return {c: one for c, one in built.items() if one.measurement.outcome != "out_of_memory"}
 
     def _handed(self, config: Config) -> Ahead | None:
         """What builds, once the calls of the script's next step are handed over."""
@@ -84,7 +81,7 @@ class HandedAhead:
             return None
         told = json.loads((self.folder / PLACE).read_text())
         place = Place(python=told["python"], environment=told["environment"], folder=told["folder"])
-        return Ahead(self._job, self, place=place)
+        return Ahead(self._job, self, place=place, tell=self._tell)
 
     def free_bytes(self) -> int:
         """As `Beside.free_bytes`: what the script has left."""

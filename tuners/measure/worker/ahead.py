@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.tuners import host
 from advisor.tuners.environment import is_exclusive
-from advisor.tuners.measure.runner import Builder, Built
+from advisor.tuners.measure.runner import Builder, Built, Tell
 from advisor.tuners.measure.worker.parent import Place, Worker
 from advisor.tuners.measure.worker.wire import Job
 
@@ -49,15 +48,23 @@ class Ahead:
         compared: a model that draws random numbers is compiled anew to be compared with fp32, its
             draws fixed: where there is room, that is done beside, too.
         place: of the processes that build; None: this process's own.
+        tell: told how far they are.
     """
 
     def __init__(
-        self, job: Job, beside: Beside, *, compared: bool = False, place: Place | None = None
+        self,
+        job: Job,
+        beside: Beside,
+        *,
+        compared: bool = False,
+        place: Place | None = None,
+        tell: Tell = lambda _left, _seconds: None,
     ) -> None:
         self._job = job
         self._beside = beside
         self._compared = compared
-        self._place = place
+        self._place = place or Place.here()
+        self._tell = tell
 
     def room(self, peak_bytes: int) -> int:
         """As `Builder.room`: by the cores, the host's memory and the device's.
@@ -77,12 +84,7 @@ class Ahead:
         return max(1, min(most, int(free // (CONTEXT_BYTES + peak_bytes))))
 
     def build(
-        self,
-        configs: Sequence[Config],
-        *,
-        room: int,
-        deadline_s: float,
-        tell: Callable[[Sequence[Config], float], None],
+        self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Built]:
         """As `Builder.build`."""
         began = time.monotonic()
@@ -93,7 +95,7 @@ class Ahead:
             left = self._begin(configs, beside, deadline_s, stack)
             while left and (spent_s := time.monotonic() - began) < until_s:
                 if waited := [one.config for one in left.values() if not one.compared]:
-                    tell(waited, spent_s)
+                    self._tell(waited, spent_s)
                 for pipe in select.select(left, [], [], min(TELL_S, until_s - spent_s))[0]:
                     if not (measured := left[pipe].worker.heard()):
                         continue
@@ -117,8 +119,7 @@ class Ahead:
         count = len(configs) + len(beside)
         # Twice as many as there are cores for: they seldom all compile kernels at a time.
         threads = str(max(1, 2 * host.cores() // count))
-        theirs = self._place.environment if self._place else os.environ
-        environment = {} if _THREADS in theirs else {_THREADS: threads}
+        environment = {} if _THREADS in self._place.environment else {_THREADS: threads}
         # A run holds some of it meanwhile.
         memory = min(filter(None, (host.memory_limit(), host.free_bytes())), default=0) // count
         begun = {}

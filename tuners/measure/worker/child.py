@@ -381,7 +381,8 @@ class Bench:
         )
         if keep:
             self._kept[config, stage] = (workload, first, timing.step_s)
-        busy = 0.0 if keep else busy_share(workload.step, self._clock, timing)
+        asked = self._job.shares_host and not keep
+        busy = busy_share(workload.step, self._clock, timing) if asked else 0.0
         loss = workload.loss
         if loss is not None and not math.isfinite(float(loss)):
             return Measurement(outcome="wrong", reason=f"the loss is {float(loss)}")

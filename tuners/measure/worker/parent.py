@@ -68,6 +68,11 @@ class Place:
     environment: Mapping[str, str]
     folder: str
 
+    @classmethod
+    def here(cls) -> Place:
+        """As this process was started, and where it is now."""
+        return cls(python=sys.executable, environment=os.environ, folder=str(Path.cwd()))
+
 
 class Worker:
     """A Runner over a child process that lives across trials and is replaced when it fails.
@@ -81,7 +86,7 @@ class Worker:
     def __init__(self, job: Job, *, deadline_s: float, place: Place | None = None) -> None:
         self._job = job
         self.deadline_s = deadline_s
-        self._place = place
+        self._place = place or Place.here()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = 0
         self._permitted = 0
@@ -404,19 +409,17 @@ class Worker:
         self._killed = host.killed_for_memory()
         pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
         visible = {"CUDA_VISIBLE_DEVICES": self._job.visible} if self._job.visible else {}
-        here = Place(python=sys.executable, environment=os.environ, folder=str(Path.cwd()))
-        place = self._place or here
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
                     *(lifeline, pipe, str(self._permitted), ""),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
-                    *(place.python, "-P", "-m", "advisor.tuners.measure.worker", pipe),
+                    *(self._place.python, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
-                env={**place.environment, **environment, **visible},
-                cwd=place.folder,
+                env={**self._place.environment, **environment, **visible},
+                cwd=self._place.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

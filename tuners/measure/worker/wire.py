@@ -25,6 +25,8 @@ class Job:
     seed: int
     visible: str = ""
     """CUDA_VISIBLE_DEVICES of the worker; '': as it is here."""
+    shares_host: bool = False
+    """Whether others measure beside it: it then tells whether the host is a trial's limit."""
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
     handed: str = ""
