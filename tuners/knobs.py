@@ -412,7 +412,14 @@ BLOCKS = "blocks"
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
 such blocks."""
-COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
+INDUCTOR = ("combo_kernels", "coordinate_descent_tuning")
+"""Mode "default" with one of Inductor's options: on an H200 the first gave ResNet-50's captured
+step 2.1%, and took 10% and 50% from ViT-B/16's and GPT-2's; the second gave ViT 1.5%, GPT-2
+nothing, in twice the time (benchmarks/options_gain.py)."""
+COMPILE_MODES_FULL = (
+    *(*COMPILE_MODES, *INDUCTOR),
+    *("max-autotune-no-cudagraphs", "max-autotune"),
+)
 """Autotuning ran over eight minutes on ResNet-50."""
 WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
 """With which what compiles a whole model in the mode "default" otherwise has no effect."""
@@ -442,7 +449,9 @@ def _compile_seconds(value: Value, modules: int) -> float:
     # to 109 s (FACTS).
     if value in ("cudagraphs", BLOCKS):
         return 15.0
-    return 300.0 if str(value).startswith("max-autotune") else max(40.0, 0.15 * modules)
+    if str(value).startswith("max-autotune"):
+        return 300.0
+    return max(40.0, 0.15 * modules) * (2 if value == "coordinate_descent_tuning" else 1)
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
@@ -463,12 +472,12 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
 
 def _by_inductor(mode: str) -> dict[str, Any]:
     """How torch.compile is called for a mode, which it takes options in the place of."""
-    avoided = known_wrong.avoided()
-    return (
-        {"options": torch._inductor.list_mode_options(mode) | avoided}
-        if avoided
-        else {"mode": mode}
-    )
+    options = known_wrong.avoided()
+    if mode in INDUCTOR:
+        return {"options": {**options, mode: True}}
+    if options:
+        return {"options": torch._inductor.list_mode_options(mode) | options}
+    return {"mode": mode}
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
@@ -651,7 +660,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
+        summary="torch.compile mode, its backend cudagraphs, only the blocks that repeat, or mode "
+        "default with one of Inductor's options",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
@@ -853,6 +863,7 @@ LEADERS: tuple[dict[str, Value], ...] = (
     {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
     {"compile": "default", "step_graph": True},
+    *({"compile": option, "step_graph": True} for option in INDUCTOR),
     {"compile": "default", "precision": "fp8"},
     {"compile": "default", "precision": "fp8", "step_graph": True},
 )

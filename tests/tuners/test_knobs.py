@@ -24,7 +24,10 @@ from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
 REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
-AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune")
+OF_FULL = (
+    *("combo_kernels", "coordinate_descent_tuning"),
+    *("max-autotune-no-cudagraphs", "max-autotune"),
+)
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
 SHARING = ("file_descriptor", "file_system")
@@ -154,9 +157,9 @@ OFF, FIXED_ON = (False,), (True,)
         ("fused_optimizer", on_cuda(training=False), ()),
         ("fused_optimizer", on_cpu(), ()),
         ("compile", on_cuda(), ("none", *MODES)),
-        ("compile", on_cuda(full=True), ("none", *MODES, *AUTOTUNED)),
+        ("compile", on_cuda(full=True), ("none", *MODES, *OF_FULL)),
         ("compile", on_cuda(repeats=True), ("none", *REPEATING)),
-        ("compile", on_cuda(repeats=True, full=True), ("none", *REPEATING, *AUTOTUNED)),
+        ("compile", on_cuda(repeats=True, full=True), ("none", *REPEATING, *OF_FULL)),
         ("compile", on_cuda(repeats=True, deterministic=True), ()),
         ("compile", on_cuda(deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
@@ -245,7 +248,7 @@ FOLLOWING = {
     ("cudnn_enabled", False): ("flags", False, 1),
     (BATCH, 32): ("loop", False, 1),
     ("fused_optimizer", True): ("pilot", False, 1),
-    **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *AUTOTUNED)},
+    **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *OF_FULL)},
     ("dynamic_shapes", True): ("pilot", True, 1),
     ("activation_memory", 0.5): ("pilot", True, 1),
     ("step_graph", True): ("capture", True, 1),
@@ -310,7 +313,7 @@ def test_what_holds_of_a_row() -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    set_apart = tuple(mode for mode in (*REPEATING, *AUTOTUNED) if mode != "default")
+    set_apart = tuple(mode for mode in (*REPEATING, *OF_FULL) if mode != "default")
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
@@ -378,7 +381,7 @@ def test_what_a_value_gives_to_the_script() -> None:
 
     graphs = BY_NAME["compile"].graphs
     assert graphs is not None
-    replayed = {mode: graphs(mode) for mode in ("none", *REPEATING, *AUTOTUNED)}
+    replayed = {mode: graphs(mode) for mode in ("none", *REPEATING, *OF_FULL)}
     assert {mode for mode, replays in replayed.items() if replays} == {
         *("cudagraphs", "reduce-overhead", "max-autotune")
     }

@@ -385,7 +385,7 @@ class Built(Simulated):
 def test_what_compiles_is_built_at_once_and_then_measured(tmp_path: Path) -> None:
     device = Built()
     seen = Seen()
-    found = search(device, tmp_path, space=COMPILED, search_s=165.0, seen=seen, builder=device)
+    found = search(device, tmp_path, space=COMPILED, search_s=110.0, seen=seen, builder=device)
     trials = [t for t in found.run() if t.config["compile"] != "none"]
     first = device.groups[0]
     assert len(first) > 1 and "cudagraphs" not in {config["compile"] for config in first}
@@ -394,7 +394,7 @@ def test_what_compiles_is_built_at_once_and_then_measured(tmp_path: Path) -> Non
     assert (trials[0].config["compile"], trials[0].config["step_graph"]) == ("default", True)
     assert trials[0].measurement.first_step_s == FIRST_S["default"], "as with nothing compiled"
     assert found.again[trials[0].config] == AGAIN_S
-    alone = search(Built(), tmp_path, "alone", space=COMPILED, search_s=165.0)
+    alone = search(Built(), tmp_path, "alone", space=COMPILED, search_s=110.0)
     fewer = [t for t in alone.run() if t.config["compile"] != "none"]
     assert len(trials) > len(fewer) > 0
     # What building took is borne by the trials.
@@ -410,6 +410,26 @@ def test_what_has_no_time_to_be_built_at_once_is_compiled_one_after_the_other(
     compiled = [t for t in found.run() if knobs.compiles(t.config)]
     assert not device.groups
     assert compiled and all(trial.measurement.ok for trial in compiled)
+
+
+@pytest.mark.parametrize(("search_s", "first"), [(120.0, "reduce-overhead"), (400.0, "default")])
+def test_of_a_large_model_the_one_compilation_there_is_time_for_is_what_more_scripts_can_follow(
+    search_s: float, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EfficientNetV2-S takes 105 s; two thirds of the time left were 74 s."""
+    monkeypatch.setitem(FIRST_S, "reduce-overhead", 105.0)
+    monkeypatch.setitem(FIRST_S, "default", 105.0)
+    space = Space(
+        COMPILED.choices | {"compile": ("none", "reduce-overhead", "default")},
+        conflicts={"step_graph": {"compile": ("reduce-overhead",)}},
+        dear=("compile",),
+        modules=714,
+    )
+    found = search(Built(), tmp_path, space=space, search_s=search_s)
+    compiled = [t for t in found.run() if knobs.compiles(t.config)]
+    assert compiled[0].measurement.ok
+    assert (compiled[0].config["compile"], compiled[0].config.batch) == (first, 64)
+    assert compiled[0].config["step_graph"] is (first == "default")
 
 
 def test_where_there_is_time_for_one_nobody_asks_how_many_have_room(tmp_path: Path) -> None:

@@ -20,16 +20,16 @@ def order(
     space: Space,
     leaders: Iterable[Config],
     values: Iterable[tuple[str, Value]],
-    short: Callable[[Config], bool],
+    short: Callable[[Config], bool] | None,
 ) -> list[list[Config]]:
     """What to try of dear knobs: on each leader the recipes, then the other `values` by themselves.
 
-    Where steps are `short` a graph over the compiled step is the first.
+    Where steps are `short` a graph over the compiled step is the first; None: nowhere.
     """
     found: list[list[Config]] = []
     for leader in leaders:
         recipes: Sequence[Mapping[str, Value]] = knobs.LEADERS
-        if short(leader):
+        if short and short(leader):
             recipes = sorted(recipes, key=lambda recipe: not knobs.is_captured(recipe))
         others = ({name: value} for name, value in values)
         for part in (recipes, others):

@@ -335,12 +335,14 @@ class Search:
         self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
     ) -> list[Config]:
         """Try dear knobs on leaders; the configs that this is about."""
-        short = Leaders.among(self._space, self.trials).is_short
-        groups = order(self._space, leaders, values, short)
-        dear = list(dict.fromkeys(config for group in groups for config in group))
         times = self._times
         each = [times.needs_s({name: value}) for name, value in values]
-        room = times.at_once(max((one for one in each if one <= times.ahead_s), default=math.inf))
+        needs_s = max((one for one in each if one <= times.ahead_s), default=math.inf)
+        room = times.at_once(needs_s)
+        # Of two that one time is left for, the one that more scripts can follow.
+        short = Leaders.among(self._space, self.trials).is_short if times.hold(2, needs_s) else None
+        groups = order(self._space, leaders, values, short)
+        dear = list(dict.fromkeys(config for group in groups for config in group))
         if room > 1:  # asked first: for the memory a run hands over the calls of a step
             room = min(room, self._room(self._space.batch))
         for group in together(dear, room, times.needs_s) if room > 1 else groups:

@@ -19,9 +19,9 @@ own, and for each of them more: on 16 cores beside an H200 two of MobileNetV3 to
 one in the worker takes 55, four of ResNet-50 more than 52, where one takes 35."""
 DEAR_SHARE = 2 / 3
 """Of the search time left, what one value of a dear knob may take before it is given up."""
-DEAR_LEAST_S = 45.0
-"""Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this, unless
-the budget is."""
+DEAR_LEAST_S, AMPLE = 45.0, 1.25
+"""Compiling ResNet-50 takes up to 32 s on an H200 (FACTS): no deadline is shorter than this, nor
+than so many times what the trial must have, unless the budget is."""
 TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
 """Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
 
@@ -65,7 +65,8 @@ class Times:
             own = max(TRIAL_LEAST_S, self._builds.first_step_s(config))
             return min(own, self.reach_s(self.left_s))
         if self._space.is_dear(config):
-            own = max(DEAR_LEAST_S, DEAR_SHARE * self.left_s)
+            needs_s = AMPLE * self.needs_s(config)
+            own = max(DEAR_LEAST_S, needs_s, DEAR_SHARE * self.left_s)
         else:
             own = max(TRIAL_LEAST_S, TRIAL_SHARE * self._clock.budget_s)
         return min(own, self.reach_s(max(0.0, self.left_s)))
@@ -81,6 +82,10 @@ class Times:
         built = self._builds.built(config)
         needs_s = self._builds.expected_s(config) if built else self.needs_s(config)
         return needs_s <= self.limit_s(config) - self.kept_s
+
+    def hold(self, count: int, needs_s: float) -> bool:
+        """Whether so many configs that need as long can be tried, one after the other."""
+        return count * needs_s <= self.reach_s(self.left_s)
 
     @property
     def ahead_s(self) -> float:
