@@ -350,7 +350,7 @@ class Built(Simulated):
     def build(
         self, configs: Sequence[Config], *, room: int, deadline_s: float
     ) -> dict[Config, Done]:
-        assert len(configs) <= room == self.most
+        assert len(configs) <= room <= self.most
         self.groups.append(list(configs))
         built: dict[Config, Done] = {}
         if self.silent:
