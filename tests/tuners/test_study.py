@@ -430,6 +430,8 @@ def test_of_a_large_model_the_one_compilation_there_is_time_for_is_what_more_scr
     assert compiled[0].measurement.ok
     assert (compiled[0].config["compile"], compiled[0].config.batch) == (first, 64)
     assert compiled[0].config["step_graph"] is (first == "default")
+    # It is compiled once more for its comparison: no variant of it takes the time of that.
+    assert first == "default" or len(compiled) == 1
 
 
 def test_where_there_is_time_for_one_nobody_asks_how_many_have_room(tmp_path: Path) -> None:

@@ -188,9 +188,8 @@ class Search:
         self._try_dear()
         self._try_frugal()
         self._feed(self.best(self._space.batch).config)
-        best = self.best(self._space.batch)
-        self._times.kept_s = REBUILT * self.again.get(best.config, best.measurement.first_step_s)
         self._try_on_leaders()
+        self._times.kept_s = self._rebuilding_s
         self._sample()
         return self.trials
 
@@ -351,6 +350,12 @@ class Search:
                 self._try_on_leaders()  # a compiler has done most of its work for these
         return dear
 
+    @property
+    def _rebuilding_s(self) -> float:
+        """What is kept of the search, once it is over, for what leads."""
+        best = self.best(self._space.batch)
+        return REBUILT * self.again.get(best.config, best.measurement.first_step_s)
+
     def _room(self, batch: int) -> int:
         """How many configs may be built at once, by the memory that the default takes."""
         default = self._space.default
@@ -390,9 +395,12 @@ class Search:
             self._journal.pass_over(asked[config])
 
     def _try_on_leaders(self) -> None:
+        """Variants of what leads, which seldom gain much: what it is built again for comes first."""
+        kept_s, self._times.kept_s = self._times.kept_s, self._rebuilding_s
         leaders = (self.best(self._space.batch, use).config for use in self._space.uses)
         guessed = (one for leader in leaders for one in guesses.on_leader(self._space, leader))
         self._try_each(guessed, "guess")
+        self._times.kept_s = kept_s
 
     def _may_be_dear(self, config: Config) -> bool:
         return (
