@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
+from advisor.tuners.act.pilot.crew import Brief, Over, Unclear, Untrained
 from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
@@ -61,7 +61,7 @@ class Line:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
-        if isinstance(exc, Untrained):
+        if isinstance(exc, Brief | Untrained):
             return
         outcome, said = told(exc)
         own = not (isinstance(exc, Over | Unclear) or plausible(exc))
