@@ -96,7 +96,10 @@ def said(record: Record) -> Iterator[str]:
     """What must be known of the verdict."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        yield f"Nothing was raced beside {baseline}, which is the advice until something is."
+        yield (
+            f"Nothing was raced beside {baseline} for long enough to tell: that is the advice "
+            "until something is."
+        )
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
     yield from caveats_of(record)
@@ -110,9 +113,11 @@ def said(record: Record) -> Iterator[str]:
         yield loading
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY:
+        what = described(advised.config, record.baseline.config, nothing=baseline)
         yield (
-            f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
-            "shared. Measure again with --force when it is quiet."
+            f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
+            "which is the limit here, was busy or shared, and the speed-up is known no better than "
+            "its interval says. Measure again with --force when it is quiet."
         )
     if (waited := waits(record)) >= WAITED:
         mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS
