@@ -63,17 +63,23 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 def start(record: Record, cache: str | None, command: Sequence[str] = ()) -> Iterator[str]:
     """What to write for a record to be followed, and where; `command`: as typed, of a run."""
     line = script_line(record, cache, command=command)
-    yield from _started(where(record), line, other_uses(record, cache))
+    yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:
     """The same for a reader elsewhere, to whom the record is in the store of this URL."""
     place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
-    yield from _started(place, line_anywhere(record), other_uses(record))
+    yield from _started(place, line_anywhere(record), [*_loader(record), *other_uses(record)])
 
 
 def _started(place: str, line: str, others: Iterable[str]) -> Iterator[str]:
     yield from ("", f"{place}:", f"    {line}", *(f"    {other}" for other in others))
+
+
+def _loader(record: Record) -> Iterator[str]:
+    """The line that follows what was found of the loader."""
+    if record.input and not record.key.task.command:
+        yield "loader = DataLoader(dataset, **advice.loader)"
 
 
 def called(record: Record, config: Config) -> str:
