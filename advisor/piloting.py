@@ -74,9 +74,10 @@ class _Later:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
-        from advisor.tuners.act.pilot.crew import Unclear, Untrained
+        from advisor.tuners.act.pilot.crew import Brief, Unclear, Untrained
 
-        if self._made is not None or isinstance(exc, Unclear | Untrained):
+        said = isinstance(exc, Unclear | Untrained)
+        if self._made is not None or said or (isinstance(exc, Brief) and self._told["tune_s"]):
             self._guide.failed(exc)
 
     def ended(self, exc: BaseException, order: Order) -> None:

@@ -24,7 +24,7 @@ from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task, rows
-from advisor.errors import UsageError, WorkerError
+from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import check_writable, keep, keep_artifacts, locked
@@ -337,6 +337,9 @@ class _Tuning(ABC):
                     decided = decide(subject.worker, space, search, terms, self._progress)
                 except WorkerError:
                     search.settle()
+                    raise
+                except TargetFailed:
+                    search.give_up()
                     raise
                 made = self._provenance(facts, name, tried, scope.clock.spent_s)
                 record = _record(subject, decided, made)

@@ -93,6 +93,37 @@ def digest(path: Path, names: tuple[str, ...]) -> str:
     return known
 
 
+def imported_by(script: Path) -> set[Path]:
+    """The project's files that a script imports, by the statements in it and in these files; what
+    is imported by a string is not seen, nor what lies beyond MOST_BYTES of text."""
+    found: set[Path] = set()
+    waiting, left = [script], MOST_BYTES
+    while waiting:
+        at = waiting.pop()
+        try:
+            data = read_regular(at, left)
+            left -= len(data)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(data)
+        except (OSError, *_NO_PYTHON):
+            continue
+        statements = (one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom))
+        for what in (what for one in statements for _name, what in _imports(one)):
+            new = set(_files(at, what)) - found
+            found |= new
+            waiting += new
+    return found
+
+
+def _files(at: Path, what: _Import) -> Iterator[Path]:
+    """The project's files that an import runs: a module's, and those of the packages around it."""
+    parts = [*filter(None, what.module.split(".")), *([what.name] if what.name != ALL else [])]
+    for end in range(0 if what.level else 1, len(parts) + 1):
+        if file := _located(at, ".".join(parts[:end]), what.level):
+            yield file
+
+
 class _Reading:
     """The files read for one digest. `stamps`: as they were then."""
 

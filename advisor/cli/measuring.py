@@ -129,7 +129,7 @@ def tune(
         return
     then = "The same command goes on with what it has; a larger --budget gets further."
     out.print(
-        f"\nNot tuned yet: {duration(plan.seconds)} left no time to race anything beside "
+        f"\nNot tuned yet: {duration(plan.seconds)} left too little time to race anything beside "
         f"{found.record.key.task.baseline}. {'Give a larger --budget.' if reader else then}",
         highlight=False,
         soft_wrap=True,

@@ -7,6 +7,7 @@ goes on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -16,13 +17,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms, in_force
-from advisor.tuners.act.pilot.crew import Over
+from advisor.tuners.act.pilot.crew import Brief, Over
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
@@ -50,6 +52,7 @@ class Conducted(Found):
         self._line: Line | None = None
         self._folder = ""
         self._conductor: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""
@@ -60,6 +63,8 @@ class Conducted(Found):
         if local < seen.processes:
             warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
             return self.left()
+        self._began = time.monotonic()
+        atexit.register(self._untuned, os.getpid())
         self._folder = self._shared_folder(seen)
         patience_s = PATIENCE_S if seen.processes == 1 else PATIENCE_RANKS_S
         self._line = Line(f"{self._folder}/pilot", None, patience_s=patience_s)
@@ -76,6 +81,10 @@ class Conducted(Found):
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
+        if isinstance(exc, Brief):
+            tell(f"tune: {exc}, before anything could be tried; a longer run is tuned")
+        if isinstance(exc, Over):
+            atexit.unregister(self._untuned)
         if isinstance(exc, Over) and self._conductor is not None:
             self._end()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -95,10 +104,20 @@ class Conducted(Found):
 
     def _end(self) -> None:
         """Have done with the process that searches."""
+        atexit.unregister(self._untuned)
         if self._conductor is not None:
             self._conductor.kill()
             self._conductor.communicate()
             self._conductor = None
+
+    def _untuned(self, process: int) -> None:
+        """The script ends while it is tuned; `process`: its own, which may fork others."""
+        if process == os.getpid():
+            took = time.monotonic() - self._began
+            tell(
+                f"tune: the script ended {took:.0f} s into the {self._tune_s:.0f} s of its tuning, "
+                "and is not tuned yet; the next run goes on from there"
+            )
 
     def _lost(self) -> Order:
         self._end()

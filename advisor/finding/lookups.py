@@ -80,8 +80,8 @@ def apply(
 
     Args:
         target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            running script or a module beside it, or around the package that it lies in, and for
-            its run.
+            run of this script, which counts first, or for a model of the script or of a module
+            that it imports from beside it, or from around the package that it lies in.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
@@ -396,7 +396,7 @@ class Lookup:
             if request.given.get("command"):
                 what = "this run was not tuned"
             elif request.target is None:
-                what = f"nothing was tuned for {script().name} or a module beside it"
+                what = f"nothing was tuned for {script().name} or a module that it imports"
             what += f" on {query.environment.device.name}"
         if differs:
             what += f" (the nearest record differs in {', '.join(map(str, differs))})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from advisor.cache.record import Record, Target
 from advisor.cache.task import NONE
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.request import Request
-from advisor.tuners.target import Spec, parse
+from advisor.tuners import source
+from advisor.tuners.target import Spec, origin_of, parse
 
-CODE = "code"
-"""The field of a difference in what the target's file holds now."""
+CODE, FILE = "code", "file"
+"""Fields of a difference: in what the target's file holds now, and in which file it is."""
 
 
 class Meant:
@@ -45,10 +47,24 @@ class Meant:
     def _moved(self, target: Target) -> Iterator[Difference]:
         spec = self._specs.get(target.origin)
         if spec is not None:
-            if edited := _tuned_of(spec, target).edited(target.code):
+            if self.named is None and not self._is_imported(spec):
+                yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
+            elif edited := _tuned_of(spec, target).edited(target.code):
                 yield Difference(field=CODE, wanted=edited, found="as tuned")
         elif isinstance(self._request.target, str) and not self._is_copied(target):
-            yield Difference(field="file", wanted="this one", found="another of this name")
+            yield Difference(field=FILE, wanted="this one", found="another of this name")
+
+    def _is_imported(self, spec: Spec) -> bool:
+        """Whether a file is the running script, or that imports it: by its text, or has by now."""
+        if spec.origin in self._read:
+            return True
+        name = Path(spec.file).name
+        loaded = (str(getattr(one, "__file__", "")) for one in list(sys.modules.values()))
+        return spec.origin in {origin_of(Path(one)) for one in loaded if one.endswith(name)}
+
+    @functools.cached_property
+    def _read(self) -> frozenset[str]:
+        return frozenset(map(origin_of, {script(), *source.imported_by(script())}))
 
     def _is_copied(self, target: Target) -> bool:
         """Whether the file that is named was tuned in another folder, as by a server's worker: a
@@ -98,7 +114,9 @@ class Meant:
         """A miss for want of a record of this very target, where there are others of its name."""
         if not found:
             return match
-        own = [one for one in found if "file" not in {d.field for d in self.apart(one)}]
+        own = [one for one in found if FILE not in {d.field for d in self.apart(one)}]
+        if not own and self.named is None:
+            return match  # files beside the script that are none of its own
         match = matched(own or found, query)
         near = match.record or match.nearest
         assert near is not None
@@ -158,7 +176,8 @@ def folder() -> Path | None:
 
 
 def beside() -> list[Spec]:
-    """The running script and the modules beside it; of one in a package, also those around it."""
+    """The running script and the modules beside it, imported or not; of one in a package, also
+    those around it."""
     here = script()
     if not here.is_absolute():
         return []

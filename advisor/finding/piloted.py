@@ -21,7 +21,7 @@ from advisor.finding.request import Request
 from advisor.opening import Cache
 from advisor.printed import tune_again
 from advisor.tuners import knobs
-from advisor.tuners.act.following import followed, give_way
+from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
 from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
@@ -89,6 +89,8 @@ class Found:
     def left(self) -> Order:
         """The script goes on as it was, with the flags that advice had set."""
         IN_FORCE.put(self._put)
+        if self._seen is not None:
+            claim_for(self._seen.model)
         return Order(config=Config())
 
     def known(self, seen: Seen, *, searches: bool = False) -> Order | None:
@@ -174,7 +176,7 @@ def in_force(
 ) -> Order:
     """The last order: said so, and by every advice in whose place it is."""
     what = "the script as it is" if config == own else knobs.described(config, own)
-    line = f"in force: {what}; {reason}"
+    line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
     say(line)
     give_way(line)
     return Order(config=config, own=own, careful=True)

@@ -24,6 +24,8 @@ BY_THEMSELVES = TORCH | {"prefetch_factor": room.AHEAD}
 """How workers work that are told nothing."""
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
+ORDER = "in_order"
+"""The knob that --any-order permits."""
 UNTUNED = (
     "The loader is not tuned: --data data.py:make_dataset, or torchvision:FakeData, names what it "
     "loads."
@@ -115,7 +117,42 @@ def said(record: Record) -> Iterator[str]:
         return
     if not record.input:
         yield "loader: DataLoader default, which nothing measured beats"
+    elif gain := _gain(record, chosen):
+        yield gain
+    yield from _of_any_order(record)
     yield _bound(record, chosen)
+
+
+def _gain(record: Record, chosen: Pair) -> str:
+    """What the loader gives over a DataLoader that is told nothing, both with the step; else by
+    themselves; '' where neither was measured."""
+    plain = next((one for one in pairs(record) if not one.workers), None)
+    if plain is None or not chosen.workers:
+        return ""
+    for how, ours, theirs in (
+        ("with the step", chosen.together, plain.together),
+        ("by itself", chosen.alone, plain.alone),
+    ):
+        if ours and theirs:
+            ratio = ours.samples_per_s / theirs.samples_per_s
+            return (
+                f"{how} that loader gives {ratio:.2f}x what a DataLoader without workers does "
+                f"({rate(theirs.samples_per_s)} samples/s)"
+            )
+    return ""
+
+
+def _of_any_order(record: Record) -> Iterator[str]:
+    """What came of the permission that batches may come as their workers finish them."""
+    if not record.key.task.any_order or record.input.get(ORDER) is False:
+        return
+    tried = any(one.together for one in pairs(record) if one.loader.get(ORDER) is False)
+    why = (
+        "tried, and not clearly faster" if tried else "not tried, as time ran out or nothing waits"
+    )
+    if not tried and record.input.get(WORKERS, 0) in (0, 1):
+        why = "not tried, as that takes two workers"
+    yield f"batches in any order: {why}"
 
 
 def _untuned(record: Record) -> str:

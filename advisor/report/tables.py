@@ -63,17 +63,23 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 def start(record: Record, cache: str | None, command: Sequence[str] = ()) -> Iterator[str]:
     """What to write for a record to be followed, and where; `command`: as typed, of a run."""
     line = script_line(record, cache, command=command)
-    yield from _started(where(record), line, other_uses(record, cache))
+    yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:
     """The same for a reader elsewhere, to whom the record is in the store of this URL."""
     place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
-    yield from _started(place, line_anywhere(record), other_uses(record))
+    yield from _started(place, line_anywhere(record), [*_loader(record), *other_uses(record)])
 
 
 def _started(place: str, line: str, others: Iterable[str]) -> Iterator[str]:
     yield from ("", f"{place}:", f"    {line}", *(f"    {other}" for other in others))
+
+
+def _loader(record: Record) -> Iterator[str]:
+    """The line that follows what was found of the loader."""
+    if record.input and not record.key.task.command:
+        yield "loader = DataLoader(dataset, **advice.loader)"
 
 
 def called(record: Record, config: Config) -> str:
@@ -96,7 +102,10 @@ def said(record: Record) -> Iterator[str]:
     """What must be known of the verdict."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        yield f"Nothing was raced beside {baseline}, which is the advice until something is."
+        yield (
+            f"Nothing was raced beside {baseline} for long enough to tell: that is the advice "
+            "until something is."
+        )
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
     yield from caveats_of(record)
@@ -110,9 +119,11 @@ def said(record: Record) -> Iterator[str]:
         yield loading
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY:
+        what = described(advised.config, record.baseline.config, nothing=baseline)
         yield (
-            f"Its turns differ by {unsteady:.2f}x: the host, which is the limit here, was busy or "
-            "shared. Measure again with --force when it is quiet."
+            f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
+            "which is the limit here, was busy or shared, and the speed-up is known no better than "
+            "its interval says. Measure again with --force when it is quiet."
         )
     if (waited := waits(record)) >= WAITED:
         mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS

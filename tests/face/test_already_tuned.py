@@ -115,7 +115,9 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     first = advisor(here, *TUNE, *only, "--budget", "3s")
     assert first.returncode == 0 and "Already tuned" not in first.stdout
     assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
-    assert first.stdout.splitlines()[-1].startswith("Not tuned yet: 3 s left no time to race")
+    assert first.stdout.splitlines()[-1].startswith(
+        "Not tuned yet: 3 s left too little time to race"
+    )
     assert "In your script" not in first.stdout, "there is nothing to follow yet"
     assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
     advice = package.lookup("model.py:Net", device="cpu", strict=True)

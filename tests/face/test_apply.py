@@ -449,7 +449,7 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
     for name in ("cache", "tuners", "config", "record", "target"):
         (here / f"{name}.py").write_text(f"MINE = '{name}'\n")
     source = (
-        "import cache, tuners, config, record, target, advisor\n"
+        "import cache, tuners, config, record, target, model, advisor\n"
         "advice = advisor.lookup(device='cpu')\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
-from advisor.report import charts, feeding
+from advisor.report import charts, feeding, tables
 from advisor.report.helping import Feeding, lines
 from advisor.report.html import page
 from advisor.tuners import host, room
@@ -132,6 +132,39 @@ def test_the_pair_that_is_told_works_as_advised(pins: bool, together: float) -> 
     advised = Config(num_workers=8) | ({"pin_memory": True} if pins else {})
     told = replace(record, trials=(pinned, *record.trials), input=advised)
     assert f"together they make {together:,.0f}:" in list(feeding.said(told))[-1]
+
+
+def test_the_loaders_own_gain_is_said_and_how_it_is_followed() -> None:
+    record, task = starved(), starved().key.task
+    how = "that loader gives 9.69x what a DataLoader without workers does (350 samples/s)"
+    assert f"with the step {how}" in feeding.said(record)
+    follows = [line.strip() for line in tables.start(record, None)]
+    assert "loader = DataLoader(dataset, **advice.loader)" in follows
+    none = tables.start(replace(record, input=Config()), None)
+    assert not any("advice.loader" in line for line in none)
+    run = replace(record, key=replace(record.key, task=replace(task, command=("python", "x.py"))))
+    assert not any("advice.loader" in line for line in tables.start(run, None))
+
+
+@pytest.mark.parametrize(
+    ("workers", "tried", "why"),
+    [
+        (8, True, "tried, and not clearly faster"),
+        (8, False, "not tried, as time ran out or nothing waits"),
+        (0, False, "not tried, as that takes two workers"),
+    ],
+)
+def test_what_came_of_any_order_is_said(workers: int, tried: bool, why: str) -> None:
+    record = starved()
+    trials = [fed(9, "input", 3000.0, Config(EIGHT | {"in_order": False}))] if tried else []
+    permits = replace(record.key, task=replace(record.key.task, any_order=True))
+    advised = Config(num_workers=workers) if workers else Config()
+    told = replace(record, key=permits, trials=(*record.trials, *trials), input=advised)
+    line = f"batches in any order: {why}"
+    assert line in feeding.said(told)
+    assert line not in feeding.said(replace(told, key=record.key))
+    taken = replace(told, input=Config(EIGHT | {"in_order": False}))
+    assert not any(one.startswith("batches in any") for one in feeding.said(taken))
 
 
 def test_what_loaders_give_is_drawn_over_their_workers() -> None:

@@ -124,7 +124,7 @@ class TestCode:
         monkeypatch.setitem(
             sys.modules, "__main__", SimpleNamespace(__file__=str(here / "train.py"))
         )
-        (here / "train.py").touch()
+        (here / "train.py").write_text("from model import build_model\n")
         (here / "parts.py").write_text(PARTS)
         (here / "model.py").write_text(NET)
         spec = parse("model.py:build_model")
@@ -423,7 +423,7 @@ class TestScript:
             (folder / "__init__.py").touch()
         (inner.parent / "net.py").touch()
         file = inner / "train.py"
-        file.touch()
+        file.write_text("def main():\n    from ..net import Net\n")
         monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(file)))
         around = [file, inner.parent / "net.py", train.parent / "model.py"]
         assert {origin_of(one) for one in around} <= Meant(request()).origins
@@ -434,6 +434,22 @@ class TestScript:
         (inner.parent / "net.py").write_text("Net = 1\n")
         assert Meant(request()).the_one([one], QUERY).record is None
         assert "package" not in sys.modules
+
+    @pytest.mark.parametrize("text", ["import model\n", "import parts\n", "", "def train(:\n"])
+    def test_a_module_beside_it_is_meant_where_it_is_imported(
+        self, train: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    ) -> None:
+        train.write_text(text)
+        (train.parent / "parts.py").write_text("if True:\n    from model import Net\n")
+        file = train.parent / "model.py"
+        monkeypatch.chdir(train.parent)
+        made = record(origin=origin_of(file), code=parse("model.py:Net").code)
+        match = Meant(request()).the_one([made], QUERY)
+        imported = text.startswith("import")
+        assert (match.record, match.nearest) == ((made, None) if imported else (None, None))
+        assert Meant(request("model.py:Net")).the_one([made], QUERY).record is made
+        monkeypatch.setitem(sys.modules, "models", SimpleNamespace(__file__=str(file)))
+        assert Meant(request()).the_one([made], QUERY).record is made
 
     def test_a_file_beside_the_script(
         self, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

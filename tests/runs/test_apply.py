@@ -24,7 +24,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import USES, Provenance, Record, Target, Winner
 from advisor.finding.inside import own_command
-from advisor.finding.piloted import Found, Terms
+from advisor.finding.piloted import Found, Terms, in_force
 from advisor.opening import open_records
 from advisor.tuners.act import following
 from advisor.tuners.act.advice import Advice
@@ -391,6 +391,40 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     assert torch.get_num_threads() == threads + 1
     advisor.release()
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("trains", ["Linear", "Net"])
+def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
+    """Where the script imports a file whose model was tuned, and trains another."""
+    guide, charge = Looks(), InCharge()
+    charge.bring(guide)
+    trained(Net())
+    charge.release()
+    record = record_of(guide.seen, Config(threads=3))
+    advice = Advice(
+        Advised(Config(threads=3)),
+        device="cpu",
+        served=Served(reason="1.50x", record=record, default=TORCH),
+    )
+    advice.set_flags()
+    advisor.apply()
+    with pytest.warns(advisor.AdvisorWarning, match="not tuned"):
+        if trains == "Net":
+            trained(Net())
+        else:
+            model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(STEPS):
+                model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+                optimizer.step()
+    said = {"Net": "", "Linear": "no speed-up is known: what trains is not what was tuned as "}
+    assert advice.reason.startswith(said[trains] + ("python train.py; " if said[trains] else "1."))
+
+
+def test_the_script_as_it_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "advisor"):
+        in_force(TORCH, TORCH, "the script as it is: nothing else was raced")
+    assert caplog.messages == ["in force: the script as it is; nothing else was raced"]
 
 
 @pytest.mark.parametrize("how", ["disabled", "infer", "wrong"])

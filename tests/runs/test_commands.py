@@ -405,6 +405,81 @@ while True:
         assert (failed.outcome, failed.reason) == ("failed", "RuntimeError: no half")
 
 
+FAILING = """
+import sys, time
+from pathlib import Path
+from training import train
+
+def after(step):
+    time.sleep(0.002)
+    if step == 400 and not Path("mended").exists():
+        {fails}
+
+train(after=after)
+"""
+
+
+def test_a_script_that_fails_by_itself_is_no_failure_of_a_config() -> None:
+    with started(script(FAILING.format(fails="sys.exit(3)"))) as (run, _seen, own):
+        why = "the command ended with exit code 3"
+        said = rf"fails by itself, as it is, within \d+ steps \({why}\): mend that"
+        with pytest.raises(TargetFailed, match=said):
+            for _ in range(5):
+                assert measured(run, own).ok
+                assert measured(run, own.replace(precision="bf16")).ok
+
+
+def test_what_pytorch_raises_is_a_scripts_own_where_it_comes_again() -> None:
+    fails = "raise RuntimeError('a worker of the loader is gone')"
+    with started(script(FAILING.format(fails=fails))) as (run, _seen, own):
+        seen = []
+        with pytest.raises(TargetFailed, match=r"\(RuntimeError: a worker"):
+            for _ in range(9):
+                seen.append(measured(run, own.replace(precision="bf16")))
+        assert [one.reason for one in seen if not one.ok] == [
+            "RuntimeError: a worker of the loader is gone"
+        ]
+
+
+def test_a_config_that_fails_as_scripts_do_is_told_from_one(folder: Path) -> None:
+    command = script("""
+import torch
+from training import nn, train
+
+class Net(nn.Linear):
+    halves = 0
+    def forward(self, x):
+        self.halves += torch.is_autocast_enabled("cpu")
+        if self.halves == 5:
+            raise ValueError("no half")
+        return super().forward(x)
+
+train(model=Net(8, 4))
+""")
+    with started(command) as (run, _seen, own):
+        assert measured(run, own).ok
+        failed = measured(run, own.replace(precision="bf16"))
+        assert (failed.outcome, failed.reason) == ("failed", "ValueError: no half")
+        assert measured(run, own).ok
+
+
+def test_of_a_script_that_fails_by_itself_nothing_is_recorded(folder: Path) -> None:
+    failing = FAILING.format(fails="raise ValueError('bad sample')")
+    command = script(failing.replace("400", "600"))
+    words = ("tune", "--no-compile", "--no-verify", "--budget", "8s", "--trials", "4")
+    done = advisor(folder, *words, "--", *command, **own(folder))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("advisor: the script fails by itself, as it is, within ")
+    assert "(ValueError: bad sample)" in last
+    assert advisor(folder, "show", **own(folder)).stdout.startswith("Nothing is tuned yet")
+    (folder / "mended").touch()
+    words = (*words[:-1], "2")
+    again = advisor(folder, *words, "--", *command, **own(folder))
+    assert again.returncode == 0, again.stderr
+    assert "going on after" in again.stderr
+
+
 def test_a_start_as_it_is_takes_a_step(tmp_path: Path) -> None:
     """What an advice pays before its first step is counted from there. Nothing is compiled in it,
     so that there are no artifacts."""

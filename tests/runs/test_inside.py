@@ -185,6 +185,34 @@ def test_under_advisor_run(script: Path) -> None:
     assert len(open_records(None).all()) == 1
 
 
+def test_a_script_that_ends_before_its_tuning_says_so(script: Path) -> None:
+    by = [sys.executable, "-m", "advisor", "run", "--tune", "5m", "--"]
+    process = begun(script, "60", by=by)
+    studies, until = open_records(None).studies, time.monotonic() + WAIT_S
+    while not any("measurement" in one.read_text() for one in studies.glob("*.journal")):
+        assert time.monotonic() < until, "nothing was measured"
+        time.sleep(0.1)
+    script.with_name("enough").touch()
+    (said,) = process.communicate()[1].splitlines()
+    assert re.fullmatch(
+        r"advisor: tune: the script ended \d+ s into the 300 s of its tuning, and is not tuned "
+        "yet; the next run goes on from there",
+        said,
+    )
+
+
+def test_a_script_that_ends_before_its_tuning_begins_says_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("while time", "for _ in '123':  # while time")
+    )
+    _out, err = begun(tmp_path / "train.py", "1", "5m").communicate()
+    (said,) = err.splitlines()
+    assert said == (
+        "advisor: tune: the script ended after 3 steps of its optimizers, before anything could be "
+        "tried; a longer run is tuned"
+    )
+
+
 def test_the_script_goes_on_without_the_search(script: Path) -> None:
     process = begun(script, "60", "5m")
     os.kill(conductor_of(process), signal.SIGKILL)

@@ -385,6 +385,14 @@ def test_a_race_that_cannot_tell_says_so(tmp_path: Path) -> None:
     assert not any("could not tell" in text for text in said.said)
 
 
+def test_a_race_of_a_turn_each_is_not_said_to_be_one_that_cannot_tell(tmp_path: Path) -> None:
+    """Where nothing was raced for long enough to be kept the result says so, and it alone."""
+    said = Notices()
+    decided = tuned(Machine(first_s=1.0, noise=0.2), tmp_path, 8.0, said)
+    assert {one.config for one in decided.raced} == {decided.baseline.config}
+    assert not any("could not tell" in text for text in said.said)
+
+
 def test_a_short_job_is_not_compiled_for(tmp_path: Path) -> None:
     machine = Machine(first_s=1.5)
     decided = tuned(machine, tmp_path, length=Length(steps=100, batch=64))

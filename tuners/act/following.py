@@ -56,7 +56,7 @@ class Following:
         kept: flags that it left alone, as the user's own.
         failed: why a captured step is not replayed.
         compiled: what became of the artifacts that were kept, or ''.
-        another: what another model than the tuned one was prepared, or ''.
+        another: what another model than the tuned one was prepared or trains, or ''.
         piloted: what a pilot has put in force in its place, or ''.
     """
 
@@ -191,6 +191,15 @@ def give_way(line: str) -> None:
     for one in _last:
         if SET_FLAGS in one.used:
             one.piloted = line
+
+
+def claim_for(model: str) -> None:
+    """Have no advice whose flags the script has set claim what was measured of another model than
+    the one that trains, of which this is the fingerprint."""
+    for one in _last:
+        tuned = one.served.record
+        if SET_FLAGS in one.used and tuned is not None and tuned.key.model != model:
+            one.another = one.another or f"what trains is not what was tuned as {tuned.target.name}"
 
 
 def tell_at_exit(one: Following) -> None:

@@ -197,6 +197,12 @@ class Search:
         """This run ends without a race: one that goes on has all of its own time."""
         self._journal.settle()
 
+    def give_up(self) -> None:
+        """As `settle`, and what is in flight is not held against its config: it was not why."""
+        for asked in (*(one for one, _origin in self._running.values()), *self._begun.values()):
+            self._journal.pass_over(asked)
+        self.settle()
+
     def best(self, batch: int | None = None, use: str = RACED[-1]) -> Trial:
         """The fastest trial that a use can follow, at one batch size or at any."""
         aim = _Aim(use, batch)

@@ -169,7 +169,10 @@ class _Decision:
         self._start([*self._chosen(verdict), *self._worthwhile()])
         self.starts.keep(self.default, self._chosen(verdict))
         choices = raced(self.space, self.rates, self.peaks)
-        if unclear := untold(self.space, choices, verdict):
+        kept = [choice for choice in choices.values() if self._is_raced(choice)]
+        unclear = untold(self.space, choices, verdict)
+        # Where nothing else was raced for long enough to be kept, that is what is said of it.
+        if unclear and any(choice.config != self.default for choice in kept):
             listed = ", ".join(
                 f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
                 f"{self.terms.baseline} ({interval(choice.speedup_low, choice.speedup_high)})"
@@ -187,15 +190,14 @@ class _Decision:
             ),
             input=chosen_input,
             trials=tuple(self.trials),
-            raced=tuple(
-                self._started(choice)
-                for choice in choices.values()
-                # One turn beside the default's tells no interval, however many it has itself.
-                if choice.config == self.default
-                or (len(choice.rounds) >= LEAST_TURNS and math.isfinite(choice.speedup_high))
-            ),
+            raced=tuple(map(self._started, kept)),
             artifacts=self.starts.artifacts,
         )
+
+    def _is_raced(self, choice: Choice) -> bool:
+        # One turn beside the default's tells no interval, however many it has itself.
+        told = len(choice.rounds) >= LEAST_TURNS and math.isfinite(choice.speedup_high)
+        return told or choice.config == self.default
 
     def _race(self) -> None:
         """The finalists in turn; without time for it, the default as the search measured it."""

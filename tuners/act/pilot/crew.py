@@ -30,6 +30,10 @@ class Untrained(Exception):
     """The process ends, and no optimizer made a step in it; another one may train."""
 
 
+class Brief(Exception):
+    """The process ends after so few steps that nothing was told of them; another one may train."""
+
+
 class Over(Exception):
     """What was found to train does so no more; the script trains something else."""
 

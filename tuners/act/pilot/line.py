@@ -13,8 +13,8 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
-from advisor.tuners.act.pilot.orders import Lap, Order, told
+from advisor.tuners.act.pilot.crew import Brief, Over, Unclear, Untrained
+from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ class Line:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
-        if isinstance(exc, Untrained):
+        if isinstance(exc, Brief | Untrained):
             return
         outcome, said = told(exc)
+        own = not (isinstance(exc, Over | Unclear) or plausible(exc))
         if isinstance(exc, Over):
             outcome, said = OVER, str(exc)
         if isinstance(exc, Unclear):
@@ -76,7 +77,7 @@ class Line:
                 self._note(said)
             return
         with contextlib.suppress(OSError):
-            self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said}})
+            self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said, "own": own}})
 
     def ended(self, exc: BaseException, order: Order) -> None:
         """As `Guide.ended`: it was told that the script failed."""

@@ -19,6 +19,7 @@ from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import (
     LET_GO,
     MOST_PERIOD,
+    Brief,
     Crew,
     Over,
     Trained,
@@ -177,12 +178,17 @@ class Pilot:
         """The script has ended of this."""
         self._unexit()
         self._guide.failed(exc)
+        if self._looked:
+            self._exits()
         if self._switch is not None and self._order.config != self._switch.own:
             self._guide.ended(exc, self._order)
 
     def _exits(self) -> None:
         if self._crew.called and not self._looked and self._guide.takes_over():
             self._guide.failed(Untrained(UNSTEPPED))
+        elif self._looked and self._switch is None:
+            steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
+            self._guide.failed(Brief(f"the script ended after {steps}"))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:

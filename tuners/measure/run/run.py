@@ -86,6 +86,10 @@ class Run:
         self._processes = 1
         self._settled: dict[Config, float] = {}
         """Seconds of a step of what these sessions have measured."""
+        self._survived = 0
+        """Steps that the command has made as it is, after one that failed."""
+        self._reasons: set[str] = set()
+        """Why it failed."""
         self._peak_bytes = 0
         """Of a step at the script's own batch."""
         self._shown = show is not None
@@ -154,6 +158,7 @@ class Run:
 
         Raises:
             WorkerError: the command cannot be started any more, or ends too soon.
+            TargetFailed: it fails by itself.
         """
         del stage, keep
         most = seconds + self.deadline_s if deadline_s is None else deadline_s
@@ -165,7 +170,7 @@ class Run:
                 until = time.monotonic() + most
                 return self._measured(session, config, seconds, floor, until)
             except Ended as exc:
-                self._end(config)
+                self._check_own(exc, self._end(config))
                 last = exc
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
@@ -237,6 +242,9 @@ class Run:
         """Whether a config computes what strict fp32 does, on steps that the command makes.
 
         `steps` is another's business: see `repeated.STEPS`.
+
+        Raises:
+            TargetFailed: the command fails by itself.
         """
         del steps
         seconds = self.deadline_s if deadline_s is None else deadline_s
@@ -246,7 +254,7 @@ class Run:
             try:
                 return self._compared(asked, until)
             except Ended as exc:
-                self._end(self.own)
+                self._check_own(exc, self._end(self.own))
                 last = exc
                 if exc.outcome == "timed_out":
                     last = Ended("timed_out", f"it was not over within {seconds:.0f} s")
@@ -262,15 +270,47 @@ class Run:
         while self._sessions:
             self._end_one(next(iter(self._sessions)))
 
-    def _end(self, config: Config) -> None:
-        """End the start of the command that a config takes."""
-        self._end_one(self._words(config))
+    def _end(self, config: Config) -> int:
+        """End the start of the command that a config takes; the steps that it was told to make."""
+        return self._end_one(self._words(config))
 
-    def _end_one(self, words: tuple[str, ...]) -> None:
+    def _end_one(self, words: tuple[str, ...]) -> int:
         session = self._sessions.pop(words, None)
-        if session is not None:
-            session.end()
-            self._settled = {c: s for c, s in self._settled.items() if self._words(c) != words}
+        if session is None:
+            return 0
+        session.end()
+        self._settled = {c: s for c, s in self._settled.items() if self._words(c) != words}
+        return session.made
+
+    def _check_own(self, ended: Ended, made: int) -> None:
+        """See whether the command as it is goes on for as many steps as one that failed with what a
+        script rather raises by itself, or that another config had failed with.
+
+        Raises:
+            TargetFailed: it fails too.
+        """
+        again = str(ended) in self._reasons
+        self._reasons.add(str(ended))
+        by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
+        if not by_itself or made <= self._survived:
+            return
+        until = time.monotonic() + self.deadline_s  # what fails shortly before the end, too
+        try:
+            self._end(self.own)
+            session, steps = self._ensured(self.own), 1
+            # One more: what is raised between two steps shows in the second.
+            while session.made <= made and time.monotonic() < until:
+                block = self._lap(session, self.own, min(steps, made + 1 - session.made), until)
+                steps = _steps(BLOCK_S / max(block.step_s, 1e-6), self.own)
+        except Ended as exc:
+            self._end(self.own)
+            if exc.code and exc.outcome in ("failed", "crashed"):
+                raise TargetFailed(
+                    f"the script fails by itself, as it is, within {max(1, made)} steps ({exc}): "
+                    "mend that, and the same command goes on with what was measured"
+                ) from exc
+        else:
+            self._survived = max(self._survived, session.made)
 
     def _compared(self, asked: Comparison, until: float) -> Measurement:
         try:

@@ -45,12 +45,14 @@ CHANCE = 0.25
 
 
 class Ended(Exception):
-    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well, and `said`
-    how it ended before its first steps."""
+    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well, `said` how it
+    ended before its first steps, and `own` whether it ended as a script does rather by itself."""
 
-    def __init__(self, outcome: str, reason: str, code: int = 1, said: str = "") -> None:
+    def __init__(
+        self, outcome: str, reason: str, code: int = 1, said: str = "", *, own: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.outcome, self.code, self.said = outcome, code, said
+        self.outcome, self.code, self.said, self.own = outcome, code, said, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,9 @@ class Flight:
         log: what it prints goes to that; None where it was shown as it came.
         careful: of every order; see `Order`.
 
+    Attributes:
+        made: steps that it was told to make, those included that it did not come to.
+
     Raises:
         Ended: it was over before its first steps, or none came in time.
     """
@@ -154,7 +159,8 @@ class Flight:
     ) -> None:
         self._log = log
         self._careful = careful
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, Any] = {}
+        self.made = 0
         self._pipes: list[Connection] = []
         self._command = command
         try:
@@ -240,6 +246,7 @@ class Flight:
         self._command.end()
 
     def _laps(self, order: Order, until: float) -> list[Lap]:
+        self.made += order.steps
         self._tell(order)
         laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
         for lap in laps:
@@ -296,7 +303,9 @@ class Flight:
         """Why the command is over, or one of its processes is."""
         if self._failed:
             outcome, reason = self._failed["outcome"], self._failed["reason"]
-            return Ended("failed", reason, 0) if outcome == OVER else Ended(outcome, reason)
+            if outcome == OVER:
+                return Ended("failed", reason, 0)
+            return Ended(outcome, reason, own=bool(self._failed.get("own")))
         until = time.monotonic() + END_S
         while not self._command.ended and time.monotonic() < until:
             time.sleep(0.05)
@@ -305,7 +314,8 @@ class Flight:
         code, last = self._command.obituary()
         ended = f"ended with {how(code)}"
         if self._pipes:
-            return Ended("crashed", f"the command {ended}{_after_colon(last)}", code)
+            reason = f"the command {ended}{_after_colon(last)}"
+            return Ended("crashed", reason, code, own=code > 0)
         note = self._command.note
         so_far = f"it {ended}{'' if note else _after_colon(last)}"
         never = self._never(so_far, MEND if code else LONGER)
