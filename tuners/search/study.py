@@ -401,7 +401,7 @@ class Search:
             self._journal.pass_over(asked[config])
 
     def _try_on_leaders(self) -> None:
-        """Variants of what leads, which seldom gain much: what it is built again for comes first."""
+        """Variants of what leads, which seldom gain much: what rebuilds it comes first."""
         kept_s, self._times.kept_s = self._times.kept_s, self._rebuilding_s
         leaders = (self.best(self._space.batch, use).config for use in self._space.uses)
         guessed = (one for leader in leaders for one in guesses.on_leader(self._space, leader))
