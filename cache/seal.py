@@ -27,13 +27,12 @@ _log = logging.getLogger("advisor")
 
 UNSIGNED = "unsigned"
 """What is said, wherever it is shown or served, of a record that no key of the reader signed."""
-REMEDY = "a key must be your own alone; run chmod 600 on it and chmod go-w on what it lies in"
-"""Of a file that is not."""
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
 RECORD, ARTIFACTS = b"advisor record\n", b"advisor artifacts\n"
 """What a signature is of: one of the one kind is none of the other."""
 _NAME = b"advisor name\n"
+_REMEDY = "run: chmod 600 it, and chmod go-w the folders above it"
 _OWN_BYTES = 32
 _MOST_BYTES = 2**12
 
@@ -174,13 +173,13 @@ def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
     with open_regular(path) as file:
         why = exposed(path, file.fileno(), group_reads)
         if why:
-            _tell_once(why)
+            _tell_once(str(path), why)
         return file.read(_MOST_BYTES), why
 
 
 @functools.cache
-def _tell_once(why: str) -> None:
-    _log.warning("%s, and a key is there; %s", why, REMEDY)
+def _tell_once(path: str, why: str) -> None:
+    _log.warning("%s holds a secret, and %s; %s", path, why, _REMEDY)
 
 
 def _made(path: Path) -> tuple[bytes, str]:

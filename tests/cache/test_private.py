@@ -128,9 +128,10 @@ def test_a_seal_knows_which_of_its_keys_others_may_have(
     seal = Seal.from_environment()
     assert seal.own == own.own and not seal.for_code.signs
     assert seal.exposed == f"others can read {secret} (mode 444)"
-    assert [line.getMessage().split(",")[0] for line in caplog.records] == [
-        f"others can read {secret} (mode 444)",
-        f"others can write {data} (mode 777)",
+    remedy = "run: chmod 600 it, and chmod go-w the folders above it"
+    assert [line.getMessage() for line in caplog.records] == [
+        f"{secret} holds a secret, and others can read {secret} (mode 444); {remedy}",
+        f"{data}/advisor/key holds a secret, and others can write {data} (mode 777); {remedy}",
     ]
     # The same of one that is made there.
     (data / "advisor" / "key").unlink()
