@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgpack
 
@@ -25,15 +26,20 @@ from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.seal import ARTIFACTS, UNSEALED, Seal
 from advisor.cache.stores import Remote, Store
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
-_START = b"advisor artifacts 1\n"
+_ANY = b"advisor artifacts "
+_START = _ANY + b"1\n"
 _BODY = len(_START) + 32
 """Where it begins, behind the signature."""
 _LEVEL = 1
 """Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
 _MOST_TIMES = 32
 """As many times its own size is what was packed."""
+ANOTHERS = "signed with another's key"
+"""Why artifacts are not loaded of which no more than the name is looked at."""
+Kind = Literal["superseded", "damaged", "oversized"]
+"""Why artifacts may go, in one word."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
 """The names on a shelf, as a regular expression; see `Label`."""
 
@@ -153,22 +159,50 @@ def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
     Raises:
         RecordDamaged: why they may not.
     """
+    found, packed = _unsealed(sealed, seal)
+    if apart := found.apart(purpose):
+        raise RecordDamaged(f"artifacts: made for {apart}; refused")
+    try:
+        inflating = zlib.decompressobj()
+        data = inflating.decompress(packed, _MOST_TIMES * len(sealed))
+    except (TypeError, zlib.error) as exc:
+        raise _strange(exc) from exc
+    if not inflating.eof:
+        raise RecordDamaged("artifacts: too large when unpacked; refused")
+    return data
+
+
+def check(sealed: bytes, label: Label, seal: Seal) -> None:
+    """That what a shelf keeps under a label is whole, signed and for what that says.
+
+    Raises:
+        RecordDamaged: it is not.
+    """
+    if not label.text.startswith(f"{_unsealed(sealed, seal)[0].label}."):
+        raise RecordDamaged("artifacts: made for another record or config; refused")
+
+
+def _unsealed(sealed: bytes, seal: Seal) -> tuple[Purpose, Any]:
+    """What signed artifacts are for, and themselves, packed.
+
+    Raises:
+        RecordNewer: another version of advisor wrote them. RecordDamaged: they are refused.
+    """
     if not sealed.startswith(_START):
-        raise RecordDamaged("artifacts: none that this version reads; refused")
+        kind = RecordNewer if sealed.startswith(_ANY) else RecordDamaged
+        raise kind("artifacts: none that this version reads; refused")
     if not is_signed(sealed, seal):
         raise RecordDamaged("artifacts: not signed by you or your team, or changed since; refused")
     # From here on it is what the owner of a key wrote; another version of advisor may have.
     try:
         found = msgpack.unpackb(sealed[_BODY:], max_bin_len=len(sealed))
-        if apart := from_plain(Purpose, found["purpose"]).apart(purpose):
-            raise RecordDamaged(f"artifacts: made for {apart}; refused")
-        inflating = zlib.decompressobj()
-        data = inflating.decompress(found["data"], _MOST_TIMES * len(sealed))
-    except (ValueError, KeyError, TypeError, zlib.error) as exc:
-        raise RecordDamaged(f"artifacts: not as this version writes them ({exc})") from exc
-    if not inflating.eof:
-        raise RecordDamaged("artifacts: too large when unpacked; refused")
-    return data
+        return from_plain(Purpose, found["purpose"]), found["data"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise _strange(exc) from exc
+
+
+def _strange(exc: Exception) -> RecordNewer:
+    return RecordNewer(f"artifacts: not as this version writes them ({exc}); refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,17 +218,24 @@ class Artifacts:
     """The artifacts in some stores, which are looked through in order.
 
     Args:
+        seal: of its keys those alone count that no other user may have.
         most: bytes that some may have, packed; 0: none are kept or loaded.
     """
 
     def __init__(self, stores: Sequence[Store], seal: Seal, most: int) -> None:
-        self._stores, self._seal, self._most = stores, seal, most
+        self._stores, self._given, self._most = stores, seal, most
+        self._seal = seal.for_code
+
+    @property
+    def unsigned(self) -> str:
+        """Why none are signed; '' where they are."""
+        return "" if self._seal.signs else self._given.exposed or "no key signs it"
 
     def keep(self, data: bytes, purpose: Purpose, store: Store) -> int:
         """Put artifacts on a store's shelf: their size there, packed.
 
-        0 where none are kept: the store has no shelf, there is no key to sign with, or they are
-        larger than is permitted.
+        0 where none are kept: the store has no shelf, there is no key to sign with that is nobody
+        else's, or they are larger than is permitted.
 
         Raises:
             StoreError: the store cannot be written.
@@ -229,7 +270,24 @@ class Artifacts:
             return Found(data=data, size=len(packed), store=store.url)
         if failed:
             raise failed[0]
+        if self._most:
+            self._tell_of_others(purpose)
         return None
+
+    def _tell_of_others(self, purpose: Purpose) -> None:
+        """That there are artifacts for this of a key that does not count, if there are.
+
+        Raises:
+            RecordDamaged: that.
+        """
+        reasons: set[str] = set()
+        for store in self._stores:
+            with contextlib.suppress(StoreError):
+                there = self.on(store, f"{purpose.label}.")
+                reasons |= {self._why_not(label) for label in there if not label.trusted}
+        if reasons:  # what the reader can mend is said first
+            why = min(reasons, key=ANOTHERS.__eq__)
+            raise RecordDamaged(f"artifacts: {why}; refused")
 
     def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
         if self._most:
@@ -245,26 +303,86 @@ class Artifacts:
                     store.shelf.put(name, packed)
                     return
 
+    def on(self, store: Store, start: str = "") -> dict[Label, int]:
+        """What is on a store's shelf, with its size in bytes; of labels that begin so.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        sizes = {} if store.shelf is None else store.shelf.sizes(start)
+        found = ((Label.parse(text, self._seal), size) for text, size in sizes.items())
+        return {label: size for label, size in found if label}
+
     def listed(self, places: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
         """Where there are artifacts of some records, and their size; stores that cannot be read are
         passed over."""
         for store in self._stores:
             with contextlib.suppress(StoreError):
-                for label, size in labels(store, self._seal).items():
+                for label, size in self.on(store).items():
                     if label.record in places:
                         yield store, label, size
 
-    def signed(self, store: Store, places: Collection[str]) -> Iterator[tuple[Label, bytes]]:
-        """What a store's shelf has of some records that the reader or their team signed.
+    def fault(self, store: Store, label: Label) -> str:
+        """Why what a store's shelf has under a label is loaded nowhere by this reader; '' where it
+        may be, by what it is for."""
+        if not label.trusted:
+            return self._why_not(label)
+        if not self._most:
+            return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
+        try:
+            self._checked(store, label)
+        except RecordDamaged as exc:
+            return _bare(exc)
+        except StoreError as exc:
+            return str(exc)
+        return ""
+
+    def _why_not(self, label: Label) -> str:
+        """Of what none of the keys that count for code has tagged."""
+        given = Label.parse(label.text, self._given)
+        return self._given.exposed if given and given.trusted else ANOTHERS
+
+    def sound(
+        self, store: Store, places: Collection[str]
+    ) -> Iterator[tuple[Label, bytes | RecordDamaged]]:
+        """What a store's shelf has of some records under the reader's or their team's tags, or why
+        that is refused.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        for label in labels(store, self._seal):
-            if store.shelf is not None and label.trusted and label.record in places:
-                packed = store.shelf.get(label.text, self._most)
-                if packed is not None and is_signed(packed, self._seal):
-                    yield label, packed
+        for label in self.on(store) if self._most else ():
+            if label.trusted and label.record in places:
+                try:
+                    packed = self._checked(store, label)
+                except RecordDamaged as exc:
+                    yield label, exc
+                else:
+                    if packed is not None:
+                        yield label, packed
+
+    def _checked(self, store: Store, label: Label) -> bytes | None:
+        """What a store's shelf has under a label, None where it has gone.
+
+        Raises:
+            RecordDamaged: it is refused. StoreError: the store cannot be read.
+        """
+        packed = None if store.shelf is None else store.shelf.get(label.text, self._most)
+        if packed is not None:
+            check(packed, label, self._seal)
+        return packed
+
+    def has(self, store: Store, label: Label, packed: bytes) -> bool:
+        """Whether a store's shelf has just this under a label.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        assert store.shelf is not None
+        try:
+            return store.shelf.get(label.text, len(packed)) == packed
+        except RecordDamaged:  # larger
+            return False
 
     def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
         """What of a store's shelf, and of the reader's or their team's, is good for nothing.
@@ -276,19 +394,28 @@ class Artifacts:
         Raises:
             StoreError: the store cannot be read.
         """
-        for label, size in labels(store, self._seal).items():
-            if label.trusted and (reason := self._useless(label, size, advised)):
-                yield Idle(store=store, label=label, size=size, reason=reason)
+        for label, size in self.on(store).items():
+            if label.trusted and (found := self._useless(store, label, size, advised)):
+                kind, reason = found
+                yield Idle(store=store, label=label, size=size, kind=kind, reason=reason)
 
-    def _useless(self, label: Label, size: int, advised: Mapping[str, Collection[str]]) -> str:
+    def _useless(
+        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
+    ) -> tuple[Kind, str] | None:
         if label.record not in advised:
-            return "their record is gone"
+            return "superseded", "their record is gone"
         if size > self._most:
-            return f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
+            return "oversized", f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
         configs = advised[label.record]
         if configs and label.config not in configs:
-            return "their config is advised no more"
-        return ""
+            return "superseded", "their config is advised no more"
+        try:
+            self._checked(store, label)
+        except RecordNewer:  # not for this version to judge
+            return None
+        except RecordDamaged as exc:
+            return "damaged", _bare(exc)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,15 +425,10 @@ class Idle:
     store: Store
     label: Label
     size: int
+    kind: Kind
     reason: str
 
 
-def labels(store: Store, seal: Seal) -> dict[Label, int]:
-    """What is on a store's shelf, with its size in bytes.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    shelf = store.shelf
-    sizes = {} if shelf is None else shelf.sizes()
-    return {label: n for text, n in sizes.items() if (label := Label.parse(text, seal))}
+def _bare(exc: RecordDamaged) -> str:
+    """What is wrong with artifacts, without saying of what it is and what comes of it."""
+    return str(exc).removeprefix("artifacts: ").removesuffix("; refused")

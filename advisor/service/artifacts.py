@@ -21,9 +21,13 @@ KEPT_S = DAY_S
 """Without a record: it may be on its way."""
 
 
-def sizes(session: Session, after: str, most: int = MOST_LISTED) -> tuple[dict[str, int], bool]:
-    """Bytes of each behind a name, and whether there are more."""
+def sizes(
+    session: Session, after: str, start: str = "", most: int = MOST_LISTED
+) -> tuple[dict[str, int], bool]:
+    """Bytes of each behind a name, of names that begin so, and whether there are more."""
     query = select(Artifacts.name, Artifacts.size).where(Artifacts.name > after)
+    if start:
+        query = query.where(Artifacts.name.startswith(start, autoescape=True))
     found = session.execute(query.order_by(Artifacts.name).limit(most + 1)).all()
     return {name: size for name, size in found[:most]}, len(found) > most
 
@@ -33,8 +37,9 @@ def data_of(session: Session, name: str) -> bytes | None:
     return session.scalar(select(Artifacts.data).where(Artifacts.name == name))
 
 
-def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
-    """Keep artifacts, in place of what has their name; whether nothing had.
+def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
+    """Keep artifacts, in place of what has their name; whether nothing had, None where what has is
+    not theirs to remove.
 
     Raises:
         UsageError: the name is none.
@@ -43,6 +48,8 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
     if label is None:
         raise UsageError(f"artifacts {name[:80]!r}: no name of any")
     there = session.get(Artifacts, name)
+    if there is not None and not by.owns(there.token):
+        return None
     kept = there or Artifacts(name=name, place=label.record)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)

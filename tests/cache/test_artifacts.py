@@ -52,7 +52,6 @@ def test_what_was_kept_is_found(store: Store) -> None:
     assert found is not None and (found.data, found.size, found.store) == (DATA, size, store.url)
     assert size < len(DATA)
     assert artifacts(store, seal=TEAM).find(PURPOSE) is not None  # by one's own key too
-    assert artifacts(store, seal=THEIRS).find(PURPOSE) is None
     assert artifacts(store, most=0).find(PURPOSE) is None
     assert artifacts(store).find(replace(PURPOSE, config="ab" * 6)) is None
 
@@ -128,6 +127,39 @@ def test_stores_are_looked_through_in_order_and_the_first_keeps_it(
     assert again is not None and again.store == first.url
 
 
+def test_of_what_only_another_signed_it_is_said(store: Store, tmp_path: Path) -> None:
+    """Not where there is one's own, or nothing for this very record and config."""
+    bucket = open_store(f"memory://{tmp_path}/bucket")
+    for there in (store, bucket):
+        artifacts(there, seal=THEIRS).keep(DATA, PURPOSE, there)
+        for seal in (MINE, UNSEALED, TEAM):
+            with pytest.raises(RecordDamaged, match=r"^artifacts: signed with another"):
+                artifacts(there, seal=seal).find(PURPOSE)
+        assert artifacts(there).find(replace(PURPOSE, config="ab" * 6)) is None
+        assert artifacts(there, most=0).find(PURPOSE) is None
+    artifacts(store).keep(DATA, PURPOSE, store)
+    assert artifacts(bucket, store).find(PURPOSE) is not None
+
+
+@pytest.mark.parametrize("which", ["own", "secret"])
+def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> None:
+    """Neither what it signed is loaded, nor is anything signed with it; another key does both."""
+    why = "others can read /key (mode 644)"
+    bare = Seal(own=b"m" * 32) if which == "own" else Seal(b"a secret of a team")
+    shown = replace(bare, **{f"{which}_exposed": why})
+    assert artifacts(store, seal=shown).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, seal=shown).find(PURPOSE) is None  # nothing there, nothing to say
+    artifacts(store, seal=bare).keep(DATA, PURPOSE, store)
+    with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
+        artifacts(store, seal=shown).find(PURPOSE)
+    artifacts(store, seal=THEIRS).keep(DATA, PURPOSE, store)  # of that it is said, not of this
+    with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
+        artifacts(store, seal=shown).find(PURPOSE)
+    both = replace(TEAM, **{f"{which}_exposed": why})
+    assert artifacts(store, seal=both).keep(DATA, PURPOSE, store) > 0
+    assert artifacts(store, seal=both).find(PURPOSE) is not None
+
+
 def put(store: Store, one: Record, seal: Seal = MINE) -> Purpose:
     Records(store, seal=seal).put(one)
     purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)
@@ -154,22 +186,97 @@ def test_gc_takes_what_is_larger_than_permitted(
     put(store, RECORD)
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
     (one,) = exchange.idle(Records(store, seal=MINE), store)
+    assert one.kind == "oversized"
     assert one.reason == "larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)"
+
+
+GOOD = sealed(DATA, PURPOSE, MINE)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\0" * 1000, "none that this version reads"),
+        (GOOD[:-1], "not signed by you or your team, or changed since"),
+        (sealed(DATA, PURPOSE, THEIRS), "not signed by you or your team, or changed since"),
+        (
+            sealed(DATA, replace(PURPOSE, config="ab" * 6), MINE),
+            "made for another record or config",
+        ),
+    ],
+)
+def test_what_is_damaged_is_told_and_tidied(store: Store, data: bytes, reason: str) -> None:
+    purpose = put(store, RECORD)
+    found = artifacts(store)
+    ((there, label, _size),) = found.listed({purpose.record})
+    assert found.fault(there, label) == ""
+    shelf(store).put(label.text, data)
+    assert found.fault(there, label) == reason
+    (one,) = exchange.idle(Records(store, seal=MINE), store)
+    assert (one.label, one.kind, one.reason) == (label, "damaged", reason)
+
+
+def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
+    """Of another key, of a later version of advisor, of a key that others may have."""
+    purpose = put(store, RECORD)
+    artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
+    shelf(store).put(text(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
+    found = artifacts(store)
+    faults = {
+        label.text: found.fault(at, label) for at, label, _n in found.listed({purpose.record})
+    }
+    assert faults == {
+        text(purpose, MINE): "none that this version reads",
+        text(purpose, THEIRS): "signed with another's key",
+    }
+    assert exchange.idle(Records(store, seal=MINE), store) == []
+    shown = replace(MINE, own_exposed="others can read /key (mode 644)")
+    label = Label.parse(text(purpose, MINE), shown.for_code)
+    assert label is not None
+    assert artifacts(store, seal=shown).fault(store, label) == shown.own_exposed
+    assert (
+        artifacts(store, most=0).fault(store, replace(label, trusted=True)).startswith("none are")
+    )
 
 
 def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
     purpose = put(store, RECORD)
     artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
-    changed = replace(purpose, config="ab" * 6)
+    changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
     shelf(store).put(text(changed, MINE), b"changed since")
+    shelf(store).put(text(moved, MINE), sealed(DATA, purpose, MINE))
     there = open_store(f"dir:{tmp_path}/there")
     records = Records([store, there], seal=MINE)
     for outcome in ("added", "known"):
-        places = {place_of(RECORD)}
-        (carried,) = exchange.carry_artifacts(records, store, there, places)
-        assert (carried.name, carried.outcome) == (text(purpose, MINE), outcome)
+        found = exchange.carry_artifacts(records, store, there, {place_of(RECORD)})
+        assert {one.name: (one.outcome, one.reason) for one in found} == {
+            text(purpose, MINE): (outcome, ""),
+            text(changed, MINE): (
+                "refused",
+                "artifacts: none that this version reads; refused",
+            ),
+            text(moved, MINE): (
+                "refused",
+                "artifacts: made for another record or config; refused",
+            ),
+        }
     assert list(exchange.carry_artifacts(records, store, there, set())) == []
     assert artifacts(there).find(purpose) is not None
+
+
+@pytest.mark.parametrize("other", ["dir:{}/there", "memory://{}/there"])
+def test_a_damaged_copy_is_mended(store: Store, tmp_path: Path, other: str) -> None:
+    """Of the same size, so that only its bytes tell."""
+    purpose = put(store, RECORD)
+    there = open_store(other.format(tmp_path))
+    name, good = text(purpose, MINE), sealed(DATA, purpose, MINE)
+    records = Records([store, there], seal=MINE)
+    for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
+        shelf(there).put(name, damaged)
+        for outcome in ("updated", "known"):
+            (one,) = exchange.carry_artifacts(records, store, there, {place_of(RECORD)})
+            assert (one.name, one.outcome) == (name, outcome)
+        assert shelf(there).get(name, 2**20) == good
 
 
 def test_how_the_input_comes_is_not_compiled() -> None:
@@ -194,5 +301,5 @@ def test_how_large_they_may_be(said: str, most: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
     assert max_artifacts() == most
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
-    with pytest.raises(UsageError, match="ADVISOR_MAX_ARTIFACTS 'much': expected"):
+    with pytest.raises(UsageError, match=r"ADVISOR_MAX_ARTIFACTS 'much': expected .* or 0 to keep"):
         max_artifacts()
