@@ -320,7 +320,7 @@ class _Tuning(ABC):
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
-                clock=Clock(plan.seconds - self._loader_s(subject)),
+                clock=Clock(plan.seconds, kept_s=LOADER * plan.seconds * bool(space.inputs)),
                 baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
@@ -365,14 +365,9 @@ class _Tuning(ABC):
             draws=subject.facts.draws and (subject.builder is None or bool(subject.task.command)),
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
-            loader_s=self._loader_s(subject),
             samples=subject.data.samples if subject.data else 0,
             loaded=_batch(subject.data) if subject.data else Batch(),
         )
-
-    def _loader_s(self, subject: _Subject) -> float:
-        """Seconds that are kept for the loader."""
-        return LOADER * self._plan.seconds if subject.space.inputs else 0.0
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu

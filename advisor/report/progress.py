@@ -73,7 +73,7 @@ class Shown(Progress):
         )
         if resumed:
             self._say(f"going on after {resumed} trials of an earlier run")
-        planned = parts(self._budget_s).items()
+        planned = parts(self._budget_s, loads=bool(space.inputs)).items()
         listed = ", ".join(f"{what} {duration(round(seconds, 1))}" for what, seconds in planned)
         self._say(f"{duration(self._budget_s)}: {listed}; what one leaves, the next have")
         if self._console.is_terminal:

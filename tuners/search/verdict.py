@@ -38,7 +38,7 @@ LEAST_S = 1.0
 FITS = 0.7
 """Nor with less than this share of what it usually takes."""
 TRIES = 2
-"""Times what a comparison was given in vain, or the budget, that is to be given the next time."""
+"""Times what a comparison was given in vain, that is to be given the next time."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 ROUNDING_S = 10.0
@@ -85,7 +85,6 @@ class Terms:
         compare_steps: as many of the default's steps take as long as its own; 0 where it takes as
             many as fit. Where it is known the race leaves that time, up to half of its own.
         draws: what is compared draws random numbers, otherwise then, and is compiled anew for it.
-        loader_s: kept for the loader, where there is one.
         samples: of an epoch of its data; 0 where that is not known. `loaded`: what its workers
             hand over at a time.
     """
@@ -99,7 +98,6 @@ class Terms:
     draws: bool = False
     baseline: str = "torch's default"
     folder: Path | None = None
-    loader_s: float = 0.0
     samples: int = 0
     loaded: Batch = Batch()  # noqa: RUF009 # immutable
 
@@ -354,10 +352,8 @@ class _Decision:
         """Tell it, with the budget that would have the time, if it was that."""
         why = said.reason
         if said.outcome == "timed_out":
-            budget_s = plan.holding(max(self._least_s(config), TRIES * took_s))
-            if budget_s <= self.clock.budget_s:
-                budget_s = TRIES * self.clock.budget_s
-            why += f"; a budget of {budget_s:.0f}s would do"
+            needs_s = max(self._least_s(config), TRIES * took_s)
+            why += f"; a budget of {self.clock.advised(needs_s / plan.COMPARED)} would do"
         self.progress.notice(f"not compared with fp32: {self._named(config)}: {why}")
 
     def _steps(self, config: Config, share_s: float) -> int:
@@ -425,7 +421,7 @@ class _Decision:
         if not self.space.inputs:
             return Config()
         self.progress.phase("the loader: alone, and with the step that it feeds")
-        part = self.clock.kept(self.terms.loader_s)
+        part = self.clock.kept()
         loaders = Loaders(self.worker, self.space, config, part, self.terms.loaded, self.progress)
         found = loaders.chosen(self.terms.samples)
         for trial in loaders.trials:
