@@ -335,6 +335,8 @@ class _Tuning(ABC):
                     tried = len(search.run())
                     terms = self._terms(subject, Path(folder))
                     decided = decide(subject.worker, space, search, terms, self._progress)
+                    for line in search.left_out:
+                        self._progress.notice(line)
                 except WorkerError:
                     search.settle()
                     raise
