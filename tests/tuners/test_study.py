@@ -260,6 +260,23 @@ def test_a_default_that_fails_is_an_error(tmp_path: Path) -> None:
         search(Simulated(memory=1), tmp_path).run()
 
 
+def test_a_default_that_takes_longer_than_the_budget_is_told_one_that_is_enough(
+    tmp_path: Path,
+) -> None:
+    class Slow(Simulated):
+        def measure(self, config: Config, *, deadline_s: float, **_how: object) -> Measurement:
+            self.time += min(deadline_s, 20.0)
+            ok = deadline_s >= 20.0
+            rate = 1.0 if ok else 0.0
+            outcome, why = ("ok", "") if ok else ("timed_out", f"no answer within {deadline_s:g} s")
+            return Measurement(outcome=outcome, reason=why, samples_per_s=rate, step_s=0.1)
+
+    with pytest.raises(WorkerError, match=r"; give a budget of (\d+)s$") as raised:
+        search(Slow(), tmp_path, search_s=SEARCH * 5.0).run()
+    budget_s = float(re.findall(r"(\d+)s$", str(raised.value))[0])
+    assert search(Slow(), tmp_path, "more", search_s=SEARCH * budget_s, trials=1).run()
+
+
 def test_trials_are_reported_one_by_one(tmp_path: Path) -> None:
     seen = Seen()
     found = search(Simulated(), tmp_path, trials=4, seen=seen)

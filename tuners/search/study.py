@@ -51,6 +51,8 @@ REBUILT = 2
 fp32, and through a DataLoader."""
 GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
+LEAST_S, TWICE = 30.0, 2.0
+"""A budget to advise where the baseline alone ran out of it, and times as long as that took."""
 TRIES = 2
 """Interruptions after which a config is not tried again: the tuner itself did not survive it."""
 WAITS = 0.03
@@ -168,6 +170,9 @@ class Search:
         default = self._try(self._space.default, "default", always=True)
         if default is None or not default.measurement.ok:
             reason = default.measurement.reason if default else "it was not tried"
+            if default and default.measurement.outcome == "timed_out":
+                needed_s = max(LEAST_S, TWICE * default.seconds)
+                reason += f"; give a budget of {self.clock.advised(needed_s)}"
             raise WorkerError(f"{self._scope.baseline} could not be measured: {reason}")
         eager = EAGER if self._room(self._space.batch) < 2 else EAGER_AHEAD
         self._kept = 1 - eager

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
-from advisor.cache.shown import interval
+from advisor.cache.shown import interval, tells
 from advisor.tuners import knobs
 from advisor.tuners.length import WARM, Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
@@ -171,11 +171,7 @@ class _Decision:
         unclear = untold(self.space, choices, verdict)
         # Where nothing else was raced for long enough to be kept, that is what is said of it.
         if unclear and any(choice.config != self.default for choice in kept):
-            listed = ", ".join(
-                f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
-                f"{self.terms.baseline} ({interval(choice.speedup_low, choice.speedup_high)})"
-                for choice in unclear[:MOST_TOLD]
-            )
+            listed = ", ".join(map(self._unclear, unclear[:MOST_TOLD]))
             self.progress.notice(
                 f"the race could not tell all within 5%: {listed}; a larger "
                 "budget or a quieter machine tells more"
@@ -191,6 +187,13 @@ class _Decision:
             raced=tuple(map(self._started, kept)),
             artifacts=self.starts.artifacts,
         )
+
+    def _unclear(self, choice: Choice) -> str:
+        """What could not be told, with its figures where they say anything."""
+        named = f"{self._named(choice.config)} at batch {choice.batch}"
+        low, high = choice.speedup_low, choice.speedup_high
+        ratio = f"{choice.speedup:.2f}x {self.terms.baseline} ({interval(low, high)})"
+        return f"{named}: {ratio}" if tells(low, high) else named
 
     def _is_raced(self, choice: Choice) -> bool:
         # One turn beside the default's tells no interval, however many it has itself.
