@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 COMPARE_S, COMPARE_STEPS = 4.0, 40
 """What a comparison within a run takes, compiling aside: kernels that are called for the first
 time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
+DATA_LEAST_S = 60.0
+"""A dataset is made in so many seconds, or twice the budget if that is more."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -424,6 +426,7 @@ class _OfTarget(_Tuning):
     def _subject(self) -> Iterator[_Subject]:
         from advisor.tuners.measure.worker.ahead import Ahead
         from advisor.tuners.measure.worker.fleet import Fleet
+        from advisor.tuners.measure.worker.parent import DATA_S
         from advisor.tuners.search.space import Space
 
         with contextlib.ExitStack() as started:
@@ -446,8 +449,11 @@ class _OfTarget(_Tuning):
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
             situation = _situation(key, self._plan, facts, batches)
-            data = worker.describe_data() if self._task.data else None
-            if data is not None:
+            data = None
+            if self._task.data:
+                most_s = min(DATA_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
+                with self._progress.making(self._task.data, most_s):
+                    data = worker.describe_data(most_s)
                 workers, by_name, lines = fed_by(data)
                 situation = dataclasses.replace(
                     situation,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -293,6 +295,10 @@ class Progress:
 
     def building(self, configs: Sequence[Config], seconds: float) -> None:
         """These are being built at once, for so many seconds by now; called now and then."""
+
+    def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
+        """Entered while a dataset of that name is made, for so many seconds at most."""
+        return contextlib.nullcontext()
 
     def phase(self, what: str) -> None:
         """Another part of the work begins."""
