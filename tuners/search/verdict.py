@@ -39,6 +39,8 @@ FITS = 0.7
 """Nor with less than this share of what it usually takes."""
 TRIES = 2
 """Times what a comparison was given in vain, that is to be given the next time."""
+STARTED = 3
+"""First steps that a race leaves the time for where nothing is compared after it."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 ROUNDING_S = 10.0
@@ -210,6 +212,7 @@ class _Decision:
         )
         if part.left_s > self.tried.measurement.first_step_s:
             found = affordable(found, self.trials, part, self.again)
+            part.reserve_s = max(part.reserve_s, self._unused_s(found) - part.left_s)
             self.rates = self._heats(found, part)
             self.starts.save_raced(self.rates)
         else:
@@ -228,6 +231,15 @@ class _Decision:
             if most >= plan.RACE / 2:
                 return most
         return 1.0  # no comparison fits in: its time is worth more in the race
+
+    def _unused_s(self, found: Sequence[Config]) -> float:
+        """Seconds of what is left that nothing after the race of these has a use for: it may go on
+        as long where it cannot tell, but enters no more configs for that."""
+        compared = self.terms.tolerance > 0 and any(map(knobs.doubtful, found))
+        if compared or self.terms.length is not None:
+            return 0.0
+        first_step_s = max(map(self.starts.seen, self.peaks), default=0.0)
+        return self.clock.left_s - STARTED * (self.terms.process_s + first_step_s)
 
     def _compared_s(self, configs: Sequence[Config]) -> float:
         """Seconds of comparisons with fp32, which is run for the first alone."""
