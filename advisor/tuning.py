@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 COMPARE_S, COMPARE_STEPS = 4.0, 40
 """What a comparison within a run takes, compiling aside: kernels that are called for the first
 time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
+DATA_LEAST_S = 60.0
+"""A dataset is made in so many seconds, or twice the budget if that is more."""
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -320,7 +322,7 @@ class _Tuning(ABC):
             if damage:
                 self._progress.notice(damage)
             scope = Scope(
-                clock=Clock(plan.seconds - self._loader_s(subject)),
+                clock=Clock(plan.seconds, kept_s=LOADER * plan.seconds * bool(space.inputs)),
                 baseline=subject.task.baseline,
                 trials=plan.trials,
                 memory=_memory(subject),
@@ -335,6 +337,8 @@ class _Tuning(ABC):
                     tried = len(search.run())
                     terms = self._terms(subject, Path(folder))
                     decided = decide(subject.worker, space, search, terms, self._progress)
+                    for line in search.left_out:
+                        self._progress.notice(line)
                 except WorkerError:
                     search.settle()
                     raise
@@ -365,14 +369,9 @@ class _Tuning(ABC):
             draws=subject.facts.draws and (subject.builder is None or bool(subject.task.command)),
             baseline=subject.task.baseline,
             folder=folder if max_artifacts() else None,
-            loader_s=self._loader_s(subject),
             samples=subject.data.samples if subject.data else 0,
             loaded=_batch(subject.data) if subject.data else Batch(),
         )
-
-    def _loader_s(self, subject: _Subject) -> float:
-        """Seconds that are kept for the loader."""
-        return LOADER * self._plan.seconds if subject.space.inputs else 0.0
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -427,6 +426,7 @@ class _OfTarget(_Tuning):
     def _subject(self) -> Iterator[_Subject]:
         from advisor.tuners.measure.worker.ahead import Ahead
         from advisor.tuners.measure.worker.fleet import Fleet
+        from advisor.tuners.measure.worker.parent import DATA_S
         from advisor.tuners.search.space import Space
 
         with contextlib.ExitStack() as started:
@@ -449,8 +449,11 @@ class _OfTarget(_Tuning):
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
             situation = _situation(key, self._plan, facts, batches)
-            data = worker.describe_data() if self._task.data else None
-            if data is not None:
+            data = None
+            if self._task.data:
+                most_s = min(DATA_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
+                with self._progress.making(self._task.data, most_s):
+                    data = worker.describe_data(most_s)
                 workers, by_name, lines = fed_by(data)
                 situation = dataclasses.replace(
                     situation,

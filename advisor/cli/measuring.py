@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from advisor.cache.codec import to_plain
+from advisor.cache.record import Record
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, checked, permissions
 from advisor.cli.options import (
@@ -95,7 +96,7 @@ def tune(
     from advisor import tuning
     from advisor.report import data, tables
     from advisor.report.progress import Shown
-    from advisor.report.text import age, duration
+    from advisor.report.text import age
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     with shown as progress, environment(LOADER.get(loader or "", {})):
@@ -127,14 +128,27 @@ def tune(
         for line in tables.start_anywhere(record, reader) if reader else here:
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
-    then = "The same command goes on with what it has; a larger --budget gets further."
-    out.print(
-        f"\nNot tuned yet: {duration(plan.seconds)} left too little time to race anything beside "
-        f"{found.record.key.task.baseline}. {'Give a larger --budget.' if reader else then}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
     ctx.exit(UNFINISHED if reader else DONE)
+
+
+def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
+    """Why nothing was raced, and what to give."""
+    from advisor.report.text import duration
+
+    beside = f"beside {record.key.task.baseline}"
+    most, default = plan.trials, record.baseline.config
+    tried = any(one.measurement.ok and one.config != default for one in record.trials)
+    if most is not None and record.provenance.trials >= most and not tried:
+        return (
+            f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
+            "--trials, or none."
+        )
+    then = "The same command goes on with what it has; a larger --budget gets further."
+    return (
+        f"Not tuned yet: {duration(plan.seconds)} left too little time to race anything {beside}. "
+        f"{'Give a larger --budget.' if reader else then}"
+    )
 
 
 target_option = click.option(

@@ -5,9 +5,11 @@ Drawn between measurements only: a redraw is noise to a step that is bound by th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -17,10 +19,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from advisor.cache.config import Config
+from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Trial
 from advisor.report.text import duration, outcome, rate
+from advisor.report.ticking import ticking
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress, parts
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
 
+SILENT_S, AGAIN_S = 5.0, 30.0
+"""Until a dataset that is being made is told of, and then again."""
+TICK_S = 2.0
+"""From one redraw to the next while something is compiled: what follows it is a measurement."""
 SHOWN = 12
 MOST_SAID = 60
 """Characters of why a trial failed."""
@@ -55,11 +62,14 @@ class Shown(Progress):
         self._status = ""
         self._building: tuple[Config, ...] = ()
         self._began = time.monotonic()
+        self._spent_s, self._tried = 0.0, self._began
+        self._ticking = contextlib.ExitStack()
 
     def __enter__(self) -> Shown:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._ticking.close()
         if self._live is not None:
             self._live.stop()
 
@@ -73,7 +83,7 @@ class Shown(Progress):
         )
         if resumed:
             self._say(f"going on after {resumed} trials of an earlier run")
-        planned = parts(self._budget_s).items()
+        planned = parts(self._budget_s, loads=bool(space.inputs)).items()
         listed = ", ".join(f"{what} {duration(round(seconds, 1))}" for what, seconds in planned)
         self._say(f"{duration(self._budget_s)}: {listed}; what one leaves, the next have")
         if self._console.is_terminal:
@@ -81,6 +91,8 @@ class Shown(Progress):
             self._live.start()
 
     def tried(self, trial: Trial, spent_s: float) -> None:
+        self._ticking.close()
+        self._spent_s, self._tried = spent_s, time.monotonic()
         measured = trial.measurement
         if trial.config == self._default:
             self._baseline = measured
@@ -91,8 +103,7 @@ class Shown(Progress):
             if held is None or measured.samples_per_s > held.measurement.samples_per_s:
                 self._best[at_batch] = trial
         self._add(trial)
-        left = max(0.0, self._budget_s - spent_s)
-        self._status = f"{duration(left)} left of {duration(self._budget_s)}"
+        self._status = self._left()
         if self._live is not None:
             self._draw()
         else:
@@ -114,17 +125,47 @@ class Shown(Progress):
         with self._events.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def _left(self) -> str:
+        """'32 s left of 1m 00s'."""
+        spent_s = self._spent_s + time.monotonic() - self._tried
+        left_s = max(0.0, self._budget_s - spent_s)
+        return f"{duration(left_s)} left of {duration(self._budget_s)}"
+
     def building(self, configs: Sequence[Config], seconds: float) -> None:
-        listed = "; ".join(described(one, self._default) for one in configs)
-        at_once = f" {len(configs)} configs at once" if len(configs) > 1 else ""
-        self._status = f"compiling{at_once}: {listed}" + f" ... {seconds:.0f} s" * (seconds >= 1)
+        self._ticking.close()
         before, self._building = self._building, tuple(configs)
+        self._told_of_building(seconds)
+        if self._live is None and before != self._building:
+            self._say(self._status)
+        if self._live is not None and len(configs) == 1:  # of several each second is told
+            self._ticking.enter_context(ticking(self._told_of_building, TICK_S, TICK_S))
+
+    def _told_of_building(self, seconds: float) -> None:
+        listed = "; ".join(map(self._built, self._building))
+        at_once = f" {len(self._building)} configs at once" if len(self._building) > 1 else ""
+        self._status = f"compiling{at_once}: {listed}"
+        if seconds >= 1:
+            self._status += f" ... {seconds:.0f} s, {self._left()}"
         if self._live is not None:
             self._draw()
-        elif before != self._building:
-            self._say(self._status)
+
+    def _built(self, config: Config) -> str:
+        """With its batch, where that is not the user's."""
+        own = self._default.get(BATCH, config.batch)
+        at = f" at batch {config.batch}" if config.batch != own else ""
+        return described(config, self._default) + at
+
+    def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
+        def tell(seconds: float) -> None:
+            self.notice(
+                f"data {data!r}: its dataset and a batch of it are being made, for "
+                f"{duration(round(seconds))} by now; given up after {duration(most_s)}"
+            )
+
+        return ticking(tell, SILENT_S, AGAIN_S)
 
     def phase(self, what: str) -> None:
+        self._ticking.close()
         so_far = duration(time.monotonic() - self._began)
         self._status = f"{what} (after {so_far})"
         if self._live is not None:

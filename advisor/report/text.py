@@ -27,6 +27,8 @@ def rate(samples_per_s: float) -> str:
 
 def duration(seconds: float) -> str:
     """'4.2 ms', '12 s', '3m 20s'."""
+    if seconds <= 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:

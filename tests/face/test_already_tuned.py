@@ -314,3 +314,11 @@ def test_what_made_up_data_gave_is_never_told_as_a_run(
     assert "tuned as python a.py, which trains the same" in said
     assert told(*target)[:2] == ("known", made_up), "--force has left it"
     assert len(unmeasured) == 2
+
+
+def test_too_few_trials_are_not_said_to_be_too_small_a_budget(here: Path) -> None:
+    few = advisor(here, *TUNE, "--fixed-batch", "--no-compile", "--no-verify", "--trials", "1")
+    assert few.stdout.splitlines()[-1] == (
+        "Not tuned yet: --trials 1 left nothing to race beside torch's default. Give a larger "
+        "--trials, or none."
+    )

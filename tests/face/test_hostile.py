@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from advisor.cache.config import Config
 from advisor.cache.stores import disk
+from advisor.report import progress as progress_of
 from advisor.report.progress import Shown
+from advisor.tuners.search.space import Space
 from tests import hostile
-from tests.cache.examples import trial
+from tests.cache.examples import record, trial
 from tests.face.through import COMMANDS, lost, through
 
 FINE = (0, 1, 2)
@@ -63,7 +67,46 @@ def test_what_is_compiled_is_told_when_it_changes() -> None:
         for at in (0.0, 1.0, 2.2):
             progress.building([compiled, compiled.replace(precision="bf16")], at)
         progress.building([compiled], 23.4)
-    assert said.getvalue().splitlines() == [
-        "compiling 2 configs at once: compile=default; compile=default, bf16",
-        "compiling: compile=default ... 23 s",
-    ]
+    first, second = said.getvalue().splitlines()
+    assert first == "compiling 2 configs at once: compile=default; compile=default, bf16"
+    assert second.startswith("compiling: compile=default ... 23 s, ")
+
+
+def test_on_a_terminal_the_seconds_of_one_that_is_compiled_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker says nothing for 45 s; the batch is told where it is not the user's."""
+    monkeypatch.setattr(progress_of, "TICK_S", 0.6)
+    said = io.StringIO()
+    console = Console(file=said, width=200, force_terminal=True)
+    with Shown(console, budget_s=90.0) as progress:
+        example = record()
+        space = Space({name: (value,) for name, value in example.baseline.config.items()})
+        facts = SimpleNamespace(name="model.py", parameters=1)
+        progress.started(facts, example.key, space, 0)  # type: ignore[arg-type]
+        assert space.batch != 7
+        progress.building([space.default.replace(compile="default").at(7)], 0.0)
+        deadline = time.monotonic() + 20.0
+        while " ... 2 s, " not in said.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        progress.tried(trial(0), 3.0)
+        told = said.getvalue()
+        time.sleep(1.5)
+        assert said.getvalue() == told, "what is measured next is left alone"
+    assert "compiling: compile=default at batch 7 ... 2 s, 1m 2" in told
+    assert "left of 1m 30s" in told
+
+
+def test_a_dataset_that_is_long_in_the_making_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_of, "SILENT_S", 0.05)
+    said = io.StringIO()
+    with Shown(Console(file=said, width=200), budget_s=20.0) as progress:
+        with progress.making("data.py:make", 60.0):
+            deadline = time.monotonic() + 20.0
+            while not said.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        told = said.getvalue()
+        assert "data 'data.py:make': its dataset" in told and "given up after 1m 00s" in told
+        with progress.making("data.py:make", 60.0):
+            pass
+    assert said.getvalue() == told

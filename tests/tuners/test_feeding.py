@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from advisor.tuners import host as host_of
 from advisor.tuners.knobs import COUNTS, Situation
 from advisor.tuners.room import Batch
 from advisor.tuners.search.loading import Loaders
-from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.plan import LOADER, Clock, Progress
 from advisor.tuners.search.space import Space
 
 STEP = Config(precision="bf16", batch_size=64)
@@ -256,9 +258,38 @@ def test_workers_that_fail_are_said_and_left() -> None:
 
 
 def test_without_time_nothing_is_chosen_and_that_is_said() -> None:
-    found = loaders(Host(), budget_s=4.0)
+    """With the budget that would do, of which a loader has its share."""
+    found = loaders(Host(), budget_s=2.0)
     assert found.chosen(0) == Config()
-    assert len(found.said) == 1 and "budget" in found.said[0], found.said
+    assert len(found.said) == 1 and "a budget of" in found.said[0], found.said
+    budget_s = float(re.findall(r"a budget of (\d+)s would do", found.said[0])[0])
+    larger = loaders(Host(), budget_s=LOADER * budget_s)
+    assert larger.chosen(0)["num_workers"] and larger.said == []
+
+
+def test_loaders_that_take_long_alone_leave_their_pairs_some_time() -> None:
+    """On a busy host each number of workers took seconds, and none was left to hold them against
+    none with the step."""
+    found = loaders(Host(takes_s=2.5), budget_s=22.0)
+    assert found.chosen(0)["num_workers"]
+    assert found.said == []
+
+
+def test_one_turn_without_workers_and_none_with_them_is_no_comparison() -> None:
+    found = loaders(Host(takes_s=4.0), budget_s=15.0)
+    assert found.chosen(0) == Config()
+    assert len(found.said) == 1 and "a budget of" in found.said[0], found.said
+
+
+def test_what_hangs_is_no_reason_for_silence() -> None:
+    class Hangs(Host):
+        def measure(self, config: Config, *, seconds: float, **how: Any) -> Measurement:
+            super().measure(config, seconds=seconds, **how)
+            return Measurement(outcome="timed_out", reason="no answer within 1 s")
+
+    found = loaders(Hangs(), budget_s=4.0)
+    assert found.chosen(0) == Config()
+    assert len(found.said) == 1 and "a budget of" in found.said[0], found.said
 
 
 @pytest.mark.parametrize(("cost_s", "expected"), [(1 / 100, pinned(16)), (1 / 5000, Config())])

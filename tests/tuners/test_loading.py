@@ -491,6 +491,14 @@ def test_data_that_cannot_be_loaded_is_refused_before_anything_is_measured(
         worker.describe_data()
 
 
+def test_data_that_hangs_is_given_up_and_that_is_said(tmp_path: Path) -> None:
+    hangs = task(tmp_path, "def make_dataset(): time.sleep(300)")
+    with Worker(Job(task=hangs, device="cpu", seed=0), deadline_s=30.0) as worker:
+        worker.describe()
+        with pytest.raises(WorkerError, match=r"given up after 1 s.*larger --budget gives it up"):
+            worker.describe_data(1.0)
+
+
 COSTLY = """
 from io import BytesIO
 from multiprocessing.sharedctypes import RawArray

@@ -79,7 +79,24 @@ def test_a_budget_is_planned_as_it_is_spent() -> None:
     planned = parts(300.0)
     assert list(planned) == ["search", "race", "comparison with fp32", "first steps"]
     assert sum(planned.values()) == pytest.approx(300.0)
+    loads = parts(400.0, loads=True)
+    assert loads == planned | {"loader": pytest.approx(100.0)} and list(loads)[-2] == "loader"
     time = 0.0
     clock = Clock(300.0, now=lambda: time)
     time = planned["search"]
     assert clock.part(RACE).left_s == pytest.approx(planned["race"])
+
+
+def test_what_is_kept_for_the_loader_is_kept_however_late_it_begins() -> None:
+    time = 0.0
+    clock = Clock(40.0, kept_s=10.0, now=lambda: time)
+    assert clock.left_s == 30.0
+    time = 32.0
+    assert clock.left_s < 0
+    assert clock.kept().left_s == 10.0
+
+
+def test_an_advised_budget_is_clearly_more_than_the_one_that_was_given() -> None:
+    clock = Clock(40.0, kept_s=10.0)
+    assert clock.advised(30.0) == clock.advised(1.0) == "60s"
+    assert clock.advised(90.0) == "120s", "a quarter of it is the loader's"

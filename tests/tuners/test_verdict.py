@@ -393,6 +393,32 @@ def test_a_race_of_a_turn_each_is_not_said_to_be_one_that_cannot_tell(tmp_path: 
     assert not any("could not tell" in text for text in said.said)
 
 
+def test_a_race_that_cannot_tell_goes_on_where_nothing_else_has_a_use_for_the_time(
+    tmp_path: Path,
+) -> None:
+    """Of 45 s it had used 35, and asked for a larger budget."""
+    few = Space(
+        {"precision": ("default", "tf32"), "compile": ("none",), "step_graph": (False,)}
+        | {"batch_size": (64,)}
+    )
+    for noise, least in ((0.5, 0.9), (0.001, 0.0)):
+        machine = Machine(noise=noise)
+        decided = tuned(machine, tmp_path, 45.0, space=few, tolerance=0.0)
+        assert least * 45.0 <= machine.time <= (50.0 if least else 20.0)
+        assert DEFAULT in machine.started and decided.baseline.first_step_s > 0
+
+
+def test_of_what_the_race_could_not_tell_no_figure_is_said(tmp_path: Path) -> None:
+    """34 times the default's was what one turn gave on a busy host."""
+    lines: list[str] = []
+    for seed in range(4):
+        said = Notices()
+        tuned(Machine(noise=1.0, seed=seed), tmp_path, 30.0, said)
+        lines += (text for text in said.said if "could not tell all" in text)
+    assert lines and not any("(could not tell)" in line for line in lines)
+    assert any(" at batch 64, " in line or " at batch 128, " in line for line in lines)
+
+
 def test_a_short_job_is_not_compiled_for(tmp_path: Path) -> None:
     machine = Machine(first_s=1.5)
     decided = tuned(machine, tmp_path, length=Length(steps=100, batch=64))

@@ -20,7 +20,8 @@ from advisor.tuners import knobs, room
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
-from advisor.tuners.search.plan import Part, Progress
+from advisor.tuners.search.plan import LOADER as SHARE
+from advisor.tuners.search.plan import Part, Progress, larger
 from advisor.tuners.search.race import MIN_ROUNDS, Ratio, paired, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
@@ -41,6 +42,8 @@ MOST_PAIRS = 4
 """The fewer, the more turns each has."""
 DOUBLE = 2.0
 """Times as fast: no noise of a host does that twice."""
+LOOKED = 0.6
+"""Of the whole time, after which no further loader is looked at by itself: pairs tell."""
 PAIRS = 0.8
 """Of the time after that: how many workers; what is left goes to how they work."""
 WAITS = 0.03
@@ -77,6 +80,7 @@ class Loaders:
         self._alone: dict[int, Measurement] = {}
         self._failing = math.inf
         self._step = 0.0
+        self._whole_s = part.left_s
 
     def chosen(self, samples: int) -> Config:
         """What differs from a DataLoader's own; nothing where that is as good, or time ran out.
@@ -91,24 +95,34 @@ class Loaders:
     def _chosen(self, samples: int) -> Config:
         step = self._measured(self._config, INPUT, "step")
         if step is None:
-            return Config()
+            return self._without_time()
         self._step = step.samples_per_s
         self._tell(self._config)
         self._look(step.samples_per_s)
         near = self._near(step.samples_per_s)
         if not near:
-            return Config()
+            return self._without_time()
         rates = self._raced([self._with(workers) for workers in near], PAIRS)
         best = self._best(rates)
-        if best is None:
-            self.said.append(
-                "the loader is not tuned: the budget left no time to measure it with the step"
-            )
-            return Config()
+        if best is None or len(rates) < min(2, len(near)):
+            return self._without_time()
         if best[WORKERS]:
             best = self._refined(best, samples)
         own = self._space.default_input
         return Config({name: best[name] for name in own if name in best}).changed(own)
+
+    def _without_time(self) -> Config:
+        """A DataLoader's own; said of it is, unless something failed, which budget would do."""
+        failed = [t.measurement for t in self.trials if not t.measurement.ok]
+        if all(one.outcome == "timed_out" for one in failed):
+            long_s = max((t.seconds for t in self.trials), default=self._whole_s)
+            spent_s = self._whole_s - self._part.left_s
+            needs_s = max(self._whole_s, spent_s) + 2 * MIN_ROUNDS * long_s
+            self.said = [
+                "the loader is not tuned: the budget left no time to measure it with the step; a "
+                f"budget of {larger(needs_s / SHARE, self._part.clock.whole_s):.0f}s would do"
+            ]
+        return Config()
 
     def _look(self, step: float) -> None:
         """Loaders by themselves, few workers first, until they outrun the step by far."""
@@ -117,6 +131,8 @@ class Loaders:
             one = self._alone.get(1)
             if one and workers < counts[-1] and workers * one.samples_per_s < UNLIKELY * step:
                 continue
+            if len(self._alone) > 1 and self._part.left_s < (1 - LOOKED) * self._whole_s:
+                return
             measured = self._measured(self._with(workers), LOADER, "alone")
             if measured is None:
                 self._failing = workers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,10 @@ STARTS = 0.4
 """Of what the race left, where the length of the job decides: first steps."""
 NUMERICS = 0.75
 """Of what these left: what was chosen, against strict fp32."""
+COMPARED = (1 - SEARCH) * (1 - RACE / 2)
+"""Of the budget, what a race leaves for a comparison that is known to take it."""
+LARGER = 1.5
+"""Times a budget that was not enough, that is advised instead of it."""
 LOADER = 0.25
 """Of the whole budget, where there is data: its loader, once all else is chosen."""
 
@@ -169,29 +175,42 @@ class Plan:
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
 
 
-def parts(budget_s: float) -> dict[str, float]:
-    """Seconds that each part of a tuning has of its budget; what one leaves, the next have too."""
-    found, left_s = {}, budget_s
+def parts(budget_s: float, *, loads: bool = False) -> dict[str, float]:
+    """Seconds that each part of a tuning has of its budget; what one leaves, the next have too.
+
+    `loads`: there is data, for whose loader a part is kept.
+    """
+    kept_s = LOADER * budget_s if loads else 0.0
+    found, left_s = {}, budget_s - kept_s
     for what, share in (("search", SEARCH), ("race", RACE), ("comparison with fp32", NUMERICS)):
         found[what] = share * left_s
         left_s -= found[what]
-    return found | {"first steps": left_s}
+    return found | ({"loader": kept_s} if loads else {}) | {"first steps": left_s}
 
 
-def holding(compare_s: float) -> float:
-    """The budget whose race leaves so many seconds for a comparison, in whole ten seconds."""
-    return 10.0 * math.ceil(compare_s / ((1 - SEARCH) * (1 - RACE / 2)) / 10)
+def larger(budget_s: float, than_s: float) -> float:
+    """A budget to advise that so many seconds are enough for: clearly more than one that was not,
+    in whole ten seconds."""
+    return 10.0 * math.ceil(max(budget_s, LARGER * than_s) / 10)
 
 
 class Clock:
     """The time of one tuning, from now on: every part of it ends by this one clock.
 
     Args:
+        whole_s: all of it.
+        kept_s: of that, what nothing has before `kept` is asked for.
         now: wall clock in seconds.
+
+    Attributes:
+        budget_s: what may be spent by now.
     """
 
-    def __init__(self, budget_s: float, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.budget_s = budget_s
+    def __init__(
+        self, whole_s: float, *, kept_s: float = 0.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.whole_s, self._kept_s = whole_s, kept_s
+        self.budget_s = whole_s - kept_s
         self.now = now
         self._began = now()
         self._before = 0.0
@@ -225,12 +244,16 @@ class Clock:
         """The time in which configs are tried."""
         return Part(self, SEARCH * self.budget_s)
 
-    def kept(self, seconds: float) -> Part:
-        """A part that so many seconds beyond the budget were kept for, which has them from here
-        on, and half of what was left."""
+    def kept(self) -> Part:
+        """The part that was kept, and half of what was left: it has them from here on."""
         left_s = max(0.0, self.left_s)
-        self.budget_s += seconds
-        return Part(self, self.spent_s + seconds + left_s / 2)
+        self.budget_s = self.whole_s
+        return Part(self, self.spent_s + self._kept_s + left_s / 2)
+
+    def advised(self, budget_s: float) -> str:
+        """The budget to give where so many seconds, without what is kept, would do: '180s'."""
+        share = 1 - self._kept_s / self.whole_s
+        return f"{larger(budget_s / share, self.whole_s):.0f}s"
 
     def part(self, share: float = 1.0, *, reserve: float = 0.0) -> Part:
         """A share of what is left now, and another that the part may take if it must."""
@@ -272,6 +295,10 @@ class Progress:
 
     def building(self, configs: Sequence[Config], seconds: float) -> None:
         """These are being built at once, for so many seconds by now; called now and then."""
+
+    def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
+        """Entered while a dataset of that name is made, for so many seconds at most."""
+        return contextlib.nullcontext()
 
     def phase(self, what: str) -> None:
         """Another part of the work begins."""

@@ -21,7 +21,7 @@ from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
 from advisor.tuners.measure.worker.fleet import Ask, Done, Fleet, one_by_one
-from advisor.tuners.search import guesses
+from advisor.tuners.search import guesses, left_out
 from advisor.tuners.search.ahead import Builds, order, together
 from advisor.tuners.search.journal import Journal
 from advisor.tuners.search.leaders import Leaders
@@ -29,7 +29,7 @@ from advisor.tuners.search.memory import needed
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.times import Times
+from advisor.tuners.search.times import LONGER, Times
 
 REPEATS = 10
 """Proposals of known configs in a row after which one not yet tried is drawn instead."""
@@ -51,12 +51,12 @@ REBUILT = 2
 fp32, and through a DataLoader."""
 GAIN = 1.03
 """A doubling of the batch that gains less is not worth its memory."""
+LEAST_S, TWICE = 30.0, 2.0
+"""A budget to advise where the baseline alone ran out of it, and times as long as that took."""
 TRIES = 2
 """Interruptions after which a config is not tried again: the tuner itself did not survive it."""
 WAITS = 0.03
 """Share of its time that a run waits for its data, from which loading it otherwise is tried."""
-LONGER = 1.5
-"""A trial that ran out of time is tried again by a later run that can give it so much more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +123,7 @@ class Search:
         self._times = Times(scope.clock, space, self._builds)
         self._begun: dict[Config, optuna.Trial] = {}
         self._loading = space.default.only(*knobs.FEEDS)
+        self._dear_s, self._kept = math.inf, 1.0
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
         )
@@ -135,6 +136,7 @@ class Search:
 
     def _resume(self) -> None:
         trials, interrupted = self._journal.resume()
+        latest = {trial.config: trial for trial in trials}
         self._attempts.update(interrupted)
         self.clock.resume(self._journal.spent_s)
         for trial in trials:
@@ -143,7 +145,7 @@ class Search:
             short = measured.outcome == "timed_out" and (
                 self._times.limit_s(trial.config) > LONGER * trial.seconds
             )
-            if not failed and not short:
+            if not failed and not short and trial is latest[trial.config]:
                 self._remember(trial)
 
     def _remember(self, trial: Trial) -> None:
@@ -168,9 +170,13 @@ class Search:
         default = self._try(self._space.default, "default", always=True)
         if default is None or not default.measurement.ok:
             reason = default.measurement.reason if default else "it was not tried"
+            if default and default.measurement.outcome == "timed_out":
+                needed_s = max(LEAST_S, TWICE * default.seconds)
+                reason += f"; give a budget of {self.clock.advised(needed_s)}"
             raise WorkerError(f"{self._scope.baseline} could not be measured: {reason}")
         eager = EAGER if self._room(self._space.batch) < 2 else EAGER_AHEAD
-        kept_s = (1 - eager) * self._times.left_s
+        self._kept = 1 - eager
+        kept_s = self._kept * self._times.left_s
         most = self._times.reach_s(kept_s)
         if any(self._times.needs_s({n: v}) <= most for n, v in self._space.dear_values):
             self._times.kept_s = kept_s
@@ -191,7 +197,20 @@ class Search:
         self._try_on_leaders()
         self._times.kept_s = self._rebuilding_s
         self._sample()
+        self._try_longer()
         return self.trials
+
+    @property
+    def left_out(self) -> list[str]:
+        """What compiles and was not measured for want of time, as lines."""
+        most = self._scope.trials
+        if most is not None and len(self.trials) >= most:
+            return []
+        space, trials = self._space, self.trials
+        times, kept = self._times, self._kept
+        begun = left_out.not_begun(space, trials, times, kept, self._dear_s)
+        late = left_out.timed_out(space, trials, times, kept, self._scope.baseline)
+        return [*begun, *late]
 
     def settle(self) -> None:
         """This run ends without a race: one that goes on has all of its own time."""
@@ -303,6 +322,7 @@ class Search:
         ]
         if not uses:
             return
+        self._dear_s = self._times.reach_s(self._times.left_s)
         leaders = Leaders.among(space, self.trials)
         found, free = leaders.found(uses), leaders.batch
         behind = [one for one in found if leaders.is_behind(one, found[0])]
@@ -464,6 +484,24 @@ class Search:
                 patience[aim] = PATIENCE if aim.use == widest else PATIENCE_LESS
             if patience[aim] <= 0:
                 drop(aim)
+
+    def _try_longer(self) -> None:
+        """Where all that compiles ran out of time, and the search ended early by that: the first of
+        it once more, with what is left."""
+        space, times, most = self._space, self._times, self._scope.trials
+        late = left_out.without_answer(space, self.trials)
+        dear = (t for t in self.trials if space.is_dear(t.config))
+        if not late or times.left_s <= 0 or any(trial.measurement.ok for trial in dear):
+            return
+        if most is not None and len(self.trials) >= most:
+            return
+        times.last = True
+        first = late[0]
+        if times.limit_s(first.config) >= first.seconds:
+            self.trials.remove(first)
+            del self._known[first.config]
+            self._try(first.config, "leader", always=True)
+        times.last = False
 
     def _rate(self, aim: _Aim) -> float:
         return self.best(aim.batch, aim.use).measurement.samples_per_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
 from advisor.tuners.search.ahead import Builds
-from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.plan import SEARCH, Clock
 from advisor.tuners.search.space import Space
 
 AHEAD_SHARE = 0.9
@@ -24,6 +24,13 @@ DEAR_LEAST_S, AMPLE = 45.0, 1.25
 than so many times what the trial must have, unless the budget is."""
 TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
 """Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
+LONGER = 1.5
+"""A trial that ran out of time is tried again by a later run that can give it so much more."""
+RACED = 0.25
+"""Kept for the race of what is left where the same search tries it again, in as much time as it had
+at least: what it compiled before is found."""
+MORE = 1.1
+"""As many times as long is longer."""
 
 
 class Times:
@@ -35,12 +42,14 @@ class Times:
 
     Attributes:
         kept_s: of the search's time what no trial may have now, for what comes after them.
+        last: nothing else is to be tried after what is tried now.
     """
 
     def __init__(self, clock: Clock, space: Space, builds: Builds) -> None:
         self._clock, self._space, self._builds = clock, space, builds
         self._part = clock.search()
         self.kept_s = 0.0
+        self.last = False
 
     @property
     def left_s(self) -> float:
@@ -59,6 +68,8 @@ class Times:
 
     def limit_s(self, config: Config) -> float:
         """Seconds until a trial is given up: one that hangs does not take the others' time."""
+        if self.last:
+            return (1 - RACED) * max(0.0, self._clock.left_s)
         if config == self._space.default:
             return self._clock.left_s + self._clock.slack_s / 2
         if self._builds.built(config):
@@ -76,6 +87,16 @@ class Times:
         space = self._space
         rows = ((knobs.BY_NAME[name].dear, value) for name, value in space.dear_in(values))
         return max((needs(value, space.modules) for needs, value in rows if needs), default=0.0)
+
+    def advised(self, needs_s: float, kept: float, before_s: float) -> str:
+        """The budget whose search can give a trial so many seconds, where this share of what is
+        left of it after so many is kept for that: '180s'."""
+        share = kept * SEARCH + (1 - SEARCH) / 4  # as reach_s has it
+        return self._clock.advised((needs_s + kept * before_s) / share)
+
+    def longer(self, seconds: float, kept: float) -> str:
+        """The budget whose search gives what compiles first longer than that: '180s'."""
+        return self._clock.advised(MORE * seconds / (DEAR_SHARE * kept * SEARCH))
 
     def suffice(self, config: Config) -> bool:
         """Whether a trial has what it needs of a dear knob, beside what is kept."""

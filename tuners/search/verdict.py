@@ -12,7 +12,7 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
-from advisor.cache.shown import interval
+from advisor.cache.shown import interval, tells
 from advisor.tuners import knobs
 from advisor.tuners.length import WARM, Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
@@ -38,7 +38,9 @@ LEAST_S = 1.0
 FITS = 0.7
 """Nor with less than this share of what it usually takes."""
 TRIES = 2
-"""Times what a comparison was given in vain, or the budget, that is to be given the next time."""
+"""Times what a comparison was given in vain, that is to be given the next time."""
+STARTED = 3
+"""First steps that a race leaves the time for where nothing is compared after it."""
 LEAST_TURNS = 2
 """Of a config that is in the record as raced: fewer have no interval."""
 ROUNDING_S = 10.0
@@ -85,7 +87,6 @@ class Terms:
         compare_steps: as many of the default's steps take as long as its own; 0 where it takes as
             many as fit. Where it is known the race leaves that time, up to half of its own.
         draws: what is compared draws random numbers, otherwise then, and is compiled anew for it.
-        loader_s: kept for the loader, where there is one.
         samples: of an epoch of its data; 0 where that is not known. `loaded`: what its workers
             hand over at a time.
     """
@@ -99,7 +100,6 @@ class Terms:
     draws: bool = False
     baseline: str = "torch's default"
     folder: Path | None = None
-    loader_s: float = 0.0
     samples: int = 0
     loaded: Batch = Batch()  # noqa: RUF009 # immutable
 
@@ -173,11 +173,7 @@ class _Decision:
         unclear = untold(self.space, choices, verdict)
         # Where nothing else was raced for long enough to be kept, that is what is said of it.
         if unclear and any(choice.config != self.default for choice in kept):
-            listed = ", ".join(
-                f"{self._named(choice.config)} at batch {choice.batch}: {choice.speedup:.2f}x "
-                f"{self.terms.baseline} ({interval(choice.speedup_low, choice.speedup_high)})"
-                for choice in unclear[:MOST_TOLD]
-            )
+            listed = ", ".join(map(self._unclear, unclear[:MOST_TOLD]))
             self.progress.notice(
                 f"the race could not tell all within 5%: {listed}; a larger "
                 "budget or a quieter machine tells more"
@@ -194,6 +190,13 @@ class _Decision:
             artifacts=self.starts.artifacts,
         )
 
+    def _unclear(self, choice: Choice) -> str:
+        """What could not be told, with its figures where they say anything."""
+        named = f"{self._named(choice.config)} at batch {choice.batch}"
+        low, high = choice.speedup_low, choice.speedup_high
+        ratio = f"{choice.speedup:.2f}x {self.terms.baseline} ({interval(low, high)})"
+        return f"{named}: {ratio}" if tells(low, high) else named
+
     def _is_raced(self, choice: Choice) -> bool:
         # One turn beside the default's tells no interval, however many it has itself.
         told = len(choice.rounds) >= LEAST_TURNS and math.isfinite(choice.speedup_high)
@@ -209,6 +212,7 @@ class _Decision:
         )
         if part.left_s > self.tried.measurement.first_step_s:
             found = affordable(found, self.trials, part, self.again)
+            part.reserve_s = max(part.reserve_s, self._unused_s(found) - part.left_s)
             self.rates = self._heats(found, part)
             self.starts.save_raced(self.rates)
         else:
@@ -227,6 +231,15 @@ class _Decision:
             if most >= plan.RACE / 2:
                 return most
         return 1.0  # no comparison fits in: its time is worth more in the race
+
+    def _unused_s(self, found: Sequence[Config]) -> float:
+        """Seconds of what is left that nothing after the race of these has a use for: it may go on
+        as long where it cannot tell, but enters no more configs for that."""
+        compared = self.terms.tolerance > 0 and any(map(knobs.doubtful, found))
+        if compared or self.terms.length is not None:
+            return 0.0
+        first_step_s = max(map(self.starts.seen, self.peaks), default=0.0)
+        return self.clock.left_s - STARTED * (self.terms.process_s + first_step_s)
 
     def _compared_s(self, configs: Sequence[Config]) -> float:
         """Seconds of comparisons with fp32, which is run for the first alone."""
@@ -354,10 +367,8 @@ class _Decision:
         """Tell it, with the budget that would have the time, if it was that."""
         why = said.reason
         if said.outcome == "timed_out":
-            budget_s = plan.holding(max(self._least_s(config), TRIES * took_s))
-            if budget_s <= self.clock.budget_s:
-                budget_s = TRIES * self.clock.budget_s
-            why += f"; a budget of {budget_s:.0f}s would do"
+            needs_s = max(self._least_s(config), TRIES * took_s)
+            why += f"; a budget of {self.clock.advised(needs_s / plan.COMPARED)} would do"
         self.progress.notice(f"not compared with fp32: {self._named(config)}: {why}")
 
     def _steps(self, config: Config, share_s: float) -> int:
@@ -425,7 +436,7 @@ class _Decision:
         if not self.space.inputs:
             return Config()
         self.progress.phase("the loader: alone, and with the step that it feeds")
-        part = self.clock.kept(self.terms.loader_s)
+        part = self.clock.kept()
         loaders = Loaders(self.worker, self.space, config, part, self.terms.loaded, self.progress)
         found = loaders.chosen(self.terms.samples)
         for trial in loaders.trials:

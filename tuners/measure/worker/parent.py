@@ -120,14 +120,14 @@ class Worker:
                 ) from exc
             raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
 
-    def describe_data(self) -> DataFacts:
-        """What the task's own data is, by a batch of it.
+    def describe_data(self, most_s: float = DATA_S) -> DataFacts:
+        """What the task's own data is, by a batch of it, in so many seconds at most.
 
         Raises:
             TargetError, TargetFailed: the user's code or its data is wrong.
             WorkerError: it crashed or hung.
         """
-        return from_plain(DataFacts, self._of_data({"do": "describe_data"})["facts"])
+        return from_plain(DataFacts, self._of_data({"do": "describe_data"}, most_s)["facts"])
 
     def costs(self, seconds: float) -> Costs:
         """What a sample of the data costs a worker of its loader.
@@ -135,18 +135,23 @@ class Worker:
         Raises:
             As `describe_data`.
         """
-        found = self._of_data({"do": "costs", "seconds": seconds})["costs"]
+        most_s = max(DATA_S, self.deadline_s)
+        found = self._of_data({"do": "costs", "seconds": seconds}, most_s)["costs"]
         told = from_plain(Costs, found)
         parts = (dataclasses.replace(one, part=printable(one.part)) for one in told.parts)
         return dataclasses.replace(told, parts=tuple(parts))
 
-    def _of_data(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _of_data(self, request: dict[str, Any], most_s: float) -> dict[str, Any]:
         try:
             self._ensure()
-            return self._answered(request, max(DATA_S, self.deadline_s))
+            return self._answered(request, most_s)
         except _Gone as exc:
             self._kill()
-            raise WorkerError(f"data {self._job.task.data!r}: {exc}") from exc
+            why = str(exc)
+            if exc.outcome == "timed_out":
+                longer = f"; a larger --budget gives it up to {DATA_S:.0f} s" * (most_s < DATA_S)
+                why = f"given up after {most_s:.0f} s, in which a batch of it is to be made{longer}"
+            raise WorkerError(f"data {self._job.task.data!r}: {why}") from exc
 
     def measure(
         self,
