@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import check_writable, keep, keep_artifacts, locked
 from advisor.opening import Cache, open_records
+from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
 if TYPE_CHECKING:
@@ -332,10 +332,10 @@ class _Tuning(ABC):
             )
             search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            with Scratch() as folder:
                 try:
                     tried = len(search.run())
-                    terms = self._terms(subject, Path(folder))
+                    terms = self._terms(subject, folder)
                     decided = decide(subject.worker, space, search, terms, self._progress)
                     for line in search.left_out:
                         self._progress.notice(line)

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from advisor.cache.reader import Held, Listing, Marks, united
 from advisor.cache.records import Records
-from advisor.cache.stores import Remote, Store
+from advisor.cache.stores import Keeping, Remote, Store
 from advisor.cache.stores.patience import within
 from advisor.errors import AdvisorError, StoreError
 
@@ -73,9 +73,18 @@ def ask(
     Each store has half of the time that is left, the last one all; a remote store is waited for no
     longer than its patience either, and what it then says too late is kept locally for the next
     run. What is found behind the first store is copied into those before it, by rank 0 alone.
+    Nothing stays open.
     """
+    try:
+        return _asked(records, read, choose, time.monotonic() + deadline_s)
+    finally:
+        for store in records.stores:
+            if isinstance(store, Keeping):
+                store.let_go()
+
+
+def _asked(records: Records, read: Read, choose: Choose[C], until: float) -> Said[C]:
     said: Said[C] = Said()
-    until = time.monotonic() + deadline_s
     marks: Marks = {}
     behind: list[Store] = []
     for store in records.stores:

@@ -28,7 +28,7 @@ def cores() -> int:
 
 def workers(batch_bytes: int) -> int:
     """How many make sense beside a run's own process, which they are forked of."""
-    most = min(max(1, cores() - 1), MOST)
+    most = min(cores(), MOST)
     fits = SHARE * host.free_bytes() / (_ranks() * max(1, host.own_bytes()))
     fits = min(fits, times(PREFETCHED * batch_bytes))
     # What is free is never the same twice: a power of two is more often.

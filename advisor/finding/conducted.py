@@ -23,7 +23,7 @@ from pathlib import Path
 
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
-from advisor.finding.piloted import Found, Terms, in_force
+from advisor.finding.piloted import Found, Terms
 from advisor.tuners.act.pilot.crew import Brief, Over
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
@@ -100,7 +100,7 @@ class Conducted(Found):
                 self._conductor.wait(LEAVE_S)
             shutil.rmtree(self._folder, ignore_errors=True)
         self._end()
-        return in_force(order.config, order.own, f"found in this run: {order.found}", say=tell)
+        return self.stays(order.config, order.own, f"found in this run: {order.found}", say=tell)
 
     def _end(self) -> None:
         """Have done with the process that searches."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.cache.match import Match, Query
 from advisor.cache.record import PILOT, Record
@@ -24,7 +25,7 @@ from advisor.tuners import knobs
 from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
-from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
+from advisor.tuners.act.pilot.orders import Lap, Order, Unfed, plausible, told
 from advisor.tuners.act.pilot.seen import Seen
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Found:
     ) -> None:
         self._command, self._terms, self._options = tuple(command), terms, options
         self._put = Config()
+        self._order, self._reason = Order(config=Config()), ""
         self._seen: Seen | None = None
         self._strict = terms.strict
 
@@ -121,7 +123,24 @@ class Found:
         if advice.artifacts is not None and knobs.compiles(config):
             advice.artifacts.load()  # the next call of the model compiles
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
-        return in_force(config, own, reason)
+        if left := _left_out(record, advice.config, config):
+            self._say_left(left, _why_unfed(seen))
+            reason = _without(left, reason)
+        return self.stays(config, own, reason)
+
+    def stays(
+        self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
+    ) -> Order:
+        """The last order; see `in_force`."""
+        self._order, self._reason = in_force(config, own, reason, say=say), reason
+        return self._order
+
+    @staticmethod
+    def _say_left(left: Config, why: str) -> None:
+        """Say what is advised for the loader and not in force; where that was asked for, in the log
+        alone."""
+        say = _log.info if settings.keeps_loader() else warn
+        say(f"{knobs.described(left, Config())}: advised, and not in force; {why}")
 
     def next(self, lap: Lap) -> Order:
         """Never asked: there is nothing to say but the first order."""
@@ -148,7 +167,13 @@ class Found:
             warn(f"the script ended {self._blamed(exc, order)}")
 
     def gave_up(self, exc: BaseException) -> None:
-        """As `Guide.gave_up`."""
+        """As `Guide.gave_up`; what a loader is not given is left out of what is in force."""
+        if isinstance(exc, Unfed):
+            config, own = self._order.config, self._order.own
+            left = config.changed(own).only(*knobs.FEEDS)
+            self._say_left(left, str(exc))
+            self.stays(config.replace(**own.only(*left)), own, _without(left, self._reason))
+            return
         warn(
             f"the advice failed ({type(exc).__name__}: {exc}). What failed is done again without "
             "it, and training goes on so"
@@ -200,7 +225,30 @@ def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Conf
     base = record.baseline.config
     own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
     changed = advised.changed(base)
-    return own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept}), own
+    config = own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept})
+    if int(config.get(knobs.WORKERS) or 0) > max(seen.workers, int(own.get(knobs.WORKERS) or 0)):
+        config = config.replace(**{knobs.WORKERS: seen.workers})
+    return config, own
+
+
+def _left_out(record: Record, advised: Config, config: Config) -> Config:
+    """What is advised for the loader and no part of the config that a run comes to."""
+    feeds = advised.changed(record.baseline.config).only(*knobs.FEEDS)
+    return Config({name: value for name, value in feeds.items() if config.get(name) != value})
+
+
+def _why_unfed(seen: Seen) -> str:
+    """Why a run's loader is not given what is advised for it."""
+    if seen.workers:
+        return f"there is room for {seen.workers} now"
+    if own := seen.own.get(knobs.WORKERS):
+        return f"the loader has {own} of its own, and keeps them; see --loader override"
+    of_loader = (why for why in seen.limits if why.startswith("the loader: "))
+    return next(of_loader, "no DataLoader is seen to feed the steps")
+
+
+def _without(left: Config, reason: str) -> str:
+    return f"without {knobs.described(left, Config())}, with which it was measured: {reason}"
 
 
 class _OfRun(Lookup):

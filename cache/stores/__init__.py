@@ -84,6 +84,14 @@ class Store(Protocol):
 
 
 @runtime_checkable
+class Keeping(Store, Protocol):
+    """A store that keeps files open for its next reader."""
+
+    def let_go(self) -> None:
+        """Close them: a script's process is as it was, and may fork."""
+
+
+@runtime_checkable
 class Remote(Store, Protocol):
     """A store at the other end of a network, which may not answer.
 

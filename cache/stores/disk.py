@@ -18,7 +18,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from advisor.cache.stores.shelf import ARTIFACTS, FolderShelf
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 if TYPE_CHECKING:
-    from advisor.cache.stores import Shelf, Store
+    from advisor.cache.stores import Keeping, Shelf
 
 _DATABASE = "cache.db"  # diskcache's name
 _RAW = 1  # diskcache's number for a value that stands in the row as it is
@@ -143,6 +143,9 @@ class DiskStore:
         writable = all(os.access(p, os.W_OK) for p in (self._records, self._database))
         return "ok" if writable else "ok, read-only"
 
+    def let_go(self) -> None:
+        _GATE.at_once(lambda: _KEPT.pop(self._database, None))
+
     def set_aside(self) -> Path:
         with _GATE:
             _KEPT.pop(self._database, None)
@@ -171,7 +174,8 @@ class DiskStore:
                 if reader is None:
                     return []
                 found = reader.rows(sql, values)
-                _keep(reader)
+                if left(1.0) > 0:  # else nobody waits any more, nor tells it to let go
+                    _keep(reader)
                 return found
         except sqlite3.OperationalError as exc:
             if str(exc).startswith("no such table"):
@@ -286,6 +290,14 @@ class _Gate:
 
     def __exit__(self, *_exc: object) -> None:
         self._lock.release()
+
+    def at_once(self, act: Callable[[], object]) -> None:
+        """Act, unless another thread is at it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                act()
+            finally:
+                self._lock.release()
 
     def _close(self) -> None:
         self._held = self._lock.acquire(timeout=_FORKING_S)
@@ -448,5 +460,5 @@ def _bytes_disk() -> type[Any]:
     return BytesDisk
 
 
-def _proof(store: DiskStore) -> Store:
+def _proof(store: DiskStore) -> Keeping:
     return store

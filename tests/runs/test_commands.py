@@ -514,6 +514,7 @@ open("through", "w").close()
 def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> None:
     words = ("python", "-m", "package.train", str(folder))
     tuning = ("tune", "--effort", "quick", "--no-verify", "--budget", "60s", "--", *words)
+    (temporary := folder / "temporary").mkdir()
 
     def stopped(number: int, *, once: str) -> tuple[int, str]:
         log = folder / f"tuner{number}"
@@ -522,14 +523,16 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> No
                 [str(COMMAND), *tuning],
                 stdout=out,
                 stderr=out,
+                env=os.environ | {"TMPDIR": str(temporary)},
                 # A runner started in the background ignores it, and so would its children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         until(lambda: once in log.read_text() or tuner.poll() is not None)
-        assert len(processes(folder)) > 1
+        assert len(processes(folder)) > 1 and any(temporary.iterdir())
         tuner.send_signal(number)
         code = tuner.wait()
         until(lambda: processes(folder) == [], 10)
+        assert list(temporary.iterdir()) == []
         return code, log.read_text()
 
     code, _said = stopped(signal.SIGKILL, once="trial 0:")

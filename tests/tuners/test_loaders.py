@@ -53,7 +53,7 @@ WORKERS: Given = {"num_workers": 2}
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    monkeypatch.setattr(host, "cores", lambda: 3)
+    monkeypatch.setattr(host, "cores", lambda: 2)
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
     monkeypatch.setattr(host, "files_read", list)  # pytest's own
     return []

@@ -15,14 +15,15 @@ def test_as_many_as_there_are_cores_for_and_as_memory_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
-    monkeypatch.setattr(host, "cores", lambda: 9)
-    assert room.workers(0) == 8
+    for cores in (1, 2, 9):
+        monkeypatch.setattr(host, "cores", lambda cores=cores: cores)
+        assert room.workers(0) == cores
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert (room.workers(0), room.cores()) == (3, 4)
+    assert (room.workers(0), room.cores()) == (4, 4)
     monkeypatch.setattr(host, "shared_bytes", lambda: 12 * 2**20)
-    assert [room.workers(size) for size in (2**18, 2**19, 2**20, 2**24)] == [3, 2, 1, 0]
+    assert [room.workers(size) for size in (2**18, 2**19, 2**20, 2**24)] == [4, 2, 1, 0]
     monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
-    for free, expected in ((2**40, 3), (15 * 2**30, 3), (11 * 2**30, 2), (2**30, 0)):
+    for free, expected in ((2**40, 4), (16 * 2**30, 4), (15 * 2**30, 2), (2**30, 0)):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
         assert room.workers(0) == expected
 

@@ -268,7 +268,7 @@ def test_a_worker_that_ended_between_two_trials_is_replaced(worker: Worker) -> N
 
 
 LEAVES = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, subprocess, sys, tempfile, time
 import torch
 from torch import nn
 
@@ -283,6 +283,7 @@ if os.fork() == 0:  # a daemon: another session, and its parent gone
         time.sleep(1000)
     os._exit(0)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+tempfile.mkstemp(prefix="cc", suffix=".s")  # as a compiler that is killed
 
 class Net(nn.Module):
     def __init__(self):
@@ -330,8 +331,11 @@ def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
         made.describe()
         assert made._process is not None
         started = host.family(made._process.pid)
+        scratch = made._scratch.path
+        assert list(scratch.glob("cc*.s"))
         assert len(started) >= 4 and await_file(tmp_path / "daemon") in started
     assert all(ended(process, 0.1) for process in started)
+    assert not scratch.exists()
 
 
 @linux
@@ -343,16 +347,20 @@ def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> No
         "worker = Worker(job(Path(sys.argv[1])), deadline_s=100)\n"
         "worker.describe(); worker.measure(config(6), seconds=1)\n"
     )
+    (temporary := tmp_path / "temporary").mkdir()
     tuner = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "leaves.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)},
     )
     await_file(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
+    (scratch,) = temporary.iterdir()
+    assert list(scratch.glob("cc*.s"))
     tuner.kill()
     tuner.wait()
     assert all(map(ended, started))
+    assert list(temporary.iterdir()) == []
 
 
 @linux

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from advisor.cache import settings
 from advisor.tuners import host, room
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.orders import Feed, Load
+from advisor.tuners.act.pilot.orders import Feed, Load, Unfed
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
@@ -237,12 +237,18 @@ class Loaders:
         self._ways.add((begun.workers, begun.pinned, why, begun.own.get("prefetch_factor", 0)))
 
     def _of(self, iterator: Any, begun: _Begun) -> Ahead | None:
-        """The workers of an iterator; None where it feeds no steps, or stays as it is."""
+        """The workers of an iterator; None where it feeds no steps, or stays as it is.
+
+        Raises:
+            Unfed: it may have none any more.
+        """
         if iterator not in self._ahead:
             loader, found = begun.loader, None
             feeds = loader in self._feeding or begun.place in self._places
             given = self._given if feeds and self._given else begun.own
-            if loader is not None and given and not _why_alone(loader):
+            if loader is not None and given:
+                if why := _why_alone(loader):  # since it was seen, as of a file opened meanwhile
+                    raise Unfed(why)
                 found = Ahead(iterator, loader, given)
             self._ahead[iterator] = found
         return self._ahead[iterator]

@@ -136,6 +136,10 @@ class Guide(Protocol):
         it is the script's now, which is as it was, and most likely ends of it."""
 
 
+class Unfed(Exception):
+    """A loader that feeds the steps is not given its workers, which says why."""
+
+
 def of_config(exc: BaseException) -> bool:
     """Whether an exception is one that a config raises, and hardly a script by itself."""
     compiling = ("torch._dynamo", "torch._inductor")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from advisor.tuners.measure.runner import Builder, Built, Tell
 from advisor.tuners.measure.worker.ahead import Ahead, most_by_cores
 from advisor.tuners.measure.worker.parent import Place
 from advisor.tuners.measure.worker.wire import Job
+from advisor.tuners.scratch import Scratch
 
 NOT_AHEAD = "compiled one after the other"
 """What a run comes to whose calls cannot be made elsewhere."""
@@ -44,8 +44,8 @@ class HandedAhead:
         cls, run: Run, job: Job, notice: Callable[[str], None], tell: Tell
     ) -> Iterator[HandedAhead]:
         """One whose folder, of this user's alone, is there as long as the context."""
-        with tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True) as folder:
-            yield cls(run, dataclasses.replace(job, handed=folder), notice, tell)
+        with Scratch() as folder:
+            yield cls(run, dataclasses.replace(job, handed=str(folder)), notice, tell)
 
     @property
     def folder(self) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
@@ -13,8 +12,10 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
+from advisor.tuners.measure.first_step import inductor_folder
 from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
+from advisor.tuners.scratch import Scratch
 
 SHOWN_S, MOST_SHOWN = 0.2, 2**16
 """Between two looks at a log that is shown; characters at a time."""
@@ -58,18 +59,19 @@ class Command(Guarded):
         more: Mapping[str, str] | None = None,
     ) -> None:
         path = measurable(words)
-        self._folder = tempfile.TemporaryDirectory(prefix="advisor-", ignore_cleanup_errors=True)
+        self._folder = Scratch()
         secret = secrets.token_bytes(32)
-        self._address = str(Path(self._folder.name) / "pilot")
+        self._address = str(self._folder.path / "pilot")
         self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
-        scratch = Path(self._folder.name) / "tmp"
+        scratch = self._folder.path / "tmp"
         scratch.mkdir()
         environment = {
             **os.environ,
             **COLLECTS,
             **{name: value.format(scratch) for name, value in CONTAINED.items()},
             # Here and not in the scratch folder: what one start compiles the next one loads.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled(),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            or inductor_folder(),
             "TMPDIR": str(scratch),
             **bringing(injected),
             ADDRESS: self._address,
@@ -101,7 +103,7 @@ class Command(Guarded):
         super().end()
         with contextlib.suppress(OSError):
             self._listener.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 class Shown:
@@ -129,10 +131,3 @@ class Shown:
                     self._show(said)
                 if last:
                     return
-
-
-def compiled() -> str:
-    """Where Inductor keeps what it compiled, by itself."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return default_cache_dir()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Guarded:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", GUARD),
-                    *(str(theirs), str(unused), "0", str(log)),
+                    *(str(theirs), str(unused), "0", str(log), tempfile.gettempdir()),
                     *words,
                 ],
                 pass_fds=(theirs, unused),

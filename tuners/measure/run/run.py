@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -24,6 +23,7 @@ from advisor.tuners.measure.run.repeated import STEPS, comparison
 from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
 from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
+from advisor.tuners.scratch import Scratch
 
 WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
 """A config is warm after so many seconds and steps at least, once two laps in a row take as long;
@@ -192,11 +192,11 @@ class Run:
     def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
         """The first step under a config in a fresh start."""
         until = time.monotonic() + deadline_s
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+        with Scratch() as empty:
             session: Session | None = None
             self._make_room(config)
             try:
-                caches = empty_caches(empty) if compiled.anew else {}
+                caches = empty_caches(str(empty)) if compiled.anew else {}
                 session = self._started(config, caches, until)
                 first = self._lap(session, config, 1, until, compiled)
                 return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)

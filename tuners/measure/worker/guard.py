@@ -1,11 +1,11 @@
-"""Between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG COMMAND`.
+"""Between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT COMMAND`.
 
 It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
 gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
 started, daemons that left its session included; it keeps the last of what they print, and no more,
-or has it in the file LOG too; and it ends them when together they hold more than MEMORY bytes. Its
-last words, one line of JSON on stdout, say how the worker ended. The standard library alone: it
-starts in some 20 ms.
+or has it in the file LOG too; and it ends them when together they hold more than MEMORY bytes. It
+removes what a tuning process that is gone left in the folder ROOT. Its last words, one line of JSON
+on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import host  # type: ignore[import-not-found]
+import scratch  # type: ignore[import-not-found]
 
 PRINTED = 2**20
 """Bytes of output that are kept."""
@@ -174,4 +175,5 @@ class Guard:
 
 if __name__ == "__main__":
     _lifeline, _pipe, _memory = map(int, sys.argv[1:4])
-    Guard(_lifeline, _pipe, _memory, sys.argv[4], sys.argv[5:]).run()
+    Guard(_lifeline, _pipe, _memory, sys.argv[4], sys.argv[6:]).run()
+    scratch.sweep(Path(sys.argv[5]))

@@ -31,10 +31,11 @@ from advisor.errors import (
 )
 from advisor.tuners import host, knobs
 from advisor.tuners.environment import is_exclusive
-from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
+from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches, inductor_folder
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
+from advisor.tuners.scratch import Scratch
 
 START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
@@ -95,6 +96,7 @@ class Worker:
         self._cutting = threading.Lock()
         self._beside: Worker | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
+        self._scratch = Scratch()
 
     def __enter__(self) -> Worker:
         return self
@@ -220,7 +222,9 @@ class Worker:
         files = {"loads": compiled.loads, "saves": compiled.saves}
         request: dict[str, Any] = {name: str(file) for name, file in files.items() if file}
         self._leave()
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+        with tempfile.TemporaryDirectory(
+            dir=self._scratch.path, ignore_cleanup_errors=True
+        ) as empty:
             try:
                 self._launch(empty_caches(empty) if compiled.anew else {})
                 reply = self._load(deadline_s)
@@ -376,6 +380,7 @@ class Worker:
         self._leave()
         self._kill()
         self._output.close()
+        self._scratch.remove()
 
     def _start(self) -> Facts:
         self._launch({})
@@ -418,12 +423,18 @@ class Worker:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
-                    *(lifeline, pipe, str(self._permitted), ""),
+                    *(lifeline, pipe, str(self._permitted), "", str(self._scratch.path.parent)),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
                     *(self._place.python, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
-                env={**self._place.environment, **environment, **visible},
+                env={
+                    "TORCHINDUCTOR_CACHE_DIR": inductor_folder(),
+                    **self._place.environment,
+                    "TMPDIR": str(self._scratch.path),
+                    **environment,
+                    **visible,
+                },
                 cwd=self._place.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

@@ -1,0 +1,141 @@
+"""The loader's workers in force: as many as was said, in a process that has read a real store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import advisor
+from advisor.cache.config import Config
+from advisor.finding.piloted import Found, Terms
+from advisor.opening import open_records
+from advisor.tuners import host
+from advisor.tuners.act.pilot.in_charge import InCharge
+from tests.runs.test_apply import Looks, record_of
+
+FED = """
+import sys
+from pathlib import Path
+
+if "apply" in sys.argv:
+    import advisor
+    advisor.apply()
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return torch.full((6,), float(number)), int(get_worker_info() is not None)
+
+def train(epochs=2, after=lambda step: None):
+    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    by_workers = step = 0
+    for _ in range(epochs):
+        for x, workers in DataLoader(Samples(), batch_size=4):
+            net(x).square().mean().backward()
+            optimizer.step()
+            by_workers += int(workers.sum())
+            after(step)
+            step += 1
+    return by_workers
+
+held = []
+
+def opens(step):
+    at = {"opens": 0, "later": 12}.get(sys.argv[-1])
+    if step == at:
+        held.append(Path(__file__).open("rb"))
+
+if __name__ == "__main__":
+    print(train(after=opens))
+"""
+LEFT = "1 loader worker: advised, and not in force; the loader: "
+OPEN = "train.py is open, and workers would share the place in it"
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """What was seen of the script, for which one worker was found, in a store on disk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path / 'store'}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    Path("train.py").write_text(FED)
+    guide, charge = Looks(), InCharge()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "files_read", list)  # pytest's own
+        patch.setattr(host, "cores", lambda: 2)
+        patch.syspath_prepend(tmp_path)
+        charge.bring(guide)
+        __import__("train").train(1)
+        charge.release()
+        del sys.modules["train"]
+    assert guide.seen.workers
+    open_records(None).put(record_of(guide.seen, Config(num_workers=1)))
+    return guide
+
+
+def ran(how: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["python", "train.py", *words]
+    if how == "run":
+        command = [sys.executable, "-m", "advisor", "run", "--", *command]
+    else:
+        command.insert(2, "apply")
+    told = os.environ | {"ADVISOR_LOG": "info"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize("how", ["run", "apply"])
+def test_the_workers_that_were_found_are_at_work(how: str) -> None:
+    done = ran(how)
+    assert int(done.stdout) >= 100, done.stderr
+    assert "in force: 1 loader worker; 1.50x" in done.stderr
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(("how", "when"), [("run", "opens"), ("apply", "opens"), ("run", "later")])
+def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(how: str, when: str) -> None:
+    """A file of the script's is open from its first steps on, or from its first epoch on."""
+    done = ran(how, when)
+    # Those of the first epoch stay at work.
+    assert int(done.stdout) in (range(1, 65) if when == "later" else [0])
+    (said,) = [line for line in done.stderr.splitlines() if LEFT in line]
+    assert said.endswith(OPEN) and "AdvisorWarning: advisor: " in said
+    lines = [line for line in done.stderr.splitlines() if " in force: " in line]
+    without = "in force: the script as it is; without 1 loader worker, with which it was measured: "
+    assert f"{without}1.50x" in lines[-1]
+    assert (len(lines) > 1) == (when == "later")
+
+
+def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: Looks) -> None:
+    seen = replace(tuned.seen, workers=2)
+    newer = record_of(tuned.seen, Config(num_workers=6))
+    open_records(None).put(replace(newer, provenance=replace(newer.provenance, created=1.75e9)))
+    with pytest.warns(
+        advisor.AdvisorWarning, match="6 loader workers: .*; there is room for 2 now"
+    ):
+        order = Found(["python", "train.py"], Terms()).known(seen)
+    assert order is not None and order.config["num_workers"] == 2
+
+
+@pytest.mark.usefixtures("tuned")
+def test_who_asked_for_the_loader_to_stay_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    done = ran("run")
+    assert int(done.stdout) == 0
+    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
+    assert "Warning" not in done.stderr

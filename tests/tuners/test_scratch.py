@@ -1,0 +1,82 @@
+"""Folders for what is written for now: gone with their process, and never while it lives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from advisor.tuners import scratch
+from advisor.tuners.measure.first_step import inductor_folder
+from advisor.tuners.scratch import Scratch
+
+LEFT = """
+import os
+from advisor.tuners.scratch import Scratch
+made = Scratch()
+(made.path / "deep").mkdir()
+(made.path / "deep" / "file").touch()
+(made.path / "link").symlink_to("..")
+print(made.path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left(root: Path) -> Path:
+    """The folder of a process that was killed."""
+    told = os.environ | {"TMPDIR": str(root)}
+    done = subprocess.run([sys.executable, "-c", LEFT], env=told, capture_output=True, text=True)
+    return Path(done.stdout.strip())
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> None:
+    gone = left(root)
+    assert gone.parent == root and (gone / "deep" / "file").exists()
+    (mine := root / "advisor-work").mkdir()
+    (mine / "notes").touch()
+    (root / "advisor-link").symlink_to(mine)
+    with Scratch() as living:
+        (living / "file").touch()
+        scratch.sweep(root)
+        assert {one.name for one in root.iterdir()} == {mine.name, "advisor-link", living.name}
+        assert (living / "file").exists() and (mine / "notes").exists()
+    assert not living.exists()
+
+
+def test_what_is_written_while_it_is_swept_is_swept_the_next_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = left(root)
+    rmdir = Path.rmdir
+
+    def late(folder: Path) -> None:
+        (gone / "late").touch()
+        rmdir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", late)
+        scratch.sweep(root)
+    assert gone.exists()
+    scratch.sweep(root)
+    assert not gone.exists()
+
+
+def test_a_folder_that_is_none_is_swept_in_peace(root: Path) -> None:
+    scratch.sweep(root / "none")
+
+
+def test_what_is_compiled_lies_where_the_users_runs_find_it() -> None:
+    """A worker's temporary folder is its own, in which Inductor would keep it."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert inductor_folder() == default_cache_dir()
