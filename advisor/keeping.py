@@ -93,8 +93,8 @@ def keep_artifacts(
         progress.notice(
             f"compiled for {what}: {size(kept)} are kept with the record"
             if kept
-            else f"compiled for {what}: not kept: no key signs it, or it is over "
-            f"{size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
+            else f"compiled for {what}: not kept: "
+            + (artifacts.unsigned or f"over {size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)")
         )
 
 

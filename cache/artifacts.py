@@ -184,17 +184,24 @@ class Artifacts:
     """The artifacts in some stores, which are looked through in order.
 
     Args:
+        seal: of its keys those alone count that no other user may have.
         most: bytes that some may have, packed; 0: none are kept or loaded.
     """
 
     def __init__(self, stores: Sequence[Store], seal: Seal, most: int) -> None:
-        self._stores, self._seal, self._most = stores, seal, most
+        self._stores, self._given, self._most = stores, seal, most
+        self._seal = seal.for_code
+
+    @property
+    def unsigned(self) -> str:
+        """Why none are signed; '' where they are."""
+        return "" if self._seal.signs else self._given.exposed or "no key signs it"
 
     def keep(self, data: bytes, purpose: Purpose, store: Store) -> int:
         """Put artifacts on a store's shelf: their size there, packed.
 
-        0 where none are kept: the store has no shelf, there is no key to sign with, or they are
-        larger than is permitted.
+        0 where none are kept: the store has no shelf, there is no key to sign with that is nobody
+        else's, or they are larger than is permitted.
 
         Raises:
             StoreError: the store cannot be written.
@@ -229,7 +236,19 @@ class Artifacts:
             return Found(data=data, size=len(packed), store=store.url)
         if failed:
             raise failed[0]
+        if self._most and (reason := self._exposed(purpose)):
+            raise RecordDamaged(f"artifacts: {reason}; refused")
         return None
+
+    def _exposed(self, purpose: Purpose) -> str:
+        """Why none is loaded of what a key has signed that others may have; '' where it has not."""
+        tags = {*self._given.tags(purpose.label)} - {*self._seal.tags(purpose.label)}
+        for store in self._stores:
+            for tag in tags:
+                with contextlib.suppress(StoreError):
+                    if store.shelf and store.shelf.get(f"{purpose.label}.{tag}", self._most):
+                        return self._given.exposed
+        return ""
 
     def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
         if self._most:

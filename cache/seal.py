@@ -16,10 +16,10 @@ import hmac
 import logging
 import os
 import secrets
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from advisor.cache.private import exposed
 from advisor.cache.stores.filesystem import make_folder, open_regular
 from advisor.errors import UsageError
 
@@ -32,6 +32,7 @@ LEAST = 16
 RECORD, ARTIFACTS = b"advisor record\n", b"advisor artifacts\n"
 """What a signature is of: one of the one kind is none of the other."""
 _NAME = b"advisor name\n"
+_REMEDY = "run: chmod 600 it, and chmod go-w the folders above it"
 _OWN_BYTES = 32
 _MOST_BYTES = 2**12
 
@@ -45,12 +46,31 @@ class Seal:
         own: this user's, empty where none was made yet.
         required: only records signed with one of them are accepted.
         own_file: where `ready` keeps the user's own; None for nowhere.
+        secret_exposed: through what another user may have the secret, or have set it; '' where none
+            may. `own_exposed`: of the user's own.
     """
 
     secret: bytes = field(default=b"", repr=False)
     required: bool = False
     own: bytes = field(default=b"", repr=False)
     own_file: Path | None = None
+    secret_exposed: str = ""
+    own_exposed: str = ""
+
+    @property
+    def for_code(self) -> Seal:
+        """With only those keys that no other user may have: what a key signed is run as its
+        reader."""
+        return dataclasses.replace(
+            self,
+            secret=b"" if self.secret_exposed else self.secret,
+            own=b"" if self.own_exposed else self.own,
+        )
+
+    @property
+    def exposed(self) -> str:
+        """Why one of the keys is none for code; '' where each is."""
+        return self.secret_exposed or self.own_exposed
 
     @property
     def signs(self) -> bytes:
@@ -86,7 +106,8 @@ class Seal:
         if self.signs or self.own_file is None:
             return self
         try:
-            return dataclasses.replace(self, own=_made(self.own_file))
+            own, exposed = _made(self.own_file)
+            return dataclasses.replace(self, own=own, own_exposed=exposed)
         except OSError as exc:
             _log.warning("%s: no key of your own can be kept (%s); not signed", self.own_file, exc)
             return self
@@ -94,15 +115,18 @@ class Seal:
     @classmethod
     def from_environment(cls) -> Seal:
         """$ADVISOR_SECRET, or what is in the file $ADVISOR_SECRET_FILE; $ADVISOR_SIGNED_ONLY; the
-        user's own key where one was made. A file that others can read is told in the log.
+        user's own key where one was made. A file that is not one's own alone is told in the log.
+
+        The group of the secret's file may read it: who shares it is the team.
 
         Raises:
             UsageError: the secret is too short, its file cannot be read, or one is missing.
         """
-        secret = os.environ.get("ADVISOR_SECRET", "")
+        secret, secret_exposed = os.environ.get("ADVISOR_SECRET", ""), ""
         if file := os.environ.get("ADVISOR_SECRET_FILE", ""):
             try:
-                secret = _read(Path(file)).decode().strip()
+                data, secret_exposed = _read(Path(file), group_reads=True)
+                secret = data.decode().strip()
             except (OSError, ValueError) as exc:
                 raise UsageError(f"ADVISOR_SECRET_FILE {file!r}: cannot be read ({exc})") from exc
         required = os.environ.get("ADVISOR_SIGNED_ONLY", "") not in ("", "0")
@@ -116,14 +140,16 @@ class Seal:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        folder, own = own_folder(), b""
+        folder, own, own_exposed = own_folder(), b"", ""
         own_file = None if folder is None else folder / "key"
         if own_file is not None:
             with contextlib.suppress(OSError, ValueError):
-                own = _read(own_file)
+                own, own_exposed = _read(own_file)
         if len(own) != _OWN_BYTES:
-            own = b""
-        return cls(os.fsencode(secret), required, own, own_file)
+            own, own_exposed = b"", ""
+        return cls(
+            os.fsencode(secret), required, own, own_file, secret_exposed, own_exposed=own_exposed
+        )
 
 
 UNSEALED = Seal()
@@ -142,23 +168,22 @@ def own_folder() -> Path | None:
     return path / "advisor" if path.is_absolute() else None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
+    """What is in a file, and through what another user may have it, or have put it there."""
     with open_regular(path) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            _tell_once(str(path), mode & 0o777)
-        return file.read(_MOST_BYTES)
+        why = exposed(path, file.fileno(), group_reads)
+        if why:
+            _tell_once(str(path), why)
+        return file.read(_MOST_BYTES), why
 
 
 @functools.cache
-def _tell_once(path: str, mode: int) -> None:
-    _log.warning(
-        "%s holds a secret and others can read it (mode %o); run: chmod 600 it", path, mode
-    )
+def _tell_once(path: str, why: str) -> None:
+    _log.warning("%s holds a secret, and %s; %s", path, why, _REMEDY)
 
 
-def _made(path: Path) -> bytes:
-    """A new key in its file; another process's where that was first."""
+def _made(path: Path) -> tuple[bytes, str]:
+    """A new key in its file; another process's where that was first. As `_read`."""
     make_folder(path.parent)
     temporary = path.with_name(f".key-{secrets.token_hex(8)}")
     try:
@@ -171,7 +196,7 @@ def _made(path: Path) -> bytes:
             os.link(temporary, path)  # fails where it is there, unlike a rename
     finally:
         temporary.unlink(missing_ok=True)
-    found = _read(path)
+    found, why = _read(path)
     if len(found) != _OWN_BYTES:
         raise OSError(f"expected {_OWN_BYTES} bytes, got {len(found)}; remove it")
-    return found
+    return found, why

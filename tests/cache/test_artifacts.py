@@ -128,6 +128,22 @@ def test_stores_are_looked_through_in_order_and_the_first_keeps_it(
     assert again is not None and again.store == first.url
 
 
+@pytest.mark.parametrize("which", ["own", "secret"])
+def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> None:
+    """Neither what it signed is loaded, nor is anything signed with it; another key does both."""
+    why = "others can read /key (mode 644)"
+    bare = Seal(own=b"m" * 32) if which == "own" else Seal(b"a secret of a team")
+    shown = replace(bare, **{f"{which}_exposed": why})
+    assert artifacts(store, seal=shown).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, seal=shown).find(PURPOSE) is None  # nothing there, nothing to say
+    artifacts(store, seal=bare).keep(DATA, PURPOSE, store)
+    with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
+        artifacts(store, seal=shown).find(PURPOSE)
+    both = replace(TEAM, **{f"{which}_exposed": why})
+    assert artifacts(store, seal=both).keep(DATA, PURPOSE, store) > 0
+    assert artifacts(store, seal=both).find(PURPOSE) is not None
+
+
 def put(store: Store, one: Record, seal: Seal = MINE) -> Purpose:
     Records(store, seal=seal).put(one)
     purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)

@@ -219,7 +219,7 @@ def test_the_own_key_is_made_at_the_first_write_and_kept(
     assert not caplog.records
     file.chmod(0o644)
     Seal.from_environment()
-    assert "others can read it" in caplog.text and "chmod 600" in caplog.text
+    assert "others can read" in caplog.text and "chmod 600" in caplog.text
 
 
 def test_where_no_key_can_be_kept_records_are(

@@ -1,0 +1,102 @@
+"""Whether a file is its reader's alone: who else could read it, write it or put another in its
+place. The model is StrictModes of sshd_config(5).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_MOST_LINKS = 40
+"""On the way to a file, as Linux has it."""
+
+
+def exposed(path: Path, descriptor: int, group_reads: bool = False) -> str:
+    """Through what another user, root aside, may know what is in an open file, or have put it
+    there; '' where none may.
+
+    Args:
+        path: what was opened.
+        group_reads: its group may read it.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    try:
+        found = os.fstat(descriptor)
+        last = found
+        for step in _steps(path):
+            last = step.lstat()
+            if fault := _fault(step, last):
+                return fault
+    except OSError as exc:
+        return f"{path}: {exc.strerror or exc}"
+    if not os.path.samestat(found, last):
+        return f"{path} was replaced while it was read"
+    readers = stat.S_IROTH if group_reads else stat.S_IRGRP | stat.S_IROTH
+    if found.st_mode & readers:
+        return f"others can read {path} (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _fault(step: Path, found: os.stat_result) -> str:
+    """What of one step lets another user lead it elsewhere."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{step} is another user's ({found.st_uid})"
+    if stat.S_ISLNK(found.st_mode):
+        return ""
+    mode = stat.S_IMODE(found.st_mode)
+    writers = mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not writers or (stat.S_ISDIR(found.st_mode) and _bears(mode, writers, found.st_gid)):
+        return ""
+    return f"others can write {step} (mode {mode:o})"
+
+
+def _bears(mode: int, writers: int, gid: int) -> bool:
+    """Whether a folder's steps are safe from those who can write it: in a sticky one nobody renames
+    what is another's, and a private group has nobody else in it."""
+    return bool(mode & stat.S_ISVTX) or (writers == stat.S_IWGRP and _of_oneself(gid))
+
+
+def _of_oneself(gid: int) -> bool:
+    """Whether a group is the user's private one, which many systems make for each and have the
+    umask let it write."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _steps(path: Path) -> Iterator[Path]:
+    """All that leads to a file, from the root on, with the links and what they lead through; the
+    file itself is the last.
+
+    Raises:
+        OSError: a step cannot be read, or the links go round in a circle.
+    """
+    at, *parts = path.absolute().parts
+    here, ahead, links = Path(at), parts[::-1], 0
+    yield here
+    while ahead:
+        part = ahead.pop()
+        if part == "..":
+            here = here.parent
+            continue
+        step = here / part
+        yield step
+        if not step.is_symlink():
+            here = step
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        there = step.readlink()
+        if there.is_absolute():
+            here = Path(there.anchor)
+        ahead += [part for part in there.parts if part != there.anchor][::-1]
