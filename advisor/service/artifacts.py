@@ -33,8 +33,9 @@ def data_of(session: Session, name: str) -> bytes | None:
     return session.scalar(select(Artifacts.data).where(Artifacts.name == name))
 
 
-def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
-    """Keep artifacts, in place of what has their name; whether nothing had.
+def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
+    """Keep artifacts, in place of what has their name; whether nothing had, None where what has is
+    not theirs to remove.
 
     Raises:
         UsageError: the name is none.
@@ -43,6 +44,8 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
     if label is None:
         raise UsageError(f"artifacts {name[:80]!r}: no name of any")
     there = session.get(Artifacts, name)
+    if there is not None and not by.owns(there.token):
+        return None
     kept = there or Artifacts(name=name, place=label.record)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)

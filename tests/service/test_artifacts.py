@@ -43,6 +43,18 @@ def test_they_are_kept_replaced_and_removed(served: Served) -> None:
     assert said[0]["action"] == "artifacts deleted" and said[0]["subject"] == ONE
 
 
+def test_nobody_replaces_what_another_put_there(served: Served) -> None:
+    """Nor becomes its owner by it: an admin's is the admin's, and what a worker put there too."""
+    served.ask("PUT", place(ONE), "admin", b"the admin's")
+    refused = served.ask("PUT", place(ONE), "worker", b"a worker's")
+    assert refused.status == 403 and "another token put it there" in refused.json["detail"]
+    assert served.ask("GET", place(ONE), "read").data == b"the admin's"
+    assert served.ask("DELETE", place(ONE), "worker").status == 403
+    assert served.ask("DELETE", place(ONE), "admin").status == 200
+    assert served.ask("PUT", place(ONE), "worker", b"a worker's").status == 201
+    assert served.ask("PUT", place(ONE), "worker", b"its next").status == 200
+
+
 def test_who_may_send_how_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for role, status in (("read", 413), ("submit", 413)):
         assert served.ask("PUT", place(ONE), role, LARGE).status == status

@@ -10,7 +10,15 @@ from advisor.cache.artifacts import LABEL
 from advisor.cache.stores.link import BYTES
 from advisor.service import artifacts
 from advisor.service.access import Here, Reads, Works
-from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, answers, deleted, refusals
+from advisor.service.routes.parsing import (
+    ANOTHERS,
+    KEPT,
+    SENDS_BYTES,
+    Body,
+    answers,
+    deleted,
+    refusals,
+)
 
 _LABEL = f"^{LABEL}$"
 NONE = "there are no such artifacts"
@@ -49,6 +57,8 @@ def put(here: Here, caller: Works, label: Named, data: Body, response: Response)
         raise HTTPException(400, "the body is empty: what was compiled is sent in it")
     with here.database.writing() as session:
         new = artifacts.put(session, label, data, caller)
+    if new is None:
+        raise HTTPException(403, ANOTHERS)
     response.status_code = 201 if new else 200
     return {"outcome": "added" if new else "replaced"}
 

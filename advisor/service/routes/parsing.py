@@ -50,6 +50,8 @@ ANY = refusals(408, 413, 503)
 TOKENED = {**ANY, **refusals(400, 401, 403, 422, 429)}
 """Of every route that asks for a token."""
 
+ANOTHERS = "another token put it there; an admin may remove it"
+
 KEPT: Responses = {201: {"model": dict[str, str], "description": "It was not here before."}}
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
@@ -75,7 +77,7 @@ def deleted(gone: bool | None, none: str) -> dict[str, bool]:
         HTTPException: it was not, 404 with `none`, or is another's, 403.
     """
     if gone is None:
-        raise HTTPException(403, "another token put it there; an admin may remove it")
+        raise HTTPException(403, ANOTHERS)
     if not gone:
         raise HTTPException(404, none)
     return {"deleted": True}
