@@ -78,7 +78,7 @@ def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
     """Put every version of what one store has into another, and its artifacts as far as you or your
     team signed them; what became of each.
 
-    Nothing in the other store is changed or lost, so stores may be synced in any order.
+    No record in the other store is changed or lost, so stores may be synced in any order.
 
     Raises:
         StoreError: one of them cannot be read or written.

@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 
@@ -153,6 +154,31 @@ def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
     Raises:
         RecordDamaged: why they may not.
     """
+    found, packed = _unsealed(sealed, seal)
+    if apart := found.apart(purpose):
+        raise RecordDamaged(f"artifacts: made for {apart}; refused")
+    try:
+        inflating = zlib.decompressobj()
+        data = inflating.decompress(packed, _MOST_TIMES * len(sealed))
+    except (TypeError, zlib.error) as exc:
+        raise _strange(exc) from exc
+    if not inflating.eof:
+        raise RecordDamaged("artifacts: too large when unpacked; refused")
+    return data
+
+
+def check(sealed: bytes, label: Label, seal: Seal) -> None:
+    """That what a shelf keeps under a label is whole, signed and for what that says.
+
+    Raises:
+        RecordDamaged: it is not.
+    """
+    if not label.text.startswith(f"{_unsealed(sealed, seal)[0].label}."):
+        raise RecordDamaged("artifacts: made for another record or config; refused")
+
+
+def _unsealed(sealed: bytes, seal: Seal) -> tuple[Purpose, Any]:
+    """What signed artifacts are for, and themselves, packed."""
     if not sealed.startswith(_START):
         raise RecordDamaged("artifacts: none that this version reads; refused")
     if not is_signed(sealed, seal):
@@ -160,15 +186,13 @@ def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
     # From here on it is what the owner of a key wrote; another version of advisor may have.
     try:
         found = msgpack.unpackb(sealed[_BODY:], max_bin_len=len(sealed))
-        if apart := from_plain(Purpose, found["purpose"]).apart(purpose):
-            raise RecordDamaged(f"artifacts: made for {apart}; refused")
-        inflating = zlib.decompressobj()
-        data = inflating.decompress(found["data"], _MOST_TIMES * len(sealed))
-    except (ValueError, KeyError, TypeError, zlib.error) as exc:
-        raise RecordDamaged(f"artifacts: not as this version writes them ({exc})") from exc
-    if not inflating.eof:
-        raise RecordDamaged("artifacts: too large when unpacked; refused")
-    return data
+        return from_plain(Purpose, found["purpose"]), found["data"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise _strange(exc) from exc
+
+
+def _strange(exc: Exception) -> RecordDamaged:
+    return RecordDamaged(f"artifacts: not as this version writes them ({exc}); refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,17 +297,47 @@ class Artifacts:
                     if label.record in places:
                         yield store, label, size
 
-    def signed(self, store: Store, places: Collection[str]) -> Iterator[tuple[Label, bytes]]:
-        """What a store's shelf has of some records that the reader or their team signed.
+    def sound(
+        self, store: Store, places: Collection[str]
+    ) -> Iterator[tuple[Label, bytes | RecordDamaged]]:
+        """What a store's shelf has of some records under the reader's or their team's tags, or why
+        that is refused.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        for label in labels(store, self._seal):
-            if store.shelf is not None and label.trusted and label.record in places:
-                packed = store.shelf.get(label.text, self._most)
-                if packed is not None and is_signed(packed, self._seal):
-                    yield label, packed
+        for label in labels(store, self._seal) if self._most else ():
+            if label.trusted and label.record in places:
+                try:
+                    packed = self._checked(store, label)
+                except RecordDamaged as exc:
+                    yield label, exc
+                else:
+                    if packed is not None:
+                        yield label, packed
+
+    def _checked(self, store: Store, label: Label) -> bytes | None:
+        """What a store's shelf has under a label, None where it has gone.
+
+        Raises:
+            RecordDamaged: it is refused. StoreError: the store cannot be read.
+        """
+        packed = None if store.shelf is None else store.shelf.get(label.text, self._most)
+        if packed is not None:
+            check(packed, label, self._seal)
+        return packed
+
+    def has(self, store: Store, label: Label, packed: bytes) -> bool:
+        """Whether a store's shelf has just this under a label.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        assert store.shelf is not None
+        try:
+            return store.shelf.get(label.text, len(packed)) == packed
+        except RecordDamaged:  # larger
+            return False
 
     def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
         """What of a store's shelf, and of the reader's or their team's, is good for nothing.

@@ -25,7 +25,7 @@ from advisor.cache.stores import Store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.pack import read, write
 from advisor.cache.stores.shelf import FolderShelf
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged, StoreError, Unauthorized
 
 Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
 
@@ -140,20 +140,28 @@ def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
 def carry_artifacts(
     records: Records, source: Store, store: Store, places: Collection[str]
 ) -> Iterator[Carried]:
-    """Put the artifacts of some records into another store, as they are: those that the reader or
-    their team signed, and no others.
+    """Put the artifacts of some records into another store, as they are, in place of others under
+    their name: those that the reader or their team signed, and no others.
 
     Raises:
         StoreError: one of the stores cannot be read or written.
     """
-    there = {} if store.shelf is None else store.shelf.sizes()
-    for label, packed in records.artifacts.signed(source, places):
-        if store.shelf is None:
-            return
-        known = there.get(label.text) == len(packed)
-        if not known:
-            store.shelf.put(label.text, packed)
-        outcome: Outcome = "known" if known else "added"
+    if store.shelf is None:
+        return
+    there = store.shelf.sizes()
+    for label, packed in records.artifacts.sound(source, places):
+        if isinstance(packed, RecordDamaged):
+            yield Carried(name=label.text, outcome="refused", reason=str(packed))
+            continue
+        outcome: Outcome = "updated" if label.text in there else "added"
+        if there.get(label.text) == len(packed) and records.artifacts.has(store, label, packed):
+            outcome = "known"
+        try:
+            if outcome != "known":
+                store.shelf.put(label.text, packed)
+        except Unauthorized as exc:  # another token put there what it has
+            yield Carried(name=label.text, outcome="refused", reason=str(exc))
+            continue
         yield Carried(name=label.text, outcome=outcome, target=f"{size(len(packed))} of artifacts")
 
 

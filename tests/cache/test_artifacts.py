@@ -176,16 +176,41 @@ def test_gc_takes_what_is_larger_than_permitted(
 def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
     purpose = put(store, RECORD)
     artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
-    changed = replace(purpose, config="ab" * 6)
+    changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
     shelf(store).put(text(changed, MINE), b"changed since")
+    shelf(store).put(text(moved, MINE), sealed(DATA, purpose, MINE))
     there = open_store(f"dir:{tmp_path}/there")
     records = Records([store, there], seal=MINE)
     for outcome in ("added", "known"):
-        places = {place_of(RECORD)}
-        (carried,) = exchange.carry_artifacts(records, store, there, places)
-        assert (carried.name, carried.outcome) == (text(purpose, MINE), outcome)
+        found = exchange.carry_artifacts(records, store, there, {place_of(RECORD)})
+        assert {one.name: (one.outcome, one.reason) for one in found} == {
+            text(purpose, MINE): (outcome, ""),
+            text(changed, MINE): (
+                "refused",
+                "artifacts: none that this version reads; refused",
+            ),
+            text(moved, MINE): (
+                "refused",
+                "artifacts: made for another record or config; refused",
+            ),
+        }
     assert list(exchange.carry_artifacts(records, store, there, set())) == []
     assert artifacts(there).find(purpose) is not None
+
+
+@pytest.mark.parametrize("other", ["dir:{}/there", "memory://{}/there"])
+def test_a_damaged_copy_is_mended(store: Store, tmp_path: Path, other: str) -> None:
+    """Of the same size, so that only its bytes tell."""
+    purpose = put(store, RECORD)
+    there = open_store(other.format(tmp_path))
+    name, good = text(purpose, MINE), sealed(DATA, purpose, MINE)
+    records = Records([store, there], seal=MINE)
+    for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
+        shelf(there).put(name, damaged)
+        for outcome in ("updated", "known"):
+            (one,) = exchange.carry_artifacts(records, store, there, {place_of(RECORD)})
+            assert (one.name, one.outcome) == (name, outcome)
+        assert shelf(there).get(name, 2**20) == good
 
 
 def test_how_the_input_comes_is_not_compiled() -> None:

@@ -20,8 +20,9 @@ from typing import Any
 import msgpack
 import pytest
 
+from advisor.cache.artifacts import Purpose, Tools
 from advisor.cache.codec import encode
-from advisor.cache.exchange import carry, contents
+from advisor.cache.exchange import carry, carry_artifacts, contents
 from advisor.cache.match import Query
 from advisor.cache.name import Name
 from advisor.cache.reader import Now, Sought
@@ -403,6 +404,30 @@ def test_what_a_server_refuses_does_not_end_a_sync(
     rows = list(carry(contents(here), Records(here), open_store(served.url)))
     assert sorted(row.outcome for row in rows) == ["added", "added", "refused"]
     assert next(row.reason for row in rows if row.reason).endswith("record: of tomorrow; refused")
+
+
+def test_artifacts_are_mended_by_their_owner_alone(
+    served: Served, token: str, tmp_path: Path
+) -> None:
+    here, there = open_store(f"dir:{tmp_path}/here"), open_store(served.url)
+    records = Records([here, there], seal=OURS)
+    tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
+    purpose = Purpose.of(record(), record().winner("loop").config, ENVIRONMENT, tools)
+    size = records.artifacts.keep(b"code", purpose, here)
+    assert here.shelf is not None and there.shelf is not None
+    (name,) = here.shelf.sizes()
+
+    def carried() -> tuple[str, str]:
+        (one,) = carry_artifacts(records, here, there, {purpose.record})
+        return one.outcome, one.reason
+
+    there.shelf.put(name, b"\0" * size)
+    assert carried() == ("updated", "") and carried() == ("known", "")
+    assert there.shelf.get(name, size) == here.shelf.get(name, size)
+    served.ask("DELETE", f"/api/artifacts/{name}", "admin")
+    served.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
+    outcome, reason = carried()
+    assert outcome == "refused" and "another token put it there" in reason
 
 
 def test_the_commands(
