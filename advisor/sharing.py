@@ -19,7 +19,8 @@ from advisor.cache.stores import Store
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.opening import Cache, open_records
 
-GC_KINDS = SUPERSEDED, _STALE = "superseded", "stale"
+GC_KINDS = "superseded", "stale", "damaged", "oversized"
+"""Why `gc` takes what it takes, in one word; only artifacts are damaged or oversized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +144,11 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
             Going(
                 store=store,
                 what=one.label.record_id,
-                reason=f"{SUPERSEDED}: {size(one.size)} of artifacts: {one.reason}",
+                reason=f"{one.kind}: {size(one.size)} of artifacts: {one.reason}",
                 artifacts=one.label,
             )
             for one in idle
-            if SUPERSEDED in kinds
+            if one.kind in kinds
         ]
         found += [
             Going(store=store, what=path.name, reason="left by a writer that was killed", file=path)
@@ -187,11 +188,13 @@ def remove_artifacts(going: Iterable[tuple[Store, Label]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelved:
-    """How many artifacts a store has, and their bytes."""
+    """How many artifacts a store has, and their bytes; `foreign`: how many of them are of a key
+    that is none of the reader's or their team's."""
 
     store: Store
     number: int
     size: int
+    foreign: int
 
 
 def shelved(records: Records) -> list[Shelved]:
@@ -199,7 +202,9 @@ def shelved(records: Records) -> list[Shelved]:
     found = []
     for store in records.stores:
         with contextlib.suppress(StoreError):
-            sizes = {} if store.shelf is None else store.shelf.sizes()
-            if sizes:
-                found.append(Shelved(store=store, number=len(sizes), size=sum(sizes.values())))
+            there = records.artifacts.on(store)
+            if there:
+                number, foreign = len(there), sum(not label.trusted for label in there)
+                total = sum(there.values())
+                found.append(Shelved(store=store, number=number, size=total, foreign=foreign))
     return found

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 
@@ -26,15 +26,20 @@ from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.seal import ARTIFACTS, UNSEALED, Seal
 from advisor.cache.stores import Remote, Store
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
-_START = b"advisor artifacts 1\n"
+_ANY = b"advisor artifacts "
+_START = _ANY + b"1\n"
 _BODY = len(_START) + 32
 """Where it begins, behind the signature."""
 _LEVEL = 1
 """Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
 _MOST_TIMES = 32
 """As many times its own size is what was packed."""
+ANOTHERS = "signed with another's key"
+"""Why artifacts are not loaded of which no more than the name is looked at."""
+Kind = Literal["superseded", "damaged", "oversized"]
+"""Why artifacts may go, in one word."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
 """The names on a shelf, as a regular expression; see `Label`."""
 
@@ -178,9 +183,14 @@ def check(sealed: bytes, label: Label, seal: Seal) -> None:
 
 
 def _unsealed(sealed: bytes, seal: Seal) -> tuple[Purpose, Any]:
-    """What signed artifacts are for, and themselves, packed."""
+    """What signed artifacts are for, and themselves, packed.
+
+    Raises:
+        RecordNewer: another version of advisor wrote them. RecordDamaged: they are refused.
+    """
     if not sealed.startswith(_START):
-        raise RecordDamaged("artifacts: none that this version reads; refused")
+        kind = RecordNewer if sealed.startswith(_ANY) else RecordDamaged
+        raise kind("artifacts: none that this version reads; refused")
     if not is_signed(sealed, seal):
         raise RecordDamaged("artifacts: not signed by you or your team, or changed since; refused")
     # From here on it is what the owner of a key wrote; another version of advisor may have.
@@ -191,8 +201,8 @@ def _unsealed(sealed: bytes, seal: Seal) -> tuple[Purpose, Any]:
         raise _strange(exc) from exc
 
 
-def _strange(exc: Exception) -> RecordDamaged:
-    return RecordDamaged(f"artifacts: not as this version writes them ({exc}); refused")
+def _strange(exc: Exception) -> RecordNewer:
+    return RecordNewer(f"artifacts: not as this version writes them ({exc}); refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,14 +298,44 @@ class Artifacts:
                     store.shelf.put(name, packed)
                     return
 
+    def on(self, store: Store) -> dict[Label, int]:
+        """What is on a store's shelf, with its size in bytes.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        sizes = {} if store.shelf is None else store.shelf.sizes()
+        found = ((Label.parse(text, self._seal), size) for text, size in sizes.items())
+        return {label: size for label, size in found if label}
+
     def listed(self, places: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
         """Where there are artifacts of some records, and their size; stores that cannot be read are
         passed over."""
         for store in self._stores:
             with contextlib.suppress(StoreError):
-                for label, size in labels(store, self._seal).items():
+                for label, size in self.on(store).items():
                     if label.record in places:
                         yield store, label, size
+
+    def fault(self, store: Store, label: Label) -> str:
+        """Why what a store's shelf has under a label is loaded nowhere by this reader; '' where it
+        may be, by what it is for."""
+        if not label.trusted:
+            return self._why_not(label)
+        if not self._most:
+            return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
+        try:
+            self._checked(store, label)
+        except RecordDamaged as exc:
+            return _bare(exc)
+        except StoreError as exc:
+            return str(exc)
+        return ""
+
+    def _why_not(self, label: Label) -> str:
+        """Of what none of the keys that count for code has tagged."""
+        given = Label.parse(label.text, self._given)
+        return self._given.exposed if given and given.trusted else ANOTHERS
 
     def sound(
         self, store: Store, places: Collection[str]
@@ -306,7 +346,7 @@ class Artifacts:
         Raises:
             StoreError: the store cannot be read.
         """
-        for label in labels(store, self._seal) if self._most else ():
+        for label in self.on(store) if self._most else ():
             if label.trusted and label.record in places:
                 try:
                     packed = self._checked(store, label)
@@ -349,19 +389,28 @@ class Artifacts:
         Raises:
             StoreError: the store cannot be read.
         """
-        for label, size in labels(store, self._seal).items():
-            if label.trusted and (reason := self._useless(label, size, advised)):
-                yield Idle(store=store, label=label, size=size, reason=reason)
+        for label, size in self.on(store).items():
+            if label.trusted and (found := self._useless(store, label, size, advised)):
+                kind, reason = found
+                yield Idle(store=store, label=label, size=size, kind=kind, reason=reason)
 
-    def _useless(self, label: Label, size: int, advised: Mapping[str, Collection[str]]) -> str:
+    def _useless(
+        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
+    ) -> tuple[Kind, str] | None:
         if label.record not in advised:
-            return "their record is gone"
+            return "superseded", "their record is gone"
         if size > self._most:
-            return f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
+            return "oversized", f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
         configs = advised[label.record]
         if configs and label.config not in configs:
-            return "their config is advised no more"
-        return ""
+            return "superseded", "their config is advised no more"
+        try:
+            self._checked(store, label)
+        except RecordNewer:  # not for this version to judge
+            return None
+        except RecordDamaged as exc:
+            return "damaged", _bare(exc)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,15 +420,10 @@ class Idle:
     store: Store
     label: Label
     size: int
+    kind: Kind
     reason: str
 
 
-def labels(store: Store, seal: Seal) -> dict[Label, int]:
-    """What is on a store's shelf, with its size in bytes.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    shelf = store.shelf
-    sizes = {} if shelf is None else shelf.sizes()
-    return {label: n for text, n in sizes.items() if (label := Label.parse(text, seal))}
+def _bare(exc: RecordDamaged) -> str:
+    """What is wrong with artifacts, without saying of what it is and what comes of it."""
+    return str(exc).removeprefix("artifacts: ").removesuffix("; refused")

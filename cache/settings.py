@@ -85,7 +85,12 @@ def max_artifacts() -> int:
     text = os.environ.get("ADVISOR_MAX_ARTIFACTS", "")
     if not text:
         return MAX_ARTIFACTS
-    return 0 if text == "0" else Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
+    if text == "0":
+        return 0
+    try:
+        return Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
+    except UsageError as exc:
+        raise UsageError(f"{exc}, or 0 to keep none") from exc
 
 
 def _is_on(variable: str) -> bool:

@@ -90,14 +90,20 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
 
 
 def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:
-    """What is kept of what was compiled for a record: for which uses, how large, where."""
+    """What is kept of what was compiled for a record: for which uses, how large, where, and why
+    that is refused."""
     uses: dict[str, list[str]] = {}
     for winner in record.winners:
         uses.setdefault(compiled_of(record, winner.choice.config), []).append(winner.use)
-    listed = records.artifacts.listed({place_of(record)})
+    artifacts = records.artifacts
     return [
-        {"uses": sorted({*uses.get(label.config, ())}), "bytes": bytes_, "store": store.url}
-        for store, label, bytes_ in listed
+        {
+            "uses": sorted({*uses.get(label.config, ())}),
+            "bytes": bytes_,
+            "store": store.url,
+            "refused": artifacts.fault(store, label),
+        }
+        for store, label, bytes_ in artifacts.listed({place_of(record)})
     ]
 
 
@@ -115,7 +121,8 @@ def _show(held: Held, cache: str | None, artifacts: list[dict[str, Any]]) -> Non
     say(*(f"  {name:<16}{value}" for name, value in shown.facts))
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
-        say(f"  {'artifacts':<16}{size(one['bytes'])} for {uses}, in {one['store']}")
+        refused = f"; refused: {one['refused']}" if one["refused"] else ""
+        say(f"  {'artifacts':<16}{size(one['bytes'])} for {uses}, in {one['store']}{refused}")
     for section in shown.sections:
         say("", section.title, style="bold")
         if section.table:
@@ -236,16 +243,17 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     for store, name in going:
         chosen.setdefault(name.record_id, []).append((store, name))
     readable = _readable(records, chosen)
+    kept = list(records.artifacts.listed({name.place for _store, name in going}))
     if not as_json:
         for id, versions in chosen.items():
             what = readable[id].target.name if id in readable else "an unreadable record"
             count = f"{len(versions)} version{'s' * (len(versions) > 1)}"
+            if compiled := sum(bytes_ for _store, label, bytes_ in kept if label.record_id == id):
+                count += f", {size(compiled)} of artifacts"
             click.echo(f"forgetting {id} {what} ({count})")
     for record in readable.values():
         forget_studies(records, record)
     records.remove(going)
-    places = {name.place for _store, name in going}
-    kept = records.artifacts.listed(places)
     without = remove_artifacts([(store, label) for store, label, _size in kept])
     stuck = [f"{line}; nothing was removed there" for line in away]
     stuck += [f"{line}; it stays" for line in [*records.stuck, *without]]
@@ -253,7 +261,9 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
         click.echo(f"advisor: {line}", err=True)
     if as_json:
         damaged = len(chosen) - len(readable)
-        click.echo(json.dumps({"forgotten": list(readable), "damaged": damaged}))
+        total = sum(bytes_ for _store, _label, bytes_ in kept)
+        said = {"forgotten": list(readable), "damaged": damaged, "artifacts_bytes": total}
+        click.echo(json.dumps(said))
     elif not going:
         click.echo("nothing to forget")
     click.get_current_context().exit(FAILED if stuck else DONE)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from advisor import sharing
-from advisor.cache.artifacts import Label
+from advisor.cache.artifacts import ANOTHERS, Label
 from advisor.cache.exchange import Carried
 from advisor.cache.name import Mark, Name
 from advisor.cache.shown import size
@@ -104,7 +104,9 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     said = "removing" if remove else "would go"
     if not as_json:
         for shelf in there:
-            click.echo(f"artifacts  {shelf.number}, {size(shelf.size)}  ({shelf.store.url})")
+            foreign = f", {shelf.foreign} {ANOTHERS}" if shelf.foreign else ""
+            what = f"{shelf.number}, {size(shelf.size)}{foreign}"
+            click.echo(f"artifacts  {what}  ({shelf.store.url})")
         for one in going:
             click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
     stuck = sharing.remove(records, going) if remove else []
@@ -120,7 +122,13 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
             for one in going
         ]
         artifacts = [
-            {"store": one.store.url, "number": one.number, "bytes": one.size} for one in there
+            {
+                "store": one.store.url,
+                "number": one.number,
+                "bytes": one.size,
+                "foreign": one.foreign,
+            }
+            for one in there
         ]
         said_of = {"records": rows, "artifacts": artifacts, "stuck": stuck}
         click.echo(json.dumps({"removed": remove} | said_of))

@@ -170,7 +170,57 @@ def test_gc_takes_what_is_larger_than_permitted(
     put(store, RECORD)
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
     (one,) = exchange.idle(Records(store, seal=MINE), store)
+    assert one.kind == "oversized"
     assert one.reason == "larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)"
+
+
+GOOD = sealed(DATA, PURPOSE, MINE)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\0" * 1000, "none that this version reads"),
+        (GOOD[:-1], "not signed by you or your team, or changed since"),
+        (sealed(DATA, PURPOSE, THEIRS), "not signed by you or your team, or changed since"),
+        (
+            sealed(DATA, replace(PURPOSE, config="ab" * 6), MINE),
+            "made for another record or config",
+        ),
+    ],
+)
+def test_what_is_damaged_is_told_and_tidied(store: Store, data: bytes, reason: str) -> None:
+    purpose = put(store, RECORD)
+    found = artifacts(store)
+    ((there, label, _size),) = found.listed({purpose.record})
+    assert found.fault(there, label) == ""
+    shelf(store).put(label.text, data)
+    assert found.fault(there, label) == reason
+    (one,) = exchange.idle(Records(store, seal=MINE), store)
+    assert (one.label, one.kind, one.reason) == (label, "damaged", reason)
+
+
+def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
+    """Of another key, of a later version of advisor, of a key that others may have."""
+    purpose = put(store, RECORD)
+    artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
+    shelf(store).put(text(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
+    found = artifacts(store)
+    faults = {
+        label.text: found.fault(at, label) for at, label, _n in found.listed({purpose.record})
+    }
+    assert faults == {
+        text(purpose, MINE): "none that this version reads",
+        text(purpose, THEIRS): "signed with another's key",
+    }
+    assert exchange.idle(Records(store, seal=MINE), store) == []
+    shown = replace(MINE, own_exposed="others can read /key (mode 644)")
+    label = Label.parse(text(purpose, MINE), shown.for_code)
+    assert label is not None
+    assert artifacts(store, seal=shown).fault(store, label) == shown.own_exposed
+    assert (
+        artifacts(store, most=0).fault(store, replace(label, trusted=True)).startswith("none are")
+    )
 
 
 def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
@@ -235,5 +285,5 @@ def test_how_large_they_may_be(said: str, most: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
     assert max_artifacts() == most
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
-    with pytest.raises(UsageError, match="ADVISOR_MAX_ARTIFACTS 'much': expected"):
+    with pytest.raises(UsageError, match=r"ADVISOR_MAX_ARTIFACTS 'much': expected .* or 0 to keep"):
         max_artifacts()

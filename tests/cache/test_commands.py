@@ -107,15 +107,46 @@ def test_artifacts_are_shown_carried_tidied_and_forgotten(url: str, tmp_path: Pa
         "nothing was removed; to remove, add --yes",
     ]
     gone = json.loads(run("gc", "--cache", url, "--yes", "--json"))
-    assert gone["artifacts"] == [{"store": url, "number": 2, "bytes": two}] and not gone["stuck"]
+    total = {"store": url, "number": 2, "bytes": two, "foreign": 0}
+    assert gone["artifacts"] == [total] and not gone["stuck"]
     (name,) = store.shelf.sizes()
     assert name.startswith(fits.label) and gone["records"][0]["name"] in size
     said_of = run("sync", url, f"dir:{tmp_path}/other")
     assert f"added    {GOOD.id}  {two // 2} B of artifacts" in said_of
     run("forget", SMALL.id, "--cache", url)
     assert [*store.shelf.sizes()] == [name]
-    run("forget", GOOD.id, "--cache", url)
+    said_of = run("forget", GOOD.id, "--cache", url)
+    what = f"1 version, {two // 2} B of artifacts"
+    assert said_of == f"forgetting {GOOD.id} model.py:Net ({what})\n"
     assert store.shelf.sizes() == {}
+
+
+def test_artifacts_that_are_refused_are_shown_as_such(url: str) -> None:
+    keep(url, GOOD)
+    records = open_records(url)
+    (store,) = records.stores
+    assert store.shelf is not None
+    tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
+    fits = Purpose.of(GOOD, GOOD.winner("loop").config, ENVIRONMENT, tools)
+    records.artifacts.keep(b"code", fits, store)
+    (name,) = store.shelf.sizes()
+    store.shelf.put(name, b"\0" * 1000)
+    store.shelf.put(f"{fits.label}.{'ab' * 6}", b"code")
+    said = run("show", GOOD.id, "--cache", url)
+    assert said.count("  artifacts       ") == 2
+    for why in ("none that this version reads", "signed with another's key"):
+        assert f", in {url}; refused: {why}\n" in said
+    shown = json.loads(run("show", GOOD.id, "--cache", url, "--json"))["artifacts"]
+    assert all(one["refused"] for one in shown)
+    assert run("gc", "--cache", url, "--only", "superseded").endswith("nothing to remove\n")
+    lines = run("gc", "--cache", url, "--yes", "--only", "damaged").splitlines()
+    assert lines == [
+        f"artifacts  2, 1004 B, 1 signed with another's key  ({url})",
+        f"removing  {GOOD.id}  damaged: 1000 B of artifacts: none that this version reads  ({url})",
+    ]
+    assert [*store.shelf.sizes()] == [f"{fits.label}.{'ab' * 6}"]
+    gone = json.loads(run("forget", GOOD.id, "--cache", url, "--json"))
+    assert gone == {"forgotten": [GOOD.id], "damaged": 0, "artifacts_bytes": 4}
 
 
 def test_gc_takes_what_the_same_gpu_has_outlived(url: str) -> None:

@@ -246,7 +246,7 @@ def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> N
     store.put(Name.of(examples.record(), b"").text, b"\xc1 is no msgpack")
     assert list(store.studies.glob("*.journal"))
     gone = advisor(tuned, "forget", key[:6], "--json")
-    assert json.loads(gone.stdout) == {"forgotten": [key], "damaged": 0}
+    assert json.loads(gone.stdout) == {"forgotten": [key], "damaged": 0, "artifacts_bytes": 0}
     # Nothing is left that the next tuning would go on from.
     assert list(store.studies.glob("*.journal")) == []
     assert advisor(tuned, "forget", key).returncode == 2
