@@ -270,19 +270,23 @@ class Artifacts:
             return Found(data=data, size=len(packed), store=store.url)
         if failed:
             raise failed[0]
-        if self._most and (reason := self._exposed(purpose)):
-            raise RecordDamaged(f"artifacts: {reason}; refused")
+        if self._most:
+            self._tell_of_others(purpose)
         return None
 
-    def _exposed(self, purpose: Purpose) -> str:
-        """Why none is loaded of what a key has signed that others may have; '' where it has not."""
-        tags = {*self._given.tags(purpose.label)} - {*self._seal.tags(purpose.label)}
+    def _tell_of_others(self, purpose: Purpose) -> None:
+        """That there are artifacts for this of a key that does not count, if there are.
+
+        Raises:
+            RecordDamaged: that.
+        """
         for store in self._stores:
-            for tag in tags:
-                with contextlib.suppress(StoreError):
-                    if store.shelf and store.shelf.get(f"{purpose.label}.{tag}", self._most):
-                        return self._given.exposed
-        return ""
+            there: Iterable[Label] = ()
+            with contextlib.suppress(StoreError):
+                there = self.on(store, f"{purpose.label}.")
+            for label in there:
+                if not label.trusted:
+                    raise RecordDamaged(f"artifacts: {self._why_not(label)}; refused")
 
     def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
         if self._most:
@@ -298,13 +302,13 @@ class Artifacts:
                     store.shelf.put(name, packed)
                     return
 
-    def on(self, store: Store) -> dict[Label, int]:
-        """What is on a store's shelf, with its size in bytes.
+    def on(self, store: Store, start: str = "") -> dict[Label, int]:
+        """What is on a store's shelf, with its size in bytes; of labels that begin so.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        sizes = {} if store.shelf is None else store.shelf.sizes()
+        sizes = {} if store.shelf is None else store.shelf.sizes(start)
         found = ((Label.parse(text, self._seal), size) for text, size in sizes.items())
         return {label: size for label, size in found if label}
 

@@ -21,9 +21,13 @@ KEPT_S = DAY_S
 """Without a record: it may be on its way."""
 
 
-def sizes(session: Session, after: str, most: int = MOST_LISTED) -> tuple[dict[str, int], bool]:
-    """Bytes of each behind a name, and whether there are more."""
+def sizes(
+    session: Session, after: str, start: str = "", most: int = MOST_LISTED
+) -> tuple[dict[str, int], bool]:
+    """Bytes of each behind a name, of names that begin so, and whether there are more."""
     query = select(Artifacts.name, Artifacts.size).where(Artifacts.name > after)
+    if start:
+        query = query.where(Artifacts.name.startswith(start, autoescape=True))
     found = session.execute(query.order_by(Artifacts.name).limit(most + 1)).all()
     return {name: size for name, size in found[:most]}, len(found) > most
 

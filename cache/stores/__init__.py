@@ -26,8 +26,8 @@ class Shelf(Protocol):
     shelf cannot be reached, read or written now.
     """
 
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each thing, by its name."""
+    def sizes(self, start: str = "") -> Mapping[str, int]:
+        """Bytes of each thing, by its name, of names that begin so."""
 
     def get(self, name: str, most: int) -> bytes | None:
         """What was put, or None. Raises RecordDamaged where it is larger than `most` bytes."""

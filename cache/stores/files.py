@@ -197,11 +197,11 @@ class FileSystemShelf:
     def __init__(self, store: FileSystemStore) -> None:
         self._store = store
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, start: str = "") -> dict[str, int]:
         def listed(fs: Any, root: str) -> dict[str, int]:
             files = fs.ls(_folder(root), detail=True, refresh=True)
             named = ((posixpath.basename(str(one["name"])), one["size"]) for one in files)
-            return {name: int(size or 0) for name, size in named if is_plain(name)}
+            return {name: int(size or 0) for name, size in named if is_plain(name, start)}
 
         found: dict[str, int] = self._store.do(listed, absent={})
         return found

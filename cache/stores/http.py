@@ -175,13 +175,12 @@ class HttpShelf:
     def __init__(self, store: HttpStore) -> None:
         self._store = store
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, start: str = "") -> dict[str, int]:
         found: dict[str, int] = {}
         while True:
             after = max(found, default="")
-            status, _headers, data = self._store.ask(
-                "GET", f"{_ARTIFACTS}?after={after}", accepts=(404,)
-            )
+            asked = urlencode({"after": after, "start": start} if start else {"after": after})
+            status, _headers, data = self._store.ask("GET", f"{_ARTIFACTS}?{asked}", accepts=(404,))
             if status == 404:  # a server from before there were any
                 return found
             answer = self._store.read_json(data)
@@ -192,7 +191,8 @@ class HttpShelf:
                 raise self._store.foreign("it names artifacts that are none")
             found |= page
             if not answer.get("more") or not page:
-                return found
+                # One from before it could be asked so says all.
+                return {name: n for name, n in found.items() if name.startswith(start)}
 
     def get(self, name: str, most: int) -> bytes | None:
         status, _headers, data = self._store.ask(

@@ -195,8 +195,9 @@ class RedisShelf:
         self._prefix = f"{store.prefix}{ARTIFACTS}/"
         self._index = f"{store.prefix}{ARTIFACTS}"
 
-    def sizes(self) -> dict[str, int]:
-        names = [name.removeprefix(f"{ARTIFACTS}/") for name in self._store.named(self._index)]
+    def sizes(self, start: str = "") -> dict[str, int]:
+        named = (name.removeprefix(f"{ARTIFACTS}/") for name in self._store.named(self._index))
+        names = [name for name in named if name.startswith(start)]
         commands = [("strlen", self._prefix + name) for name in names]
         if not names:
             return {}

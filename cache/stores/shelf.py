@@ -30,9 +30,9 @@ def plain(name: str) -> str:
     return name
 
 
-def is_plain(name: str) -> bool:
-    """Whether it is a name that artifacts can have."""
-    return _PLAIN.fullmatch(name) is not None
+def is_plain(name: str, start: str = "") -> bool:
+    """Whether it is a name that artifacts can have, and begins so."""
+    return name.startswith(start) and _PLAIN.fullmatch(name) is not None
 
 
 def too_large(name: str, most: int) -> RecordDamaged:
@@ -46,10 +46,10 @@ class FolderShelf:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, start: str = "") -> dict[str, int]:
         try:
             with os.scandir(self.path) as entries:
-                files = (one for one in entries if is_plain(one.name))
+                files = (one for one in entries if is_plain(one.name, start))
                 return {one.name: one.stat().st_size for one in files if one.is_file()}
         except FileNotFoundError:
             return {}

@@ -52,7 +52,6 @@ def test_what_was_kept_is_found(store: Store) -> None:
     assert found is not None and (found.data, found.size, found.store) == (DATA, size, store.url)
     assert size < len(DATA)
     assert artifacts(store, seal=TEAM).find(PURPOSE) is not None  # by one's own key too
-    assert artifacts(store, seal=THEIRS).find(PURPOSE) is None
     assert artifacts(store, most=0).find(PURPOSE) is None
     assert artifacts(store).find(replace(PURPOSE, config="ab" * 6)) is None
 
@@ -126,6 +125,20 @@ def test_stores_are_looked_through_in_order_and_the_first_keeps_it(
     assert found is not None and found.store == store.url
     again = artifacts(first, store).find(PURPOSE)
     assert again is not None and again.store == first.url
+
+
+def test_of_what_only_another_signed_it_is_said(store: Store, tmp_path: Path) -> None:
+    """Not where there is one's own, or nothing for this very record and config."""
+    bucket = open_store(f"memory://{tmp_path}/bucket")
+    for there in (store, bucket):
+        artifacts(there, seal=THEIRS).keep(DATA, PURPOSE, there)
+        for seal in (MINE, UNSEALED, TEAM):
+            with pytest.raises(RecordDamaged, match=r"^artifacts: signed with another"):
+                artifacts(there, seal=seal).find(PURPOSE)
+        assert artifacts(there).find(replace(PURPOSE, config="ab" * 6)) is None
+        assert artifacts(there, most=0).find(PURPOSE) is None
+    artifacts(store).keep(DATA, PURPOSE, store)
+    assert artifacts(bucket, store).find(PURPOSE) is not None
 
 
 @pytest.mark.parametrize("which", ["own", "secret"])

@@ -89,6 +89,7 @@ class TestContract:
         shelf = open_store(url).shelf
         assert shelf is not None
         assert shelf.sizes() == {LABEL: 2**21} and store.keys() == []
+        assert shelf.sizes(LABEL[:-12]) == {LABEL: 2**21} and shelf.sizes(f"0{LABEL[:-12]}") == {}
         assert shelf.get(LABEL, 2**21) == b"\0" * 2**21
         with pytest.raises(StoreError, match="larger than"):
             shelf.get(LABEL, 2**21 - 1)

@@ -159,6 +159,22 @@ def test_what_is_foreign_or_changed_is_refused_in_one_line(
     assert f"{why}; refused; compiled anew" in advice.report()
 
 
+def test_what_another_signed_is_refused_in_one_line(
+    record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name alone tells, as another key makes another."""
+    shelf, name = keep(b"no pickle", purpose(record))
+    data = shelf.get(name, 2**20)
+    assert data is not None and shelf.delete(name)
+    shelf.put(f"{name[:-12]}{'ab' * 6}", data)
+    advice = advisor.lookup("model.py:Net", shape=SHAPE)
+    assert advice.artifacts is not None
+    advice.artifacts.load()
+    why = "artifacts: signed with another's key; refused; compiled anew"
+    assert [one.getMessage() for one in caplog.records] == [why]
+    assert why in advice.report()
+
+
 @pytest.mark.usefixtures("record")
 def test_where_there_is_nothing_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     advice = advisor.apply("model.py:Net", shape=SHAPE)

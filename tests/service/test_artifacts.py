@@ -35,6 +35,9 @@ def test_they_are_kept_replaced_and_removed(served: Served) -> None:
     assert served.ask("GET", place(ONE), "read").data == LARGE
     assert sizes(served) == {ONE: len(LARGE)}
     assert served.ask("GET", f"/api/artifacts?after={ONE}", "read").json["sizes"] == {}
+    for start, found in ((ONE[:-12], {ONE: len(LARGE)}), (ALONE[:-12], {}), ("-", {})):
+        assert served.ask("GET", f"/api/artifacts?start={start}", "read").json["sizes"] == found
+    assert served.ask("GET", "/api/artifacts?start=%25", "read").status == 422
     served.ask("PUT", place(ONE), "admin", LARGE)
     assert served.ask("DELETE", place(ONE), "worker").status == 403  # another's by now
     assert served.ask("DELETE", place(ONE), "admin").status == 200

@@ -30,10 +30,13 @@ api = APIRouter(tags=["artifacts"], prefix="/api/artifacts")
 
 @api.get("", summary="A page of the sizes of all, by their names")
 def sizes(
-    here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_LABEL + "|^$")] = ""
+    here: Here,
+    _caller: Reads,
+    after: Annotated[str, Query(pattern=_LABEL + "|^$")] = "",
+    start: Annotated[str, Query(pattern=r"^[0-9a-f.-]{0,80}$")] = "",
 ) -> dict[str, Any]:
     with here.database.reading() as session:
-        found, more = artifacts.sizes(session, after)
+        found, more = artifacts.sizes(session, after, start)
     return {"sizes": found, "more": more}
 
 
