@@ -280,13 +280,14 @@ class Artifacts:
         Raises:
             RecordDamaged: that.
         """
+        reasons: set[str] = set()
         for store in self._stores:
-            there: Iterable[Label] = ()
             with contextlib.suppress(StoreError):
                 there = self.on(store, f"{purpose.label}.")
-            for label in there:
-                if not label.trusted:
-                    raise RecordDamaged(f"artifacts: {self._why_not(label)}; refused")
+                reasons |= {self._why_not(label) for label in there if not label.trusted}
+        if reasons:  # what the reader can mend is said first
+            why = min(reasons, key=ANOTHERS.__eq__)
+            raise RecordDamaged(f"artifacts: {why}; refused")
 
     def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
         if self._most:

@@ -27,8 +27,7 @@ def exposed(path: Path, descriptor: int, group_reads: bool = False) -> str:
     try:
         found = os.fstat(descriptor)
         last = found
-        for step in _steps(path):
-            last = step.lstat()
+        for step, last in _steps(path):
             if fault := _fault(step, last):
                 return fault
     except OSError as exc:
@@ -73,7 +72,7 @@ def _of_oneself(gid: int) -> bool:
     return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
-def _steps(path: Path) -> Iterator[Path]:
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """All that leads to a file, from the root on, with the links and what they lead through; the
     file itself is the last.
 
@@ -82,15 +81,16 @@ def _steps(path: Path) -> Iterator[Path]:
     """
     at, *parts = path.absolute().parts
     here, ahead, links = Path(at), parts[::-1], 0
-    yield here
+    yield here, here.lstat()
     while ahead:
         part = ahead.pop()
         if part == "..":
             here = here.parent
             continue
         step = here / part
-        yield step
-        if not step.is_symlink():
+        found = step.lstat()
+        yield step, found
+        if not stat.S_ISLNK(found.st_mode):
             here = step
             continue
         links += 1

@@ -152,6 +152,9 @@ def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> No
     artifacts(store, seal=bare).keep(DATA, PURPOSE, store)
     with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
         artifacts(store, seal=shown).find(PURPOSE)
+    artifacts(store, seal=THEIRS).keep(DATA, PURPOSE, store)  # of that it is said, not of this
+    with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
+        artifacts(store, seal=shown).find(PURPOSE)
     both = replace(TEAM, **{f"{which}_exposed": why})
     assert artifacts(store, seal=both).keep(DATA, PURPOSE, store) > 0
     assert artifacts(store, seal=both).find(PURPOSE) is not None
