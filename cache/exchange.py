@@ -159,7 +159,7 @@ def carry_artifacts(
         try:
             if outcome != "known":
                 store.shelf.put(label.text, packed)
-        except Unauthorized as exc:  # another token put there what it has
+        except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
             yield Carried(name=label.text, outcome="refused", reason=str(exc))
             continue
         yield Carried(name=label.text, outcome=outcome, target=f"{size(len(packed))} of artifacts")

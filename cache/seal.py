@@ -106,8 +106,8 @@ class Seal:
         if self.signs or self.own_file is None:
             return self
         try:
-            own, exposed = _made(self.own_file)
-            return dataclasses.replace(self, own=own, own_exposed=exposed)
+            own, why = _made(self.own_file)
+            return dataclasses.replace(self, own=own, own_exposed=why)
         except OSError as exc:
             _log.warning("%s: no key of your own can be kept (%s); not signed", self.own_file, exc)
             return self

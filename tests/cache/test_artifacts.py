@@ -148,6 +148,8 @@ def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> No
     bare = Seal(own=b"m" * 32) if which == "own" else Seal(b"a secret of a team")
     shown = replace(bare, **{f"{which}_exposed": why})
     assert artifacts(store, seal=shown).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, seal=shown).unsigned == why
+    assert artifacts(store, seal=UNSEALED).unsigned and not artifacts(store).unsigned
     assert artifacts(store, seal=shown).find(PURPOSE) is None  # nothing there, nothing to say
     artifacts(store, seal=bare).keep(DATA, PURPOSE, store)
     with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
@@ -239,7 +241,9 @@ def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
     )
 
 
-def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
+def test_only_what_one_signed_is_carried(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     purpose = put(store, RECORD)
     artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
@@ -261,6 +265,8 @@ def test_only_what_one_signed_is_carried(store: Store, tmp_path: Path) -> None:
             ),
         }
     assert list(exchange.carry_artifacts(records, store, there, set())) == []
+    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
+    assert list(exchange.carry_artifacts(records, store, there, {place_of(RECORD)})) == []
     assert artifacts(there).find(purpose) is not None
 
 

@@ -37,6 +37,7 @@ from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from advisor.finding.meant import matched
+from advisor.service import access
 from advisor.service import records as kept
 from tests.cache import servers, test_store
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
@@ -407,13 +408,13 @@ def test_what_a_server_refuses_does_not_end_a_sync(
 
 
 def test_artifacts_are_mended_by_their_owner_alone(
-    served: Served, token: str, tmp_path: Path
+    served: Served, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = open_store(f"dir:{tmp_path}/here"), open_store(served.url)
     records = Records([here, there], seal=OURS)
     tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
     purpose = Purpose.of(record(), record().winner("loop").config, ENVIRONMENT, tools)
-    size = records.artifacts.keep(b"code", purpose, here)
+    size = records.artifacts.keep(random.Random(0).randbytes(2**21), purpose, here)
     assert here.shelf is not None and there.shelf is not None
     (name,) = here.shelf.sizes()
 
@@ -428,6 +429,9 @@ def test_artifacts_are_mended_by_their_owner_alone(
     served.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
     outcome, reason = carried()
     assert outcome == "refused" and "another token put it there" in reason
+    served.ask("DELETE", f"/api/artifacts/{name}", "admin")
+    monkeypatch.setattr(access, "MAX_ARTIFACTS", 2**20)
+    assert carried()[0] == "refused"
 
 
 def test_the_commands(
