@@ -185,10 +185,17 @@ def explained(record: Record, costs: Costs | None) -> Iterator[str]:
     if not gives or gives >= KEEPS_UP * takes or _keeps_up(record, chosen):
         return
     needed = math.ceil(takes * costs.seconds)
-    yield (
-        f"{needed:,} workers with a core each would feed the step, by what a sample costs; "
-        f"{room.cores():,} there are"
-    )
+    batches = costs.samples // record.batch
+    if 0 < batches < needed:
+        yield (
+            f"an epoch has {batches:,} batch{'es' * (batches != 1)}, and work for no more workers: "
+            f"by what a sample costs {needed:,} would have to feed the step"
+        )
+    else:
+        yield (
+            f"{_with_cores(needed)} would feed the step, by what a sample costs; "
+            f"{room.cores():,} there are"
+        )
     yield "what would help changes your code; computed from that, with the workers that there are:"
     yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
 
@@ -242,15 +249,20 @@ def _keeps_up(record: Record, chosen: Pair) -> bool:
 
 def _wanted(record: Record, takes: float) -> str:
     """How many workers would do, by what one gives."""
-    one = _alone(record, 1) or _alone(record, 0)
-    if not one:
+    one, most = _alone(record, 1) or _alone(record, 0), max(p.workers for p in pairs(record))
+    # Of some data, as of one that is a single batch, more than one have nothing to do.
+    if not one or (most <= 1 < room.cores()):
         return ""
-    return f"; some {math.ceil(takes / one):,} workers with a core each would feed it"
+    return f"; some {_with_cores(math.ceil(takes / one))} would feed it"
 
 
 def _alone(record: Record, workers: int) -> float:
     rates = (p.alone.samples_per_s for p in pairs(record) if p.alone and p.workers == workers)
     return max(rates, default=0.0)
+
+
+def _with_cores(workers: int) -> str:
+    return f"{workers:,} workers with a core each" if workers != 1 else "1 worker with its own core"
 
 
 def _workers(number: int) -> str:

@@ -225,3 +225,19 @@ def test_the_verdict_follows_the_pair(
     line = list(feeding.said(replace(record, key=key, trials=tuple(trials))))[-1]
     assert line.endswith(f": {verdict}"), line
     assert ("the loader gives" in line) == bool(alone)
+
+
+def test_no_more_workers_are_wanted_than_have_something_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "cores", lambda: 8)
+    record = starved()
+    small = replace(IMAGES, samples=2 * record.batch + 1)
+    told = list(feeding.explained(record, small))
+    assert any(one.startswith("an epoch has 2 batches, and work for no more") for one in told)
+    assert not any("12 workers with" in one for one in told)
+    one = Config(num_workers=1)
+    trials = [fed(1, "input", STEP, Config()), fed(2, "loader", 380.0, one)]
+    trials.append(fed(3, "input", 375.0, one))
+    alone = replace(record, trials=tuple(trials), input=one)
+    assert list(feeding.said(alone))[-1].endswith("together they make 375: input-bound")

@@ -83,6 +83,7 @@ def test_what_is_known_of_data(tmp_path: Path) -> None:
         tensors=2,
         shared_out=True,
         held_open=(),
+        batches=12,
     )
 
 
@@ -147,8 +148,17 @@ make_dataset = Unequal
             "class Big(Samples):\n    def __getitem__(self, i): return torch.ones(5), 0\n"
             "make_dataset = Big",
             TargetError,
-            "gives batches of 8x5 float32, and --shape says 8x3 float32; where lengths vary",
+            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or have "
+            "the data give what --shape says; where lengths vary tune your run: advisor tune --",
         ),
+        (
+            "class Gray(Samples):\n    def __getitem__(self, i):\n"
+            "        return torch.ones(1, 4, 4, dtype=torch.uint8), 0\nmake_dataset = Gray",
+            TargetError,
+            r"8x1x4x4 uint8, and --shape says 8x3 float32; give --shape 8x1x4x4 --dtype uint8, or "
+            r"have the data give what --shape says$",
+        ),
+        ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
         (
             "class One(Samples):\n    def __getitem__(self, i): return torch.ones(3)\n"
             "make_dataset = One",
@@ -611,3 +621,12 @@ def test_a_look_is_no_part_of_what_it_looks_at() -> None:
 
     assert _name(_outside(interrupted(), look.__code__)).endswith("interrupted")
     assert _outside(None, look.__code__) is None
+
+
+def test_no_more_workers_than_an_epoch_has_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    workers, _by_name, said = fed_by(facts(tmp_path, "make_dataset = lambda: Samples(9)"))
+    assert workers == 1
+    assert said[-1].endswith("its epoch has 1 batch: 1 worker at most, as others would have none")

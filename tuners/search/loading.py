@@ -173,8 +173,8 @@ class Loaders:
             if not (faster(ratio) or self._doubles(ratio)):
                 if ratio.mean >= CLEARLY:
                     self.said.append(
-                        f"{best[WORKERS]} loader workers may be faster than none, which could not "
-                        "be told: give a larger --budget, or a quieter machine"
+                        f"{knobs.described(best.only(WORKERS))} may be faster than none, which "
+                        "could not be told: give a larger --budget, or a quieter machine"
                     )
                 return plain
         tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
