@@ -580,8 +580,8 @@ OPERATORS = """
 BIG = 3 ** 60_000
 
 def first(x):
-    x = x * BIG
-    return cheap(x)
+    x = cheap(x)
+    return x * BIG
 
 def cheap(x): return x
 
