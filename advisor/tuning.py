@@ -807,6 +807,12 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
             f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
             "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
         )
+    if 0 < data.batches < most:
+        most = data.batches
+        lines.append(
+            f"{of} its epoch has {most} batch{'es' * (most != 1)}: {most} "
+            f"worker{'s' * (most != 1)} at most, as others would have none"
+        )
     while most and (why := room.lacking(batch, most, room.AHEAD)):
         most, lacking = most - 1, why
     if lacking:

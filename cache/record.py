@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
@@ -90,6 +91,11 @@ class Measurement:
     def host_bound(self) -> bool:
         """Whether the host could not issue steps faster than the device takes them, or may not."""
         return self.ok and self.busy < BUSY
+
+
+def best_known(seen: Sequence[Measurement]) -> Measurement:
+    """Of several of one config the one with the most turns, the first of those."""
+    return max(seen, key=lambda one: len(one.blocks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Record
+from advisor.cache.record import Choice, Measurement, Record, best_known
 from advisor.cache.shown import size
 from advisor.report import helping
 from advisor.report.data import Table
@@ -24,6 +24,8 @@ BY_THEMSELVES = TORCH | {"prefetch_factor": room.AHEAD}
 """How workers work that are told nothing."""
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
+ENOUGH = 0.9
+"""Of the slower of the two: a pair that makes less is held back by neither."""
 ORDER = "in_order"
 """The knob that --any-order permits."""
 UNTUNED = (
@@ -34,7 +36,8 @@ UNTUNED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A loader: by itself, and with the step; None where that was not measured."""
+    """A loader: by itself, and with the step, by the most turns that it had; None where that was
+    not measured."""
 
     loader: Config
     alone: Measurement | None
@@ -63,7 +66,8 @@ def pairs(record: Record) -> list[Pair]:
     for trial in record.trials:
         loader = _loader(trial.config)
         if trial.stage in (INPUT, LOADER) and trial.measurement.ok and loader:
-            found.setdefault(loader, {})[trial.stage] = trial.measurement
+            known, seen = found.setdefault(loader, {}), trial.measurement
+            known[trial.stage] = best_known([known.get(trial.stage, seen), seen])
     made = (
         Pair(loader=loader, alone=seen.get(LOADER), together=seen.get(INPUT))
         for loader, seen in found.items()
@@ -176,16 +180,22 @@ def explained(record: Record, costs: Costs | None) -> Iterator[str]:
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
     takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
     on_gpu, task = record.key.environment.device.kind != "cpu", record.key.task
-    waits = chosen.together is not None and chosen.together.samples_per_s < KEEPS_UP * takes
-    if on_gpu and waits and task.dtype == "float32":
+    if on_gpu and not _keeps_up(record, chosen) and task.dtype == "float32":
         yield from helping.narrower(costs, record.batch * math.prod(task.sample))
-    if gives >= KEEPS_UP * takes:
+    if not gives or gives >= KEEPS_UP * takes or _keeps_up(record, chosen):
         return
     needed = math.ceil(takes * costs.seconds)
-    yield (
-        f"{needed:,} workers with a core each would feed the step, by what a sample costs; "
-        f"{room.cores():,} there are"
-    )
+    batches = costs.samples // record.batch
+    if 0 < batches < needed:
+        yield (
+            f"an epoch has {batches:,} batch{'es' * (batches != 1)}, and work for no more workers: "
+            f"by what a sample costs {needed:,} would have to feed the step"
+        )
+    else:
+        yield (
+            f"{_with_cores(needed)} would feed the step, by what a sample costs; "
+            f"{room.cores():,} there are"
+        )
     yield "what would help changes your code; computed from that, with the workers that there are:"
     yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
 
@@ -204,25 +214,55 @@ def _chosen(record: Record) -> Pair | None:
 def _bound(record: Record, chosen: Pair) -> str:
     assert chosen.together is not None
     takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
-    together = rate(chosen.together.samples_per_s)
-    line = f"the step can take {rate(takes)} samples/s, the loader gives "
-    line += f"{rate(gives)} with {_workers(chosen.workers)}, together they make {together}"
-    if gives >= KEEPS_UP * takes:
-        return f"{line}: the loader keeps up"
-    return f"{line}: input-bound{_wanted(record, takes)}"
+    said = [f"the step can take {rate(takes)} samples/s"]
+    if gives:
+        said.append(f"the loader gives {rate(gives)} with {_workers(chosen.workers)}")
+    said.append(f"together they make {rate(chosen.together.samples_per_s)}")
+    return f"{', '.join(said)}: {_verdict(record, chosen)}"
+
+
+def _verdict(record: Record, chosen: Pair) -> str:
+    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+    if _keeps_up(record, chosen):
+        return "the loader keeps up"
+    wanted = _wanted(record, takes) if gives < KEEPS_UP * takes else ""
+    # Without a worker one waits for the other, in turn.
+    most = min(takes, gives) if chosen.workers else takes * gives / (takes + gives)
+    both = chosen.together.samples_per_s if chosen.together else 0.0
+    if both < ENOUGH * most:
+        lost = "they compete for the same cores"
+        if record.key.environment.device.kind != "cpu":
+            lost = "they compete for this host, or handing batches over takes the rest"
+        return f"input-bound{wanted}; {lost}" if wanted else lost
+    if chosen.workers and gives >= KEEPS_UP * takes:
+        return "the loader nearly keeps up"
+    if wanted or chosen.workers:
+        return f"input-bound{wanted}"
+    return "input-bound, as no worker loads beside the step"
+
+
+def _keeps_up(record: Record, chosen: Pair) -> bool:
+    """Whether the step, with its loader, is as fast as without."""
+    both = chosen.together.samples_per_s if chosen.together else 0.0
+    return both >= KEEPS_UP * step(record).samples_per_s
 
 
 def _wanted(record: Record, takes: float) -> str:
     """How many workers would do, by what one gives."""
-    one = _alone(record, 1) or _alone(record, 0)
-    if not one:
+    one, most = _alone(record, 1) or _alone(record, 0), max(p.workers for p in pairs(record))
+    # Of some data, as of one that is a single batch, more than one have nothing to do.
+    if not one or (most <= 1 < room.cores()):
         return ""
-    return f"; some {math.ceil(takes / one):,} workers with a core each would feed it"
+    return f"; some {_with_cores(math.ceil(takes / one))} would feed it"
 
 
 def _alone(record: Record, workers: int) -> float:
     rates = (p.alone.samples_per_s for p in pairs(record) if p.alone and p.workers == workers)
     return max(rates, default=0.0)
+
+
+def _with_cores(workers: int) -> str:
+    return f"{workers:,} workers with a core each" if workers != 1 else "1 worker with its own core"
 
 
 def _workers(number: int) -> str:

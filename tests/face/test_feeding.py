@@ -178,3 +178,66 @@ def test_what_loaders_give_is_drawn_over_their_workers() -> None:
     found = well_made(page(starved()))
     assert "with the step, 4 batches ahead, 8 workers: 3,400 samples/s" in found.text
     assert charts.loaders(examples.record()) is None
+
+
+def test_a_pair_is_told_by_the_race_with_most_turns() -> None:
+    """As one turn of a race of how workers work tells less than the race of how many."""
+    record = starved()
+    turns = [
+        replace(one, measurement=replace(one.measurement, blocks=(0.1, 0.1, 0.1)))
+        for one in record.trials
+    ]
+    once = fed(9, "input", 9999.0, Config(EIGHT))
+    once = replace(once, measurement=replace(once.measurement, blocks=(0.1,)))
+    told = replace(record, trials=(*turns, once))
+    assert "together they make 3,392:" in list(feeding.said(told))[-1]
+    shown = feeding.table(told)
+    assert shown and not any("9,999" in cell for row in shown.rows for cell in row.cells)
+
+
+@pytest.mark.parametrize(
+    ("workers", "alone", "both", "verdict"),
+    [
+        (8, 2 * STEP, 0.97 * STEP, "the loader keeps up"),
+        (8, 2 * STEP, 0.92 * STEP, "the loader nearly keeps up"),
+        (8, 2 * STEP, 0.2 * STEP, "they compete for the same cores"),
+        (8, 0.6 * STEP, 0.59 * STEP, "input-bound; some 15 workers with a core each would feed it"),
+        (
+            *(8, 0.6 * STEP, 0.2 * STEP),
+            "input-bound; some 15 workers with a core each would feed it; they compete for the "
+            "same cores",
+        ),
+        (0, 2 * STEP, 0.1 * STEP, "they compete for the same cores"),
+        (0, 2 * STEP, 0.65 * STEP, "input-bound, as no worker loads beside the step"),
+        (8, 0.0, 0.5 * STEP, "input-bound; some 15 workers with a core each would feed it"),
+    ],
+)
+def test_the_verdict_follows_the_pair(
+    workers: int, alone: float, both: float, verdict: str
+) -> None:
+    loader = Config(EIGHT | {"num_workers": workers}) if workers else Config(num_workers=0)
+    record = replace(examples.record(), input=Config(num_workers=workers) if workers else Config())
+    trials = [fed(1, "input", STEP, Config()), fed(2, "input", both, loader)]
+    trials += [fed(3, "loader", alone, loader)] if alone else []
+    trials += [fed(4, "loader", 380.0, Config(num_workers=1))]
+    device = replace(record.key.environment.device, kind="cpu")
+    key = replace(record.key, environment=replace(record.key.environment, device=device))
+    line = list(feeding.said(replace(record, key=key, trials=tuple(trials))))[-1]
+    assert line.endswith(f": {verdict}"), line
+    assert ("the loader gives" in line) == bool(alone)
+
+
+def test_no_more_workers_are_wanted_than_have_something_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "cores", lambda: 8)
+    record = starved()
+    small = replace(IMAGES, samples=2 * record.batch + 1)
+    told = list(feeding.explained(record, small))
+    assert any(one.startswith("an epoch has 2 batches, and work for no more") for one in told)
+    assert not any("12 workers with" in one for one in told)
+    one = Config(num_workers=1)
+    trials = [fed(1, "input", STEP, Config()), fed(2, "loader", 380.0, one)]
+    trials.append(fed(3, "input", 375.0, one))
+    alone = replace(record, trials=tuple(trials), input=one)
+    assert list(feeding.said(alone))[-1].endswith("together they make 375: input-bound")

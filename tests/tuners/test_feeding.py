@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement
+from advisor.cache.record import Measurement, best_known
 from advisor.tuners import host as host_of
 from advisor.tuners.knobs import COUNTS, Situation
 from advisor.tuners.room import Batch
@@ -326,3 +326,30 @@ def test_batches_that_have_no_room_are_not_asked_for_ahead(
     free = 2**40
     loaders(host).chosen(0)
     assert 8 in {config.get("prefetch_factor") for config in host.together}
+
+
+def test_what_was_passed_over_and_wins_is_looked_at_by_itself() -> None:
+    """The usual recipe of 16, of which by what one gives four and fewer do."""
+    host = Host(beside=0.3)
+    found = loaders(host)
+    assert found.chosen(0) == pinned(16)
+    assert [trial.config["num_workers"] for trial in found.trials if trial.stage == "loader"].count(
+        16
+    ) == 1
+
+
+def test_what_is_told_of_a_pair_is_what_most_turns_tell() -> None:
+    """And not the best of one of few."""
+    told = Told()
+    host = Host(step=5500.0, cost_s=1 / 380, noise=0.05)
+    found = loaders(host, told=told)
+    found.chosen(0)
+    raced: dict[Config, list[Measurement]] = {}
+    for trial in found.trials:
+        if trial.origin == "race":
+            raced.setdefault(trial.config, []).append(trial.measurement)
+    config, seen = max(raced.items(), key=lambda one: len(one[1]))
+    what = f"{config['num_workers']} loader workers, pin_memory, alone"
+    last = [line for line in told.phases if f"samples/s: {what}" in line][-1]
+    assert len(seen) > 1 and f"both {best_known(seen).samples_per_s:,.0f}," in last
+    assert best_known(seen).samples_per_s < max(one.samples_per_s for one in seen)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.measure.loading import timed
-from advisor.tuners.measure.loading.costs import WARM, costs
+from advisor.tuners.measure.loading.costs import WARM, _name, _outside, costs
 from advisor.tuners.measure.loading.data import load
 from advisor.tuners.measure.loading.described import described
 from advisor.tuners.measure.loading.faults import told
@@ -82,6 +83,7 @@ def test_what_is_known_of_data(tmp_path: Path) -> None:
         tensors=2,
         shared_out=True,
         held_open=(),
+        batches=12,
     )
 
 
@@ -146,8 +148,17 @@ make_dataset = Unequal
             "class Big(Samples):\n    def __getitem__(self, i): return torch.ones(5), 0\n"
             "make_dataset = Big",
             TargetError,
-            "gives batches of 8x5 float32, and --shape says 8x3 float32; where lengths vary",
+            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or have "
+            "the data give what --shape says; where lengths vary tune your run: advisor tune --",
         ),
+        (
+            "class Gray(Samples):\n    def __getitem__(self, i):\n"
+            "        return torch.ones(1, 4, 4, dtype=torch.uint8), 0\nmake_dataset = Gray",
+            TargetError,
+            r"8x1x4x4 uint8, and --shape says 8x3 float32; give --shape 8x1x4x4 --dtype uint8, or "
+            r"have the data give what --shape says$",
+        ),
+        ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
         (
             "class One(Samples):\n    def __getitem__(self, i): return torch.ones(3)\n"
             "make_dataset = One",
@@ -571,3 +582,59 @@ def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
     assert told["Costly.decode"].made_bytes == told["collate"].made_bytes - 4 == 3 * 400 * 400
     assert 0 < told["Costly.read"].made_bytes < 3 * 400 * 400
     assert multiprocessing.active_children() == []
+
+
+OPERATORS = """
+BIG = 3 ** 60_000
+
+def first(x):
+    x = cheap(x)
+    return x * BIG
+
+def cheap(x): return x
+
+class Costly(Samples):
+    def __init__(self): super().__init__(480)
+    def __getitem__(self, i):
+        x = first(BIG)
+        y = BIG * BIG
+        y = cheap(y)
+        z = BIG * BIG
+        z = cheap(z)
+        return torch.zeros(3), 0
+
+make_dataset = Costly
+"""
+
+
+def test_what_is_computed_between_two_calls_is_not_the_next_calls(tmp_path: Path) -> None:
+    """And whoever looks is no part."""
+    found = costs(load(task(tmp_path, OPERATORS, shape="8x3")), 8, 1000.0)
+    shares = {one.part: one.seconds / found.seconds for one in found.parts}
+    assert shares.get("cheap", 0.0) < 0.05 and shares["first"] == pytest.approx(1 / 3, abs=0.08)
+    assert shares.keys() <= {"first", "Costly.__getitem__ itself", "cheap", "collate"}
+
+
+def test_a_look_is_no_part_of_what_it_looks_at() -> None:
+    """As a timer ends while the handler of the one before is still at work."""
+
+    def interrupted() -> FrameType:
+        return look(sys._getframe())
+
+    def look(_frame: FrameType) -> FrameType:
+        return wakes()
+
+    def wakes() -> FrameType:
+        return sys._getframe()
+
+    assert _name(_outside(interrupted(), look.__code__)).endswith("interrupted")
+    assert _outside(None, look.__code__) is None
+
+
+def test_no_more_workers_than_an_epoch_has_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    workers, _by_name, said = fed_by(facts(tmp_path, "make_dataset = lambda: Samples(9)"))
+    assert workers == 1
+    assert said[-1].endswith("its epoch has 1 batch: 1 worker at most, as others would have none")

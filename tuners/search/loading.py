@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import Measurement, Trial
+from advisor.cache.record import Measurement, Trial, best_known
 from advisor.tuners import knobs, room
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
@@ -107,6 +107,7 @@ class Loaders:
         if best is None or len(rates) < min(2, len(near)):
             return self._without_time()
         if best[WORKERS]:
+            self._look_at(_number(best[WORKERS]))
             best = self._refined(best, samples)
         own = self._space.default_input
         return Config({name: best[name] for name in own if name in best}).changed(own)
@@ -145,6 +146,15 @@ class Loaders:
             if (workers and rate >= ENOUGH * step) or useless == 2:
                 return
 
+    def _look_at(self, workers: int) -> None:
+        """At what was chosen by itself too, where it was passed over for what one worker gives."""
+        if workers in self._alone:
+            return
+        measured = self._measured(self._with(workers), LOADER, "alone")
+        if measured:
+            self._alone[workers] = measured
+            self._tell(self._with(workers))
+
     def _near(self, step: float) -> list[int]:
         """Numbers of workers that may feed it best; none at all, as torch's own loader has; and
         all that there are, as the usual recipe has. The likeliest first."""
@@ -179,8 +189,8 @@ class Loaders:
             if not (faster(ratio) or self._doubles(ratio)):
                 if ratio.mean >= CLEARLY:
                     self.said.append(
-                        f"{best[WORKERS]} loader workers may be faster than none, which could not "
-                        "be told: give a larger --budget, or a quieter machine"
+                        f"{knobs.described(best.only(WORKERS))} may be faster than none, which "
+                        "could not be told: give a larger --budget, or a quieter machine"
                     )
                 return plain
         tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
@@ -255,12 +265,18 @@ class Loaders:
         self._progress.phase(f"the loader, samples/s: {', '.join(said)}")
 
     def _rate(self, config: Config) -> float:
-        seen = [t.measurement for t in self.trials if t.stage == INPUT and t.config == config]
-        return max((one.samples_per_s for one in seen), default=0.0)
+        known = self._known(config)
+        return known.samples_per_s if known else 0.0
 
     def _waits(self, config: Config) -> float:
-        seen = (t.measurement for t in self.trials if t.stage == INPUT and t.config == config)
-        return max((one.waited for one in seen), default=0.0)
+        known = self._known(config)
+        return known.waited if known else 0.0
+
+    def _known(self, config: Config) -> Measurement | None:
+        """With the step; None where it was not measured."""
+        trials = (one for one in self.trials if one.stage == INPUT and one.config == config)
+        seen = [one.measurement for one in trials if one.measurement.ok]
+        return best_known(seen) if seen else None
 
     def _start_s(self, config: Config) -> float:
         known = self._alone.get(_number(config[WORKERS]))

@@ -2,21 +2,23 @@
 
 Python tells of a signal once a call into a library has returned, and then in the function that
 made it, which had the time since the look was due: decoding that takes ten milliseconds counts for
-all looks due within them, though it was seen once. When they are due is drawn beforehand, one in
-each stretch of time, so that no part is in step with them. A profiler that is told of each call
-would make those that are called often look dear.
+all looks due within them, though it was seen once. After operators and subscripts it tells of it as
+the next call begins, which had none of that time: it was the caller's, or of what returned to it.
+When they are due is drawn beforehand, one in each stretch of time, so that no part is in step with
+them. A profiler that is told of each call would make those that are called often look dear.
 """
 
 from __future__ import annotations
 
 import collections
+import dis
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
 from advisor.tuners.measure.loading.data import Data
+from advisor.tuners.measure.loading.returned import Returned
 from advisor.tuners.measure.worker.wire import Cost, Costs
 
 EVERY_S, SOONEST_S = 0.002, 1e-6
@@ -42,6 +45,8 @@ _OUTSIDE = (
 """Files that only pass a call on."""
 _SEVERAL = frozenset({"Compose", "Sequential", "StandardTransform"})
 """Classes that are as many parts as they have."""
+BEGINS = dis.opmap["RESUME"]
+"""The instruction with which a call begins, and a generator goes on."""
 _CALLS = frozenset({"forward", "__call__"})
 """Methods that are called by the name of their class."""
 
@@ -98,24 +103,33 @@ def _seen(loader: DataLoader[Any], seconds: float) -> list[_Spent]:
 
 
 class _Looking:
-    """Looks at its process, a worker, from `begin` on; a batch comes with what was spent so far."""
+    """Looks at its process, a worker, from the first batch after `begin` on; a batch comes with
+    what was spent so far."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
         self._spent: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._draw = random.Random(0)
+        self._returned = Returned(_at)
         self._began_s, self._stretch, self._due_s = 0.0, 0, 0.0
 
     def begin(self, _worker: int) -> None:
         signal.signal(signal.SIGALRM, self._look)
-        self._began_s = self._due_s = time.perf_counter()
-        self._wake()
+        self._returned.learn()
 
     def collate(self, samples: list[Any]) -> tuple[Any, _Spent]:
-        return self._collate(samples), _Spent(time.perf_counter(), dict(self._spent))
+        batch = self._collate(samples)
+        if not self._began_s:
+            self._returned.learnt()
+            self._began_s = self._due_s = time.perf_counter()
+            self._wake()
+        return batch, _Spent(time.perf_counter(), dict(self._spent))
 
     def _look(self, _signal: int, frame: FrameType | None) -> None:
-        self._spent[_part(frame, _Looking.collate.__code__)] += EVERY_S * self._due()
+        at, spent_s = _begun(_outside(frame, _Looking._look.__code__)), EVERY_S * self._due()
+        shares = self._returned.shares(at) if at is not None else {}
+        for part, share in (shares or {_at(at): 1.0}).items():
+            self._spent[part] += spent_s * share
         self._wake()
 
     def _due(self) -> int:
@@ -130,6 +144,27 @@ class _Looking:
     def _wake(self) -> None:
         after_s = self._due_s - time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, max(SOONEST_S, after_s))
+
+
+def _at(frame: FrameType | None) -> str:
+    return _part(frame, _Looking.collate.__code__)
+
+
+def _outside(frame: FrameType | None, looker: CodeType) -> FrameType | None:
+    """What a look interrupted, where a look itself is looked at."""
+    found = frame
+    while frame is not None:
+        if frame.f_code is looker:
+            found = frame.f_back
+        frame = frame.f_back
+    return found
+
+
+def _begun(frame: FrameType | None) -> FrameType | None:
+    """What had the time until now: a call that has only just begun had none of it."""
+    if frame is None or frame.f_code.co_code[frame.f_lasti] != BEGINS:
+        return frame
+    return frame.f_back
 
 
 def _made(data: Data) -> dict[str, int]:

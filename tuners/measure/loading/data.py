@@ -48,6 +48,13 @@ class Data:
         except (TypeError, NotImplementedError):
             return 0
 
+    def batches(self, size: int) -> int:
+        """In an epoch; 0 where that is not known."""
+        try:
+            return len(self.loader(batch_size=size))
+        except (TypeError, NotImplementedError):
+            return 0
+
     def loader(self, **given: Any) -> DataLoader[Any]:
         """As a script makes it; `given`: a DataLoader's keyword arguments, with batch_size."""
         how: dict[str, Any] = {"collate_fn": self.collate, "drop_last": True, **given}

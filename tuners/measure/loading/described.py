@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import _utils
 
-from advisor.cache.task import Task
+from advisor.cache.task import DTYPES, Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import host
 from advisor.tuners.measure.loading.data import COLLATE, Data, load
@@ -45,6 +45,7 @@ def described(task: Task, *, made_batches: bool) -> tuple[Data, DataFacts, tuple
         tensors=0 if by_name else len(tensors),
         shared_out=not data.iterable or _asks_its_worker(data),
         held_open=tuple(held),
+        batches=data.batches(task.batch),
     )
     return data, facts, batches[0]
 
@@ -54,6 +55,8 @@ def _first(data: Data, batch: int) -> list[Any]:
     try:
         found = list(itertools.islice(data.loader(batch_size=batch), LOOKED_AT))
     except Exception as exc:  # the user's code may raise anything; it is reported whole
+        if _is_empty(data):
+            raise TargetError(_too_few(name, "it holds 0 samples", batch)) from exc
         if "equal size" in str(exc) and data.collate is None:
             said = str(exc).splitlines()[0]
             raise TargetFailed(
@@ -64,8 +67,20 @@ def _first(data: Data, batch: int) -> list[Any]:
         raise failed(data.spec, "loading a batch raised", exc) from exc
     if not found:
         there = f"it holds {data.samples:,} samples" if data.samples else "it ends before"
-        raise TargetError(f"data {name!r}: {there}, and a batch of --shape has {batch:,}")
+        raise TargetError(_too_few(name, there, batch))
     return found
+
+
+def _is_empty(data: Data) -> bool:
+    """Whether a map-style dataset, which a sampler may refuse then, says that it has none."""
+    try:
+        return not data.iterable and len(data.dataset) == 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _too_few(name: str, there: str, batch: int) -> str:
+    return f"data {name!r}: {there}, and a batch of --shape has {batch:,}"
 
 
 def _check(data: Data, task: Task, batch: Any, *, made_batches: bool) -> None:
@@ -88,8 +103,24 @@ def _check(data: Data, task: Task, batch: Any, *, made_batches: bool) -> None:
     if found != wanted:
         raise TargetError(
             f"data {name!r}: gives batches of {' '.join(found)}, and --shape says "
-            f"{' '.join(wanted)}; where lengths vary tune your run: advisor tune -- COMMAND"
+            f"{' '.join(wanted)}; {_remedy(task, inputs)}"
         )
+
+
+def _remedy(task: Task, inputs: Tensor) -> str:
+    """Of inputs that are not as --shape and --dtype say."""
+    shape, dtype = tuple(inputs.shape), str(inputs.dtype).removeprefix("torch.")
+    told = []
+    if shape != task.shapes[0]:
+        told.append(f"--shape {'x'.join(map(str, shape))}")
+    if dtype != task.dtype:
+        told.append(f"--dtype {dtype}" if dtype in DTYPES else "")
+    varies = "; where lengths vary tune your run: advisor tune -- COMMAND"
+    # One length for each sample, as of text; an image's channels do not vary.
+    ends = varies if inputs.dim() == 2 and dtype == task.dtype else ""
+    if not all(told):
+        return f"have the data give {task.dtype}"
+    return f"give {' '.join(told)}, or have the data give what --shape says{ends}"
 
 
 def _length(batch: Any) -> str:

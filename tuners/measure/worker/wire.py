@@ -80,6 +80,8 @@ class DataFacts:
     """Whether several workers share it out; else each would read all."""
     held_open: tuple[str, ...]
     """Files and connections that the dataset holds, which workers would share."""
+    batches: int = 0
+    """Of an epoch; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
