@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -400,6 +401,36 @@ def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
     assert told(raised.value) == (
         "a worker was killed by signal: Bus error, as where /dev/shm is full"
     )
+
+
+@pytest.mark.parametrize(("code", "at"), [(0, 0), (0, 300), (3, 0)])
+def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
+    """Before its first batch, or with batches that nobody has taken."""
+
+    class Exits(Slow):
+        def __getitem__(self, index: int) -> Any:
+            if index == at:
+                os._exit(code)
+            return super().__getitem__(index)
+
+    with pytest.raises((RuntimeError, EOFError, ConnectionError)) as raised:
+        timed.alone(loader(Exits(takes_s=0.0), num_workers=1), 4, 0.2)
+    assert re.fullmatch(
+        r"a worker ended by itself(, with exit code 3| before its batch was taken)?, as os._exit "
+        "does",
+        told(raised.value),
+    )
+
+
+def test_a_worker_that_ended_is_looked_for_more_often_than_pytorch_does() -> None:
+    """Whose 5 s, after another start of a worker, are beyond the deadline of a small budget."""
+
+    fetch: Any = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    plain = fetch.__defaults__
+    seen = []
+    with timed._epochs(loader(Slow())):
+        seen += fetch.__defaults__
+    assert seen == [timed.LOOK_S] and fetch.__defaults__ == plain and plain[0] > timed.LOOK_S
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")

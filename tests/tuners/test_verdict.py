@@ -408,6 +408,25 @@ def test_a_race_that_cannot_tell_goes_on_where_nothing_else_has_a_use_for_the_ti
         assert DEFAULT in machine.started and decided.baseline.first_step_s > 0
 
 
+def test_a_race_has_its_time_after_a_worker_that_had_to_be_ended(tmp_path: Path) -> None:
+    """Starting the next one took what little there was, and 1.9x was not advised."""
+
+    class Hangs(Machine):
+        def first_step_s(self, config: Config) -> float:
+            return 1e3 if config.get("compile", "none") != "none" else 0.1
+
+    space = Space(
+        CHOICES | {"precision": ("default", "bf16"), "step_graph": (False,), "batch_size": (64,)},
+        dear=("compile",),
+        reference=SPACE.reference,
+    )
+    machine = Hangs(process_s=5.0)
+    decided = tuned(machine, tmp_path, 61.0, space=space)
+    assert any(t.measurement.outcome == "timed_out" for t in decided.trials)
+    assert won(decided)["loop", False] == DEFAULT.replace(precision="bf16")
+    assert machine.time <= 66.0
+
+
 def test_of_what_the_race_could_not_tell_no_figure_is_said(tmp_path: Path) -> None:
     """34 times the default's was what one turn gave on a busy host."""
     lines: list[str] = []

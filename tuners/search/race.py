@@ -95,6 +95,7 @@ def race(
     stage: str = knobs.COMPUTE,
     drop: bool = True,
     build_s: Callable[[Config], float] = lambda _config: math.inf,
+    start_s: float = 0.0,
     lost: Callable[[Config, Measurement], None] = lambda _config, _why: None,
 ) -> dict[Config, list[float]]:
     """Measure configs in turn, there and back (A B B A ...); samples/s of each turn.
@@ -106,7 +107,8 @@ def race(
     With `drop`, one that is clearly slower than another of its batch size, which whoever follows it
     can follow too, runs no further, so that its time goes to those that are still close; where that
     does not leave TELLS turns to all, so does one that is slower as far as can be seen. `build_s`:
-    what a config's first step took before. `lost` is told of what failed.
+    what a config's first step took before; `start_s`: what starting a worker takes of the first
+    turn. `lost` is told of what failed.
     """
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}
@@ -139,6 +141,8 @@ def race(
                 config, seconds=TURN_S, stage=stage, keep=True, deadline_s=min(most, deadline_s)
             )
             took[config] = part.clock.now() - began - measured.first_step_s
+            if turn == 0 and config == reference:
+                took[config] = max(0.0, took[config] - start_s)
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
             elif over := config == reference and turn > 0 and measured.outcome == "timed_out":

@@ -495,13 +495,15 @@ class Search:
             return
         if most is not None and len(self.trials) >= most:
             return
-        times.last = True
-        first = late[0]
-        if times.limit_s(first.config) >= first.seconds:
+        first, default = late[0], self._known[space.default].measurement
+        leads = self.best().measurement.samples_per_s >= GAIN * default.samples_per_s
+        spare_s = times.spare_s(leads=leads)
+        if spare_s >= first.seconds:
             self.trials.remove(first)
             del self._known[first.config]
+            times.last_s = spare_s
             self._try(first.config, "leader", always=True)
-        times.last = False
+            times.last_s = 0.0
 
     def _rate(self, aim: _Aim) -> float:
         return self.best(aim.batch, aim.use).measurement.samples_per_s

@@ -26,9 +26,10 @@ TRIAL_SHARE, TRIAL_LEAST_S = 1 / 3, 30.0
 """Of the budget, what any other trial may take; at least so many seconds, unless it has fewer."""
 LONGER = 1.5
 """A trial that ran out of time is tried again by a later run that can give it so much more."""
-RACED = 0.25
-"""Kept for the race of what is left where the same search tries it again, in as much time as it had
-at least: what it compiled before is found."""
+RACED, HALF = 0.25, 0.5
+"""Kept of what is left where the same search tries it again, in as much time as it had at least, as
+what it compiled before is found; and of what the plan has after a search, where there is something
+else to race."""
 MORE = 1.1
 """As many times as long is longer."""
 
@@ -42,14 +43,14 @@ class Times:
 
     Attributes:
         kept_s: of the search's time what no trial may have now, for what comes after them.
-        last: nothing else is to be tried after what is tried now.
+        last_s: what the one trial has after which nothing is tried; 0 before that.
     """
 
     def __init__(self, clock: Clock, space: Space, builds: Builds) -> None:
         self._clock, self._space, self._builds = clock, space, builds
         self._part = clock.search()
         self.kept_s = 0.0
-        self.last = False
+        self.last_s = 0.0
 
     @property
     def left_s(self) -> float:
@@ -61,6 +62,13 @@ class Times:
         # What it takes beyond the search's end the race is short of.
         return left_s + (self._clock.left_s - left_s) / 4 + self._clock.slack_s / 4
 
+    def spare_s(self, *, leads: bool) -> float:
+        """What of all that is left may go to one more trial; `leads`: there is something to race
+        beside the default."""
+        left_s = max(0.0, self._clock.left_s)
+        after_s = HALF * (1 - SEARCH) * self._clock.budget_s if leads else 0.0
+        return left_s - max(RACED * left_s, after_s)
+
     def left_for(self, config: Config) -> float:
         """Seconds of the search that may be spent on a config now. What is built is measured."""
         left_s = self.left_s
@@ -68,8 +76,8 @@ class Times:
 
     def limit_s(self, config: Config) -> float:
         """Seconds until a trial is given up: one that hangs does not take the others' time."""
-        if self.last:
-            return (1 - RACED) * max(0.0, self._clock.left_s)
+        if self.last_s:
+            return self.last_s
         if config == self._space.default:
             return self._clock.left_s + self._clock.slack_s / 2
         if self._builds.built(config):

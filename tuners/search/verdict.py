@@ -208,7 +208,8 @@ class _Decision:
         found = finalists(self.space, self.trials)
         most = self._most(found)
         part = self.clock.part(
-            min(plan.RACE, most), reserve=min(plan.RESERVE, max(0.0, most - plan.RACE))
+            min(1.0, min(plan.RACE, most) + self._start_s / max(self.clock.left_s, 1e-9)),
+            reserve=min(plan.RESERVE, max(0.0, most - plan.RACE)),
         )
         if part.left_s > self.tried.measurement.first_step_s:
             found = affordable(found, self.trials, part, self.again)
@@ -220,6 +221,12 @@ class _Decision:
         if self.default not in self.rates and part.left_s <= 0:
             self.progress.notice(f"no time was left for the race; {self.terms.baseline} is advised")
             self.rates = {self.default: [self.tried.measurement.samples_per_s]}
+
+    @property
+    def _start_s(self) -> float:
+        """Seconds that a worker takes to start for the race, as the last trial ended it."""
+        ended = self.trials[-1].measurement.outcome in ("timed_out", "crashed")
+        return self.terms.process_s if ended and not self.rates else 0.0
 
     def _most(self, found: Sequence[Config]) -> float:
         """Share of what is left that the race may have: it leaves the comparisons with fp32 of what
@@ -269,7 +276,14 @@ class _Decision:
         return rates
 
     def _heat(self, configs: Sequence[Config], part: plan.Part) -> Rates:
-        return race(self.worker, configs, part, build_s=self.starts.seen, lost=self._lost)
+        return race(
+            self.worker,
+            configs,
+            part,
+            build_s=self.starts.seen,
+            start_s=self._start_s,
+            lost=self._lost,
+        )
 
     def _lost(self, config: Config, why: Measurement) -> None:
         self.progress.notice(

@@ -10,6 +10,9 @@ import traceback
 CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
 _KILLED = re.compile(r"DataLoader worker \(pid[^)]*\) is killed by signal: ([\w ]+)")
+_ENDED = re.compile(r"DataLoader worker \(pid.+?\) exited unexpectedly(?: with exit code (\d+))?")
+_OF_HANDING = "torch/multiprocessing/reductions.py"
+"""Where a batch is taken over from the worker that made it."""
 _FULL = ", as where /dev/shm is full"
 _OF_SHARED = "unable to allocate shared memory"
 """As PyTorch says that since it asks before it writes; before, a signal ended the worker."""
@@ -34,6 +37,11 @@ def told(exc: BaseException) -> str:
         said = f"a worker was killed by signal: {killed[1].strip()}"
         if "Bus error" in killed[1]:
             said += _FULL
+    elif ended := _ENDED.search(_chain(exc)):
+        code = f", with exit code {ended[1]}" if ended[1] else ""
+        said = f"a worker ended by itself{code}, as os._exit does"
+    elif _of_handing(exc):
+        said = "a worker ended by itself before its batch was taken, as os._exit does"
     elif _of_pickling(exc):
         how = multiprocessing.get_start_method()
         said = (
@@ -60,6 +68,13 @@ def _where(lines: list[str]) -> str:
     frames = [found for line in lines if (found := _FRAME.match(line))]
     own = [one for one in frames if not any(name in (one["file"] or "") for name in _LIBRARY)]
     return f" ({own[-1]['name']}, line {own[-1]['line']})" if own else ""
+
+
+def _of_handing(exc: BaseException) -> bool:
+    """Whether a worker was gone when its batch was to be taken."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    gone = isinstance(exc, EOFError | ConnectionError)
+    return gone and any(one.filename.endswith(_OF_HANDING) for one in frames)
 
 
 def _of_pickling(exc: BaseException) -> bool:

@@ -26,6 +26,8 @@ BLOCKS = 3
 """Of a measurement at least, where its time allows."""
 WARM = 3
 """Steps with a loader before they are timed, at least."""
+LOOK_S = 0.5
+"""Between two looks for workers that have ended by themselves."""
 OVERDUE, LATE = 4.0, 16.0
 """As many times what was given to a measurement it may take until it has its blocks, and until the
 loader settles."""
@@ -239,7 +241,8 @@ def _epochs(loader: DataLoader[Any]) -> Iterator[Callable[[], Iterator[Any]]]:
         return batches
 
     try:
-        yield epoch
+        with hooks.looking(LOOK_S):
+            yield epoch
     finally:
         if loader.num_workers:
             for iterator in begun:
