@@ -46,8 +46,9 @@ def sweep(root: Path) -> None:
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # it has no owner, or another user's
-                    _remove_left(Path(entry.path))
+                with contextlib.suppress(OSError):  # it has no owner, or is another user's
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        _remove_left(Path(entry.path))
 
 
 def _remove_left(folder: Path) -> None:
