@@ -68,6 +68,7 @@ CASES = {
     "small-resnet50": Case("torchvision:resnet50", (128, 3, 224, 224), "256x256"),
     "large-resnet50": Case("torchvision:resnet50", (128, 3, 224, 224), "551x676"),
     "small-mobilenet": Case("torchvision:mobilenet_v3_large", (128, 3, 224, 224), "256x256"),
+    "large-mobilenet": Case("torchvision:mobilenet_v3_large", (128, 3, 224, 224), "551x676"),
     "small-resnet50-four": Case("torchvision:resnet50", (128, 3, 224, 224), "256x256", cores=4),
     "light": Case(str(HERE / "targets/light.py"), (32, 3, 224, 224), "256x256"),
     "text": Case(str(HERE / "targets/encoder.py"), (32, 128), "tokens", "tokens.py", "int64"),
