@@ -106,8 +106,9 @@ class Loaders:
         best = self._best(rates)
         if best is None or len(rates) < min(2, len(near)):
             return self._without_time()
-        if best[WORKERS]:
-            self._look_at(_number(best[WORKERS]))
+        if workers := _number(best[WORKERS]):
+            if workers not in self._alone:  # passed over, for what one gives
+                self._look_at(workers)
             best = self._refined(best, samples)
         own = self._space.default_input
         return Config({name: best[name] for name in own if name in best}).changed(own)
@@ -134,26 +135,23 @@ class Loaders:
                 continue
             if len(self._alone) > 1 and self._part.left_s < (1 - LOOKED) * self._whole_s:
                 return
-            measured = self._measured(self._with(workers), LOADER, "alone")
+            measured = self._look_at(workers)
             if measured is None:
                 self._failing = workers
                 return
-            self._alone[workers] = measured
-            self._tell(self._with(workers))
             rate = measured.samples_per_s
             useless = useless + 1 if workers > 1 and rate < GAIN * best else 0
             best = max(best, rate)
             if (workers and rate >= ENOUGH * step) or useless == 2:
                 return
 
-    def _look_at(self, workers: int) -> None:
-        """At what was chosen by itself too, where it was passed over for what one worker gives."""
-        if workers in self._alone:
-            return
+    def _look_at(self, workers: int) -> Measurement | None:
+        """A loader by itself; None where it failed."""
         measured = self._measured(self._with(workers), LOADER, "alone")
-        if measured:
+        if measured is not None:
             self._alone[workers] = measured
             self._tell(self._with(workers))
+        return measured
 
     def _near(self, step: float) -> list[int]:
         """Numbers of workers that may feed it best; none at all, as torch's own loader has; and
