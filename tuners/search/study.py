@@ -201,10 +201,15 @@ class Search:
         return self.trials
 
     @property
+    def _is_full(self) -> bool:
+        """Whether there are as many trials as there may be."""
+        most = self._scope.trials
+        return most is not None and len(self.trials) + len(self._running) >= most
+
+    @property
     def left_out(self) -> list[str]:
         """What compiles and was not measured for want of time, as lines."""
-        most = self._scope.trials
-        if most is not None and len(self.trials) >= most:
+        if self._is_full:
             return []
         space, trials = self._space, self.trials
         times, kept = self._times, self._kept
@@ -488,12 +493,12 @@ class Search:
     def _try_longer(self) -> None:
         """Where all that compiles ran out of time, and the search ended early by that: the first of
         it once more, with what is left."""
-        space, times, most = self._space, self._times, self._scope.trials
+        space, times = self._space, self._times
         late = left_out.without_answer(space, self.trials)
         dear = (t for t in self.trials if space.is_dear(t.config))
-        if not late or times.left_s <= 0 or any(trial.measurement.ok for trial in dear):
+        if not late or times.left_s <= 0 or self._is_full:
             return
-        if most is not None and len(self.trials) >= most:
+        if any(trial.measurement.ok for trial in dear):
             return
         first, default = late[0], self._known[space.default].measurement
         leads = self.best().measurement.samples_per_s >= GAIN * default.samples_per_s
@@ -557,11 +562,8 @@ class Search:
 
     def _affords(self, config: Config) -> bool:
         """Whether about six steps of the default's length fit in the time and trials left."""
-        tried = len(self.trials) + len(self._running)
-        if self._scope.trials is not None and tried >= self._scope.trials:
-            return False
         left_s = self._times.left_for(config)
-        if left_s <= 0:
+        if self._is_full or left_s <= 0:
             return False
         step_s = self._known[self._space.default].measurement.step_s
         scale = config.batch / self._space.batch
