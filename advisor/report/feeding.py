@@ -218,11 +218,11 @@ def _bound(record: Record, chosen: Pair) -> str:
     if gives:
         said.append(f"the loader gives {rate(gives)} with {_workers(chosen.workers)}")
     said.append(f"together they make {rate(chosen.together.samples_per_s)}")
-    return f"{', '.join(said)}: {_verdict(record, chosen)}"
+    return f"{', '.join(said)}: {_verdict(record, chosen, takes, gives)}"
 
 
-def _verdict(record: Record, chosen: Pair) -> str:
-    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+def _verdict(record: Record, chosen: Pair, takes: float, gives: float) -> str:
+    """Of what step and loader take and give by themselves, against what both make together."""
     if _keeps_up(record, chosen):
         return "the loader keeps up"
     wanted = _wanted(record, takes) if gives < KEEPS_UP * takes else ""
