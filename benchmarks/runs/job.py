@@ -72,14 +72,20 @@ class Hand:
         return torch.autocast(device.type, torch.bfloat16) if on else contextlib.nullcontext()
 
 
-def options(description: str, *, batch_size: int, size: int | None = None) -> argparse.Namespace:
-    """The command line's options, over what is usual for the job."""
+def options(
+    description: str, *, batch_size: int, size: int | None = None, root: bool = False
+) -> argparse.Namespace:
+    """The command line's options, over what is usual for the job. With `root` it reads files, and
+    its loader is as torch has it where no workers are asked for."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000, help="optimizer steps, at least 2")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="a GPU's, in one batch")
     if size is not None:
         parser.add_argument("--size", type=int, default=size, help="of a picture's side or a text")
-    parser.add_argument("--workers", type=int, default=8, help="the data loader's")
+    if root:
+        parser.add_argument("--root", required=True, metavar="FOLDER", help="of JPEG files")
+    workers = 0 if root else 8
+    parser.add_argument("--workers", type=int, default=workers, help="the data loader's")
     parser.add_argument(
         "--by-hand", type=Hand.of, default=Hand(), metavar="WORDS", help="written into the job"
     )
