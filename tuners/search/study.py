@@ -23,6 +23,7 @@ from advisor.tuners.measure.runner import TOO_SOON, Builder, Runner
 from advisor.tuners.measure.worker.fleet import Ask, Done, Fleet, one_by_one
 from advisor.tuners.search import guesses, left_out
 from advisor.tuners.search.ahead import Builds, order, together
+from advisor.tuners.search.feeding import Feeding
 from advisor.tuners.search.journal import Journal
 from advisor.tuners.search.leaders import Leaders
 from advisor.tuners.search.memory import needed
@@ -55,8 +56,8 @@ LEAST_S, TWICE = 30.0, 2.0
 """A budget to advise where the baseline alone ran out of it, and times as long as that took."""
 TRIES = 2
 """Interruptions after which a config is not tried again: the tuner itself did not survive it."""
-WAITS = 0.03
-"""Share of its time that a run waits for its data, from which loading it otherwise is tried."""
+MOMENTS = 4
+"""Times as long as a trial is timed, what another one of the same code takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class Search:
         self._builds = Builds(scope.builder)
         self._times = Times(scope.clock, space, self._builds)
         self._begun: dict[Config, optuna.Trial] = {}
-        self._loading = space.default.only(*knobs.FEEDS)
+        self._feeding = Feeding(space, self._load_otherwise)
         self._dear_s, self._kept = math.inf, 1.0
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed, among=lambda: self._left, best=lambda: self._rate(self._aim)
@@ -182,18 +183,18 @@ class Search:
             self._times.kept_s = kept_s
         near = dict.fromkeys(self._space.near(config) for config in self._scope.first)
         self._try_each(filter(self._space.holds, near), "near record")
-        self._feed(self._space.default)
-        guessed = [config | self._loading for config in guesses.first(self._space)]
+        self._feeding.feed(self.trials)
+        guessed = guesses.first(self._space)
         leading = max(LEADING, self._width)
-        self._try_each(guessed[:leading], "guess")
+        self._guess(guessed[:leading])
         self._probe_large()
-        self._try_each(guessed[leading:], "guess")
+        self._guess(guessed[leading:])
         self._settle_batch()
         self._times.kept_s = 0.0
-        self._feed(self.best(self._space.batch).config)
+        self._feeding.feed(self.trials)
         self._try_dear()
         self._try_frugal()
-        self._feed(self.best(self._space.batch).config)
+        self._feeding.feed(self.trials)
         self._try_on_leaders()
         self._times.kept_s = self._rebuilding_s
         self._sample()
@@ -236,25 +237,22 @@ class Search:
             default=self._known[self._space.default],
         )
 
-    def _feed(self, fed: Config) -> None:
-        """Where a config of a run waits for its data, load it otherwise, as long as that gains.
+    def _guess(self, configs: Sequence[Config]) -> None:
+        """Try these; in a run each with what feeds the best by then."""
+        if not self._feeding.given:
+            self._try_each(configs, "guess")
+        for config in configs if self._feeding.given else ():
+            self._try(config | self._feeding.given, "guess")
+            if knobs.WORKERS not in self._space.anew:  # which takes a start
+                self._feeding.feed(self.trials)
 
-        What is tried later is tried with that: what waits for its data hides what else would gain.
-        """
-        best = self._known[fed]
-        for name in self._loading:
-            values = self._space.choices[name]
-            for value in values[values.index(fed[name]) + 1 :]:
-                config = best.config.replace(**{name: value})
-                if best.measurement.waited < WAITS or not self._space.holds(config):
-                    continue
-                tried = self._try(config, "loading")
-                if tried is None or not tried.measurement.ok:
-                    break
-                if tried.measurement.samples_per_s < GAIN * best.measurement.samples_per_s:
-                    break
-                best = tried
-        self._loading = best.config.only(*knobs.FEEDS)
+    def _load_otherwise(self, config: Config) -> Trial | None:
+        """Try a config of which only the loader is new. It takes a moment, which the race gives
+        where the search has no more: held against one another there would be what waits."""
+        left_s = self._times.reach_s(self._times.left_s)
+        brief = knobs.WORKERS not in self._space.anew and left_s >= MOMENTS * self.clock.trial_s
+        always = brief and not self._is_full and self._attempts[config] < TRIES
+        return self._try(config, "loading", always=always)
 
     def _covers(self, aim: _Aim, config: Config) -> bool:
         return aim.batch in (None, config.batch) and knobs.follows(
@@ -364,8 +362,9 @@ class Search:
     def _try_on(
         self, leaders: Sequence[Config], values: Sequence[tuple[str, Value]]
     ) -> list[Config]:
-        """Try dear knobs on leaders; the configs that this is about."""
+        """Try dear knobs on leaders, fed as the best is; the configs that this is about."""
         times = self._times
+        leaders = list(dict.fromkeys(leader | self._feeding.given for leader in leaders))
         each = [times.needs_s({name: value}) for name, value in values]
         needs_s = max((one for one in each if one <= times.ahead_s), default=math.inf)
         room = times.at_once(needs_s)
@@ -524,7 +523,7 @@ class Search:
             if config not in self._known
             and config not in self._running
             and self._attempts[config] < TRIES
-            and self._loading.items() <= config.items()
+            and self._feeding.given.items() <= config.items()
             and self._covers(self._aim, config)
             and not self._cannot_fit(config)
             and not self._hung(config)
