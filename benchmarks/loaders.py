@@ -42,7 +42,7 @@ from advisor.tuners.target import build, load, parse
 
 HERE = Path(__file__).parent
 FILES, TOKENS = 512, 2**24
-TURNS, TURN_S = 3, 1.5
+TURNS, TURN_S = 3, 3.0
 WARM = 3
 HANGS_S = 300.0
 """Beyond its budget, a case that is given up."""
@@ -165,15 +165,22 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
     first = next(iter(loaders["default"]()))
     placed = itertools.repeat(advice.place(first))
     turns: dict[str, list[float]] = {name: [] for name in ("step", *loaders, "loader")}
+
+    def fed(name: str) -> float:
+        loader = loaders[name]()
+        with contextlib.closing(advice.batches(endless(loader))) as batches:
+            return speed(partial(train, batches), batch, loader)
+
+    def alone() -> float:
+        loader = loaders["advice"]()
+        with contextlib.closing(endless(loader)) as batches:
+            return speed(partial(next, batches), batch, loader)
+
     for turn in range(TURNS):
         turns["step"].append(speed(partial(train, placed), batch))
         for name in list(loaders)[:: (-1) ** turn]:  # there and back
-            loader = loaders[name]()
-            with contextlib.closing(advice.batches(endless(loader))) as batches:
-                turns[name].append(speed(partial(train, batches), batch, loader))
-        loader = loaders["advice"]()
-        with contextlib.closing(endless(loader)) as alone:
-            turns["loader"].append(speed(partial(next, alone), batch, loader))
+            turns[name].append(fed(name))
+        turns["loader"].append(alone())
     middle = {name: statistics.median(rates) for name, rates in turns.items()}
     limit = min(middle["step"], middle["loader"])
     return {
