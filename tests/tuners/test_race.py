@@ -127,15 +127,15 @@ def test_where_time_is_short_it_goes_to_those_who_lead() -> None:
 
 
 class Stalls(Steady):
-    """From one turn of the default on a host is so busy that each takes a minute."""
+    """From one turn of a config on a host is so busy that each takes a minute, not `turn_s`."""
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self, turn: int, config: Config = DEFAULT, turn_s: float = 0.3) -> None:
         super().__init__({DEFAULT: 100.0, FAST: 200.0}, noise=0.05)
-        self.turn = turn
+        self.turn, self.config, self.turn_s = turn, config, turn_s
 
     def measure(self, config: Config, **how: Any) -> Measurement:
-        stalls = config == DEFAULT and self.order.count(DEFAULT) >= self.turn
-        return super().measure(config, **how | ({"seconds": 60.0} if stalls else {}))
+        stalls = config == self.config and self.order.count(config) >= self.turn
+        return super().measure(config, **how | {"seconds": 60.0 if stalls else self.turn_s})
 
 
 def test_what_the_first_was_seen_to_do_counts_where_the_end_cuts_it_off() -> None:
@@ -143,6 +143,15 @@ def test_what_the_first_was_seen_to_do_counts_where_the_end_cuts_it_off() -> Non
     found = race(runner, [DEFAULT, FAST], runner.part(20.0), drop=False)
     assert (len(found[DEFAULT]), len(found[FAST])) == (3, 4)
     assert runner.order[-1] == DEFAULT and runner.time < 30.0
+
+
+def test_what_the_end_cuts_off_has_the_turns_that_it_had_and_what_hangs_has_none() -> None:
+    """On a busy host a turn took over twice as long as its last, and its config lost the race."""
+    for seconds, kept in ((60.0, 0), (25.0, 3)):
+        runner = Stalls(turn=3, config=FAST, turn_s=3.0)
+        found = race(runner, [DEFAULT, FAST], runner.part(seconds), drop=False)
+        assert len(found.get(FAST, [])) == kept, (seconds, runner.order)
+        assert len(found[DEFAULT]) >= 3
 
 
 def test_the_first_may_take_what_the_whole_tuning_has_left() -> None:

@@ -177,7 +177,8 @@ class Loaders:
 
     def _best(self, rates: Rates) -> Config | None:
         """The fastest, or of those that are known to be level with it the one with fewest workers;
-        None where the race did not come to the loader without any."""
+        the usual recipe where that is not known of the fastest and of it. None where the race did
+        not come to the loader without any."""
         plain = self._with(0)
         if plain not in rates:
             return None
@@ -191,6 +192,12 @@ class Loaders:
                         "could not be told: give a larger --budget, or a quieter machine"
                     )
                 return plain
+        recipe = self._with(self._counts[-1])
+        if held := rates.get(recipe):
+            ratio = paired(rates[best], held)
+            known = faster(ratio) or _known_level(rates[best], held)
+            if not known and not ratio.mean >= DOUBLE:
+                best = recipe
         tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
         return min(tied, key=lambda config: _number(config[WORKERS]))
 

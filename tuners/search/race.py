@@ -32,9 +32,10 @@ BUILDING = 0.6
 """Share of a race after which no further config is built for it: turns tell, not entrants."""
 BUILD, BUILD_LEAST_S = 3.0, 15.0
 """Building a config again may take so many times what it took before, and this."""
-MARGIN = 2.0
+MARGIN, HANGS = 2.0, 4.0
 """A turn is begun where there is time for one that takes so many times as long as its last: what is
-cut off costs its config the race, and a command its start."""
+cut off costs a command its start; and the config the race if it is cut off after so many times as
+long, as what hangs."""
 WIDEST = 1e12
 """The end of an interval beyond which a race has told nothing, and no record keeps it."""
 
@@ -103,7 +104,7 @@ def race(
     The first config is what the others are held against. Ends when all are known to SETTLED, after
     ROUNDS rounds, or with its part of the time, whatever is known by then; where a ratio is wider
     than CLEAR it goes on into the part's reserve. A config that fails any turn is left out, as is
-    one that was not reached; where the first is cut off by the end, the turns count that it had.
+    one that was not reached; of one that the end cuts off, or the first, the turns count that it had.
     With `drop`, one that is clearly slower than another of its batch size, which whoever follows it
     can follow too, runs no further, so that its time goes to those that are still close; where that
     does not leave TELLS turns to all, so does one that is slower as far as can be seen. `build_s`:
@@ -137,6 +138,7 @@ def race(
             if not built:  # nothing is told without the first one: it may have all that is left
                 most, deadline_s = math.inf, max(deadline_s, part.clock.left_s)
             began = part.clock.now()
+            ending = turn > 0 and (config == reference or deadline_s < HANGS * took[config])
             measured = runner.measure(
                 config, seconds=TURN_S, stage=stage, keep=True, deadline_s=min(most, deadline_s)
             )
@@ -145,7 +147,7 @@ def race(
                 took[config] = max(0.0, took[config] - start_s)
             if measured.ok:
                 rates[config].append(measured.samples_per_s)
-            elif over := config == reference and turn > 0 and measured.outcome == "timed_out":
+            elif over := ending and measured.outcome == "timed_out":
                 break
             else:
                 lost(config, measured)

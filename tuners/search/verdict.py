@@ -263,8 +263,8 @@ class _Decision:
         whole = [c for c in found if c.batch == self.space.batch]
         large = [c for c in found if c not in whole]
         if not large or self._fits(found):
-            return self._heat(found, part)
-        rates = self._heat(whole, part.share(FIRST_HEAT))
+            return self._heat(found, part, self._start_s)
+        rates = self._heat(whole, part.share(FIRST_HEAT), self._start_s)
         second = [self.default]
         for config in large:
             if self._fits([*second, config]) or len(second) == 1:
@@ -275,13 +275,13 @@ class _Decision:
             rates |= {config: beside(seen, now, held) for config, seen in again.items()}
         return rates
 
-    def _heat(self, configs: Sequence[Config], part: plan.Part) -> Rates:
+    def _heat(self, configs: Sequence[Config], part: plan.Part, start_s: float = 0.0) -> Rates:
         return race(
             self.worker,
             configs,
             part,
             build_s=self.starts.seen,
-            start_s=self._start_s,
+            start_s=start_s,
             lost=self._lost,
         )
 
