@@ -129,6 +129,15 @@ def test_the_faster_config_is_chosen() -> None:
     assert verdict.baseline.config == DEFAULT
 
 
+def test_of_what_ties_fewer_workers_are_advised() -> None:
+    space = Space({"batch_size": (64,), "num_workers": (0, 4, 8, 16)})
+    held, four, eight, all_of_them = (
+        space.default.replace(num_workers=number) for number in (0, 4, 8, 16)
+    )
+    rates = {held: [100.0] * 4, four: [150.0] * 4, eight: [200.0] * 4, all_of_them: [200.5] * 4}
+    assert choose(space, rates, {}).winner("loop").config == eight
+
+
 def test_noise_alone_is_hardly_ever_advice() -> None:
     fooled = 0
     for seed in range(300):

@@ -104,12 +104,12 @@ def race(
     The first config is what the others are held against. Ends when all are known to SETTLED, after
     ROUNDS rounds, or with its part of the time, whatever is known by then; where a ratio is wider
     than CLEAR it goes on into the part's reserve. A config that fails any turn is left out, as is
-    one that was not reached; of one that the end cuts off, or the first, the turns count that it had.
-    With `drop`, one that is clearly slower than another of its batch size, which whoever follows it
-    can follow too, runs no further, so that its time goes to those that are still close; where that
-    does not leave TELLS turns to all, so does one that is slower as far as can be seen. `build_s`:
-    what a config's first step took before; `start_s`: what starting a worker takes of the first
-    turn. `lost` is told of what failed.
+    one that was not reached; where the first or another is cut off by the end, the turns count that
+    it had. With `drop`, one that is clearly slower than another of its batch size, which whoever
+    follows it can follow too, runs no further, so that its time goes to those that are still close;
+    where that does not leave TELLS turns to all, so does one that is slower as far as can be seen.
+    `build_s`: what a config's first step took before; `start_s`: what starting a worker takes of
+    the first turn. `lost` is told of what failed.
     """
     reference = configs[0]
     rates: dict[Config, list[float]] = {config: [] for config in dict.fromkeys(configs)}

@@ -116,12 +116,15 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
-    """Of those tied with the fastest the one that asks least of a script."""
+    """Of those tied with the fastest the one that asks least of a script, and of its host."""
     fastest = max(choices, key=lambda choice: choice.samples_per_s)
     tied = [choice for choice in choices if choice is fastest or ties(choice, fastest)]
-    return min(
-        tied, key=lambda choice: (knobs.burden(choice.config, space.default), -choice.samples_per_s)
-    )
+
+    def asks(choice: Choice) -> tuple[int, int, float]:
+        workers = int(choice.config.get(knobs.WORKERS) or 0)
+        return knobs.burden(choice.config, space.default), workers, -choice.samples_per_s
+
+    return min(tied, key=asks)
 
 
 def faster(ratio: Ratio) -> bool:
