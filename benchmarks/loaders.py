@@ -42,7 +42,7 @@ from advisor.tuners.target import build, load, parse
 
 HERE = Path(__file__).parent
 FILES, TOKENS = 512, 2**24
-TURNS, TURN_S = 3, 3.0
+TURNS, TURN_S = 5, 3.0
 WARM = 3
 HANGS_S = 300.0
 """Beyond its budget, a case that is given up."""

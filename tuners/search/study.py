@@ -241,18 +241,24 @@ class Search:
         """Try these; in a run each with what feeds the best by then."""
         if not self._feeding.given:
             self._try_each(configs, "guess")
-        for config in configs if self._feeding.given else ():
+            return
+        for config in configs:
             self._try(config | self._feeding.given, "guess")
-            if knobs.WORKERS not in self._space.anew:  # which takes a start
+            if self._loads_at_once:
                 self._feeding.feed(self.trials)
 
     def _load_otherwise(self, config: Config) -> Trial | None:
         """Try a config of which only the loader is new. It takes a moment, which the race gives
         where the search has no more: held against one another there would be what waits."""
         left_s = self._times.reach_s(self._times.left_s)
-        brief = knobs.WORKERS not in self._space.anew and left_s >= MOMENTS * self.clock.trial_s
+        brief = self._loads_at_once and left_s >= MOMENTS * self.clock.trial_s
         always = brief and not self._is_full and self._attempts[config] < TRIES
         return self._try(config, "loading", always=always)
+
+    @property
+    def _loads_at_once(self) -> bool:
+        """Whether a run's loader is another from the next step on, and takes no start for it."""
+        return knobs.WORKERS not in self._space.anew
 
     def _covers(self, aim: _Aim, config: Config) -> bool:
         return aim.batch in (None, config.batch) and knobs.follows(
