@@ -38,9 +38,9 @@ from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.decide.race import Ratio
+    from advisor.tuners.decide.verdict import Tester
     from advisor.tuners.measure.worker.wire import Costs
-    from advisor.tuners.search.race import Ratio
-    from advisor.tuners.search.verdict import Tester
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
 """What `verify` may find."""
@@ -180,7 +180,7 @@ def verify(
 
     Args and errors as `explain`.
     """
-    from advisor.tuners.search.race import paired
+    from advisor.tuners.decide.race import paired
 
     budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
@@ -352,9 +352,9 @@ class _Again:
         Raises:
             WorkerError: one of them does not run any more.
         """
+        from advisor.tuners.decide.race import race
         from advisor.tuners.knobs import described
         from advisor.tuners.measure.runner import TOO_SOON
-        from advisor.tuners.search.race import race
 
         configs = list(dict.fromkeys(configs))
         part = self._clock.part(share)
@@ -415,7 +415,7 @@ class _Again:
     def _parts(
         self, whole: Config, without: Mapping[str, Config], stage: str, share: float
     ) -> list[Part]:
-        from advisor.tuners.search.race import paired
+        from advisor.tuners.decide.race import paired
 
         if not without:
             return []
@@ -461,8 +461,8 @@ class _Again:
         return record, ()
 
     def _no_slower(self, record: Record, simple: Config) -> Choice | None:
-        from advisor.tuners.search.race import beside
-        from advisor.tuners.search.winners import CLEARLY, choice_of, ties
+        from advisor.tuners.decide.race import beside
+        from advisor.tuners.decide.winners import CLEARLY, choice_of, ties
 
         default, then = record.baseline.config, record.winner(record.use)
         try:

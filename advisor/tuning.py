@@ -33,6 +33,7 @@ from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.decide.verdict import Decided, Terms, Tester
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.runner import Builder
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job
     from advisor.tuners.room import Batch
     from advisor.tuners.search.space import Space
-    from advisor.tuners.search.verdict import Decided, Terms, Tester
 
 COMPARE_S, COMPARE_STEPS = 4.0, 40
 """What a comparison within a run takes, compiling aside: kernels that are called for the first
@@ -309,9 +309,9 @@ class _Tuning(ABC):
 
     def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
+        from advisor.tuners.decide.verdict import decide
         from advisor.tuners.search.journal import open_study
         from advisor.tuners.search.study import Scope, Search
-        from advisor.tuners.search.verdict import decide
 
         facts, plan, studies = subject.facts, self._plan, self._records.studies
         space = subject.space
@@ -355,8 +355,8 @@ class _Tuning(ABC):
         return record
 
     def _terms(self, subject: _Subject, folder: Path) -> Terms:
+        from advisor.tuners.decide.verdict import Terms
         from advisor.tuners.room import Batch
-        from advisor.tuners.search.verdict import Terms
 
         return Terms(
             length=self._plan.length(subject.task.batch),

@@ -26,11 +26,11 @@ from advisor.cache.record import Choice, Measurement, Record
 from advisor.cache.task import Task
 from advisor.cli.options import collected, row_options
 from advisor.finding.answer import unverified
+from advisor.tuners.decide.race import TURN_S, paired, race
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.worker.child import Bench
 from advisor.tuners.measure.worker.wire import Job
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.race import TURN_S, paired, race
 
 Rates = dict[Config, tuple[list[float], list[float]]]
 """Samples/s of each turn: a config's, and the default's beside it."""

@@ -36,7 +36,7 @@ from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.recorder import RECORDERS, CudaRecorder
 from advisor.tuners.act.capture.step_graph import WARM_STEPS_PARALLEL, StepGraph
-from advisor.tuners.search.race import paired
+from advisor.tuners.decide.race import paired
 from advisor.tuners.target import build, load, parse
 
 LOSSES = 40

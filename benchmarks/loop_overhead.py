@@ -24,8 +24,8 @@ from torch.nn import functional
 from advisor.cache.config import Config
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.decide.race import paired_ratio
 from advisor.tuners.environment import default_device
-from advisor.tuners.search.race import paired_ratio
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {"precision": "default"},

@@ -46,11 +46,11 @@ from advisor.cache.task import Task
 from advisor.tuners import host, known_wrong, target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.blocks import repeated
+from advisor.tuners.decide.race import paired
 from advisor.tuners.measure import made_up
 from advisor.tuners.measure.first_step import empty_caches
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
-from advisor.tuners.search.race import paired
 
 ROUNDS, TURN_S = 12, 0.4
 CORES = 4

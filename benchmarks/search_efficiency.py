@@ -43,17 +43,17 @@ from rich.table import Table
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import RACED, Measurement
+from advisor.tuners.decide.finalists import finalists
+from advisor.tuners.decide.race import race
+from advisor.tuners.decide.winners import FREE_WITHIN, choose
 from advisor.tuners.knobs import BY_NAME, code, compiles
 from advisor.tuners.measure.runner import Built, ReplayRunner
 from advisor.tuners.measure.timing import BLOCK_S, HOPELESS_BLOCKS, MIN_BLOCKS, WARM_STEPS
 from advisor.tuners.search.ahead import QUICKER
-from advisor.tuners.search.finalists import finalists
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import RACE, RESERVE, Clock, Plan
-from advisor.tuners.search.race import race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Scope, Search
-from advisor.tuners.search.winners import FREE_WITHIN, choose
 
 NEAR = 0.99
 BUDGET_S = Plan(effort="exhaustive").seconds

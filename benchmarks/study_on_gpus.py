@@ -26,11 +26,11 @@ import advisor
 from advisor.cache.config import Config
 from advisor.cache.record import CAPTURE, Trial
 from advisor.cache.task import Task
+from advisor.tuners.decide.race import paired
 from advisor.tuners.environment import devices as named
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.worker.wire import Job
 from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.race import paired
 
 
 class Told(Progress):

@@ -24,9 +24,9 @@ from advisor.opening import open_records
 from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
+from advisor.tuners.decide.race import Ratio
 from advisor.tuners.measure.runner import TOO_SOON
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.race import Ratio
 from tests.cache import examples
 from tests.cache.examples import choice
 from tests.face.commands import LAYERED, SHAPE, Done, advisor, own, take_over

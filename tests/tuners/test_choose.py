@@ -16,12 +16,12 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Measurement, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
+from advisor.tuners.decide.finalists import affordable, finalists
+from advisor.tuners.decide.race import paired_ratio, race
+from advisor.tuners.decide.winners import Verdict, choose, raced, untold
 from advisor.tuners.length import Length, Pace
-from advisor.tuners.search.finalists import affordable, finalists
 from advisor.tuners.search.plan import Clock, Part
-from advisor.tuners.search.race import paired_ratio, race
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import Verdict, choose, raced, untold
 
 SPACE = Space(
     {

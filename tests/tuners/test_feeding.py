@@ -13,9 +13,9 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, best_known
 from advisor.tuners import host as host_of
+from advisor.tuners.decide.loading import Loaders
 from advisor.tuners.knobs import COUNTS, Situation
 from advisor.tuners.room import Batch
-from advisor.tuners.search.loading import Loaders
 from advisor.tuners.search.plan import LOADER, Clock, Progress
 from advisor.tuners.search.space import Space
 

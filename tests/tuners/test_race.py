@@ -9,8 +9,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement
-from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.race import (
+from advisor.tuners.decide.race import (
     MIN_ROUNDS,
     MOST_ROUNDS,
     ROUNDS,
@@ -21,6 +20,7 @@ from advisor.tuners.search.race import (
     paired_ratio,
     race,
 )
+from advisor.tuners.search.plan import Clock
 from tests.tuners.test_choose import BF16, DEFAULT, FAST, Steady, run
 
 

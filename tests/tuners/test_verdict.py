@@ -14,13 +14,13 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import RACED, Measurement
 from advisor.tuners import knobs
+from advisor.tuners.decide.verdict import REFERENCE_S, Decided, Terms, decide
 from advisor.tuners.length import Length
 from advisor.tuners.measure.first_step import ANEW, Compiled
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Scope, Search
-from advisor.tuners.search.verdict import REFERENCE_S, Decided, Terms, decide
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("default", "tf32", "bf16"),

@@ -1,1 +1,1 @@
-"""Which configs to try, and which of them to advise."""
+"""Which configs to try, and for how long."""

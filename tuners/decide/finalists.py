@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Measurement, Trial
 from advisor.tuners import knobs
+from advisor.tuners.decide.race import MIN_ROUNDS, TURN_S
+from advisor.tuners.decide.winners import FREE_WITHIN
 from advisor.tuners.length import WARM
 from advisor.tuners.search.plan import Part
-from advisor.tuners.search.race import MIN_ROUNDS, TURN_S
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import FREE_WITHIN
 
 MOST, MOST_LESS = 4, 2
 """Finalists at the user's batch: of the widest use, and of each lesser one."""

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement, Trial, best_known
 from advisor.tuners import knobs, room
+from advisor.tuners.decide.race import MIN_ROUNDS, Ratio, paired, race
+from advisor.tuners.decide.winners import CLEARLY, Rates, faster, level
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
 from advisor.tuners.search.plan import LOADER as SHARE
 from advisor.tuners.search.plan import Part, Progress, larger
-from advisor.tuners.search.race import MIN_ROUNDS, Ratio, paired, race
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import CLEARLY, Rates, faster, level
 
 ALONE_S = 0.7
 """Timed seconds of a loader by itself, and of the step."""

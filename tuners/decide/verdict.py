@@ -14,18 +14,18 @@ from advisor.cache.config import Config
 from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
 from advisor.cache.shown import interval, tells
 from advisor.tuners import knobs
+from advisor.tuners.decide.finalists import affordable, finalists
+from advisor.tuners.decide.loading import Loaders
+from advisor.tuners.decide.race import beside, race
+from advisor.tuners.decide.winners import Rates, Verdict, choose, raced, untold
 from advisor.tuners.length import WARM, Length, Pace, break_even
 from advisor.tuners.measure.first_step import Starter, Starts
 from advisor.tuners.measure.runner import Runner
 from advisor.tuners.room import Batch
 from advisor.tuners.search import plan
-from advisor.tuners.search.finalists import affordable, finalists
-from advisor.tuners.search.loading import Loaders
 from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.race import beside, race
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.study import Search
-from advisor.tuners.search.winners import Rates, Verdict, choose, raced, untold
 
 FIRST_HEAT = 0.7
 """Of the race's time, where there are two."""

@@ -10,7 +10,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.search.race import CLEAR, TIE, Ratio, paired
+from advisor.tuners.decide.race import CLEAR, TIE, Ratio, paired
 from advisor.tuners.search.space import Space
 
 FREE_WITHIN = 0.97
