@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.cache import settings
 from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import PILOT, WITHIN, Record
@@ -51,7 +52,7 @@ def line_anywhere(record: Record) -> str:
 
 def _applies(record: Record, task: Task, cache: Cache, *, free: bool = False) -> str:
     if task.command:
-        words = [*_options(record, free=free), *_elsewhere(cache)]
+        words = [*_options(record, free=free), *_overriding(record), *_elsewhere(cache)]
         return shlex.join(["advisor", "run", *words, "--", *task.command])
     given = [_python_text(task.target), *python(task)]
     if cache is not None and _urls(cache) != _urls(None):
@@ -70,6 +71,17 @@ def _options(record: Record, *, free: bool) -> list[str]:
     }
     options = record.key.task.map.only(*wanted)
     return [word for name, option in options.items() for word in ("--map", f"{name}={option}")]
+
+
+def _overriding(record: Record) -> list[str]:
+    """The option without which a script's own loader workers stay, where others are advised."""
+    from advisor.tuners.knobs import FEEDS, WORKERS
+
+    default = record.baseline.config
+    fed = record.winner(PILOT).config.changed(default).only(*FEEDS)
+    if not fed or not (default.get(WORKERS) or settings.overrides_loader()):
+        return []
+    return [] if WORKERS in record.key.task.map else ["--loader", "override"]
 
 
 def _python_text(text: str) -> str:

@@ -547,7 +547,7 @@ class OfRun(_Tuning):
 
         with self.begun() as run:
             began = time.monotonic()
-            seen = run.describe()
+            self._seen = seen = run.describe()
             process_s = time.monotonic() - began
             for line in seen.lines():
                 self._progress.notice(line)
@@ -593,8 +593,16 @@ class OfRun(_Tuning):
     def _known(self, record: Record, subject: _Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
         one finds it by the model."""
+        from advisor.tuners.knobs import WORKERS
+
         if record.target != subject.target:
             self._progress.notice(f"tuned as {record.target.name}, which trains the same")
+        own = record.baseline.config.get(WORKERS) or 0
+        if (now := self._seen.own.get(WORKERS) or 0) != own:
+            self._progress.notice(
+                f"that was with {own} loader workers of the script's own, and it has {now} now: "
+                "what the advice gains over these is not known; --force measures it"
+            )
         return record
 
     def _try_options(self, run: Run, space: Space) -> None:

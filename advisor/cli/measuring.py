@@ -99,7 +99,8 @@ def tune(
     from advisor.report.text import age
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
-    with shown as progress, environment(LOADER.get(loader or "", {})):
+    overriding = LOADER.get(loader or "", {})
+    with shown as progress, environment(overriding):
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(
@@ -124,9 +125,10 @@ def tune(
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if found.finished:
         record = found.record
-        here = tables.start(record, cache, command)
-        for line in tables.start_anywhere(record, reader) if reader else here:
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+        with environment(overriding):
+            here = tables.start(record, cache, command)
+            for line in tables.start_anywhere(record, reader) if reader else here:
+                out.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
     ctx.exit(UNFINISHED if reader else DONE)
@@ -237,7 +239,7 @@ def explain(
         click.echo(json.dumps(told))
         return
     out = console()
-    for line in feeding.explained(found.record, found.costs):
+    for line in feeding.explained(found.record, found.costs, data or ""):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     if not found.record.parts:
         out.print(f"Nothing to explain: the advice is {found.record.key.task.baseline}.")

@@ -125,7 +125,9 @@ class Found:
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
         if left := _left_out(record, advice.config, config):
             self._say_left(left, _why_unfed(seen))
-            reason = _without(left, reason)
+            reason = _without(left, reason, alone=config == own)
+        elif config == own and advice.config != record.baseline.config:
+            reason = "it has itself what is advised"
         return self.stays(config, own, reason)
 
     def stays(
@@ -172,7 +174,8 @@ class Found:
             config, own = self._order.config, self._order.own
             left = config.changed(own).only(*knobs.FEEDS)
             self._say_left(left, str(exc))
-            self.stays(config.replace(**own.only(*left)), own, _without(left, self._reason))
+            fed = config.replace(**own.only(*left))
+            self.stays(fed, own, _without(left, self._reason, alone=fed == own))
             return
         warn(
             f"the advice failed ({type(exc).__name__}: {exc}). What failed is done again without "
@@ -247,7 +250,10 @@ def _why_unfed(seen: Seen) -> str:
     return next(of_loader, "no DataLoader is seen to feed the steps")
 
 
-def _without(left: Config, reason: str) -> str:
+def _without(left: Config, reason: str, *, alone: bool) -> str:
+    """Why a config is in force, of whose advice that is left out; `alone`: nothing else is."""
+    if alone:
+        return f"{knobs.described(left, Config())}: all that is advised, and not in force"
     return f"without {knobs.described(left, Config())}, with which it was measured: {reason}"
 
 

@@ -120,7 +120,7 @@ def said(record: Record) -> Iterator[str]:
             yield _untuned(record)
         return
     if not record.input:
-        yield "loader: DataLoader default, which nothing measured beats"
+        yield "loader: DataLoader default, which nothing measured is known to beat"
     elif gain := _gain(record, chosen):
         yield gain
     yield from _of_any_order(record)
@@ -165,19 +165,27 @@ def _untuned(record: Record) -> str:
     return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
 
-def explained(record: Record, costs: Costs | None) -> Iterator[str]:
-    """What bounds the training, what a sample costs, and what would help, computed from that."""
-    chosen = _chosen(record)
-    if record.key.task.command or chosen is None:
+def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[str]:
+    """What bounds the training, what a sample of `data` costs, and what would help, computed from
+    that."""
+    chosen, own = _chosen(record), record.key.task.data
+    if record.key.task.command:
         return
-    yield _bound(record, chosen)
+    if chosen is not None:
+        yield _bound(record, chosen)
+        if costs is None:
+            yield "Give --data for what a sample costs, and what would help."
+        elif own and data != own:
+            yield f"That is of the data of {own}; what follows is of {data}:"
     if costs is None:
-        yield "Give --data for what a sample costs, and what would help."
         return
     shares = [f"{one.part} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
     small = len([share for share in shares if share.endswith(" 0%")])
     listed = ", ".join(shares[: len(shares) - small])
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
+    if chosen is None:
+        yield f"what would help is told once the loader is tuned: advisor tune with --data {data}"
+        return
     takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
     on_gpu, task = record.key.environment.device.kind != "cpu", record.key.task
     if on_gpu and not _keeps_up(record, chosen) and task.dtype == "float32":
@@ -229,7 +237,7 @@ def _verdict(record: Record, chosen: Pair, takes: float, gives: float) -> str:
     # Without a worker one waits for the other, in turn.
     most = min(takes, gives) if chosen.workers else takes * gives / (takes + gives)
     both = chosen.together.samples_per_s if chosen.together else 0.0
-    if both < ENOUGH * most:
+    if both < ENOUGH * most and (chosen.workers or gives >= KEEPS_UP * takes):
         lost = "they compete for the same cores"
         if record.key.environment.device.kind != "cpu":
             lost = "they compete for this host, or handing batches over takes the rest"

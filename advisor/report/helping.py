@@ -144,16 +144,37 @@ def _called(parts: Sequence[Cost], pattern: str) -> list[Cost]:
 def _kept(feeding: Feeding) -> Iterator[str]:
     """Of each dear part that makes the same each time: what it makes, kept in memory."""
     costs, free = feeding.costs, host.free_bytes()
-    # Which part comes after one that draws is not known; decoding comes before.
-    same = DECODES if _called(costs.parts, DRAWS) else ""
-    for one in _called(costs.parts, same):
-        if one.seconds < LEAST * costs.seconds or re.search(COLLATES, one.part):
-            continue
+    draws = _called(costs.parts, DRAWS)
+    dear = [
+        (one, saved_s)
+        for one in costs.parts
+        if not re.search(COLLATES, one.part)
+        and one.seconds >= LEAST * costs.seconds
+        and (saved_s := _saved_s(costs, one, draws))
+    ]
+    if draws and not dear:
+        yield (
+            f"samples kept in memory: nothing to gain, {draws[0].part} makes another each time, "
+            "and nothing dear comes before it"
+        )
+    for one, saved_s in dear:
         what = f"what {one.part} makes, kept in memory"
-        gives = f"{rate(feeding.without(one.seconds))} samples/s at most"
+        gives = f"{rate(feeding.without(saved_s))} samples/s at most"
         if not one.made_bytes or not costs.samples:
             yield f"{what}: {gives}; its size is not known"
             continue
         whole = one.made_bytes * costs.samples
         room = "" if whole <= free else f", of which {size(free)} is free here"
         yield f"{what}: {gives}, in {size(whole)} for {costs.samples:,} samples{room}"
+
+
+def _saved_s(costs: Costs, kept: Cost, draws: Sequence[Cost]) -> float:
+    """Seconds of a sample that are saved where what a part makes is kept: its own, and those of the
+    parts before it. 0 where it makes nothing, or another each time."""
+    if not any(one.place for one in costs.parts):
+        # Which part comes after one that draws is not known; decoding comes before.
+        return kept.seconds if not draws or re.search(DECODES, kept.part) else 0.0
+    first = min((one.place for one in draws if one.place), default=kept.place + 1)
+    if not kept.place or kept.place >= first:
+        return 0.0
+    return sum(one.seconds for one in costs.parts if 0 < one.place <= kept.place)

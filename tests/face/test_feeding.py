@@ -241,3 +241,39 @@ def test_no_more_workers_are_wanted_than_have_something_to_do(
     trials.append(fed(3, "input", 375.0, one))
     alone = replace(record, trials=tuple(trials), input=one)
     assert list(feeding.said(alone))[-1].endswith("together they make 375: input-bound")
+
+
+def test_what_is_kept_saves_what_comes_before_it_too() -> None:
+    parts = (
+        Cost(part="Dec", seconds=4e-3, made_bytes=100, place=1),
+        Cost(part="Light", seconds=2e-3, made_bytes=50, place=2),
+        Cost(part="spin", seconds=1e-3),  # which returns nothing
+        Cost(part="collate", seconds=1e-3, made_bytes=50),
+    )
+    given = Feeding(costs=Costs(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False)
+    kept = [line for line in lines(given) if "kept in memory" in line]
+    assert kept == [
+        "what Dec makes, kept in memory: 250 samples/s at most, in 1000 B for 10 samples",
+        "what Light makes, kept in memory: 500 samples/s at most, in 500 B for 10 samples",
+    ]
+
+
+@pytest.mark.parametrize(("place", "kept"), [(2, ["what Dec makes"]), (1, [])])
+def test_what_comes_after_what_draws_is_not_kept(place: int, kept: list[str]) -> None:
+    parts = (
+        Cost(part="Dec", seconds=4e-3, made_bytes=100, place=3 - place),
+        Cost(part="Aug", seconds=2e-3, made_bytes=50, place=place),
+    )
+    given = Feeding(costs=Costs(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False)
+    told = [line for line in lines(given) if "kept in memory" in line]
+    assert [line.partition(",")[0] for line in told] == (
+        kept or ["samples kept in memory: nothing to gain"]
+    )
+
+
+def test_costs_are_told_where_no_loader_was_tuned() -> None:
+    costs = Costs(parts=(Cost(part="Dec", seconds=4e-3),), samples=10)
+    assert list(feeding.explained(examples.record(), costs, "data.py")) == [
+        "a sample costs 4 ms of a worker: Dec 100%",
+        "what would help is told once the loader is tuned: advisor tune with --data data.py",
+    ]

@@ -14,6 +14,7 @@ import advisor
 from advisor.cache.config import Config
 from advisor.finding.piloted import Found, Terms
 from advisor.opening import open_records
+from advisor.printed import script_line
 from advisor.tuners import host
 from advisor.tuners.act.pilot.in_charge import InCharge
 from tests.runs.test_apply import Looks, record_of
@@ -35,6 +36,8 @@ class Samples(Dataset):
         return 64
 
     def __getitem__(self, number):
+        if number == 40 and get_worker_info() is not None and "raises" in sys.argv:
+            raise ValueError(f"no sample {number}")
         return torch.full((6,), float(number)), int(get_worker_info() is not None)
 
 def train(epochs=2, after=lambda step: None):
@@ -116,9 +119,20 @@ def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(how: str, when: st
     (said,) = [line for line in done.stderr.splitlines() if LEFT in line]
     assert said.endswith(OPEN) and "AdvisorWarning: advisor: " in said
     lines = [line for line in done.stderr.splitlines() if " in force: " in line]
-    without = "in force: the script as it is; without 1 loader worker, with which it was measured: "
-    assert f"{without}1.50x" in lines[-1]
+    alone = "in force: the script as it is; 1 loader worker: all that is advised, and not in force"
+    assert lines[-1].endswith(alone)
     assert (len(lines) > 1) == (when == "later")
+
+
+@pytest.mark.usefixtures("tuned")
+def test_what_a_worker_raises_ends_the_workers_and_is_one_line() -> None:
+    done = ran("run", "raises")
+    assert 0 < int(done.stdout) < 64  # of 128, all of which were trained on
+    (said,) = [line for line in done.stderr.splitlines() if "not in force; " in line]
+    assert "in a worker: ValueError: no sample 40 (train.py, line " in said
+    assert said.endswith("; the loader goes on by itself")
+    lines = [line for line in done.stderr.splitlines() if " in force: " in line]
+    assert lines[-1].endswith("1 loader worker: all that is advised, and not in force")
 
 
 def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: Looks) -> None:
@@ -139,3 +153,15 @@ def test_who_asked_for_the_loader_to_stay_is_not_warned(monkeypatch: pytest.Monk
     assert int(done.stdout) == 0
     assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_the_line_that_starts_a_run_says_where_its_own_workers_are_replaced(
+    tuned: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, command = record_of(tuned.seen, Config(num_workers=1)), ["python", "train.py"]
+    assert "--loader" not in script_line(record, command=command)
+    two = replace(record.baseline, config=record.baseline.config.replace(num_workers=2))
+    line = script_line(replace(record, baseline=two), command=command)
+    assert line == "advisor run --loader override -- python train.py"
+    monkeypatch.setenv("ADVISOR_OVERRIDE_LOADER", "1")  # as `tune --loader override` sets it
+    assert script_line(record, command=command) == line

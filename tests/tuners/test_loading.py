@@ -27,11 +27,11 @@ from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
+from advisor.tuners.faults import told
 from advisor.tuners.measure.loading import timed
 from advisor.tuners.measure.loading.costs import WARM, _name, _outside, costs
 from advisor.tuners.measure.loading.data import load
 from advisor.tuners.measure.loading.described import described
-from advisor.tuners.measure.loading.faults import told
 from advisor.tuners.measure.timing import CpuClock
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, Job
@@ -238,7 +238,7 @@ import json, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from advisor.tuners import host
 from advisor.tuners.measure.loading import timed
-from advisor.tuners.measure.loading.faults import told
+from advisor.tuners.faults import told
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuning import fed_by
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Measurement, Trial, best_known
 from advisor.tuners import knobs, room
-from advisor.tuners.decide.race import MIN_ROUNDS, Ratio, paired, race
+from advisor.tuners.decide.race import MIN_ROUNDS, paired, race
 from advisor.tuners.decide.winners import CLEARLY, Rates, faster, level
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, WORKERS
 from advisor.tuners.measure.runner import Runner
@@ -40,8 +40,10 @@ CLOSE = 0.8
 """Of that, what may yet be."""
 MOST_PAIRS = 4
 """The fewer, the more turns each has."""
-DOUBLE = 2.0
+FAR = 1.5
 """Times as fast: no noise of a host does that twice."""
+HANGS = 20.0
+"""As many times as long as a batch takes without workers: with them none comes."""
 LOOKED = 0.6
 """Of the whole time, after which no further loader is looked at by itself: pairs tell."""
 PAIRS = 0.8
@@ -102,8 +104,10 @@ class Loaders:
         near = self._near(step.samples_per_s)
         if not near:
             return self._without_time()
+        if near == [0] and self._hangs():
+            return Config()
         rates = self._raced([self._with(workers) for workers in near], PAIRS)
-        best = self._best(rates)
+        best = self._best(self._told_apart(rates))
         if best is None or len(rates) < min(2, len(near)):
             return self._without_time()
         if workers := _number(best[WORKERS]):
@@ -125,6 +129,34 @@ class Loaders:
                 f"budget of {larger(needs_s / SHARE, self._part.clock.whole_s):.0f}s would do"
             ]
         return Config()
+
+    def _hangs(self) -> bool:
+        """Whether workers gave no batch in the time of many without any; that is said then."""
+        plain = self._alone.get(0)
+        for trial in self.trials:
+            late = trial.stage == LOADER and trial.measurement.outcome == "timed_out"
+            if late and plain and trial.seconds >= HANGS * plain.step_s:
+                workers = knobs.described(trial.config.only(WORKERS))
+                self.said = [
+                    f"{workers}: no batch within {trial.seconds:.0f} s, where without workers one "
+                    f"takes {plain.step_s:.2g} s: it hangs there; the loader stays without workers"
+                ]
+                return True
+        return False
+
+    def _told_apart(self, rates: Rates) -> Rates:
+        """With further turns of the fastest and of a loader without workers, where these do not
+        tell them apart yet and there is time."""
+        plain = self._with(0)
+        best = max(rates, key=lambda config: statistics.median(rates[config]), default=plain)
+        if plain not in rates or best == plain or self._known_faster(rates[best], rates[plain]):
+            return rates
+        again = self._raced([plain, best], 1.0)
+        turns = min(len(rates[plain]), len(rates[best]))
+        more = min((len(seen) for seen in again.values()), default=0) if len(again) == 2 else 0
+        return rates | {
+            config: rates[config][:turns] + again[config][:more] for config in again if more
+        }
 
     def _look(self, step: float) -> None:
         """Loaders by themselves, few workers first, until they outrun the step by far."""
@@ -183,29 +215,30 @@ class Loaders:
         if plain not in rates:
             return None
         best = max(rates, key=lambda config: statistics.median(rates[config]))
-        if best != plain:
-            ratio = paired(rates[best], rates[plain])
-            if not (faster(ratio) or self._doubles(ratio)):
-                if ratio.mean >= CLEARLY:
-                    self.said.append(
-                        f"{knobs.described(best.only(WORKERS))} may be faster than none, which "
-                        "could not be told: give a larger --budget, or a quieter machine"
-                    )
-                return plain
+        if best != plain and not self._known_faster(rates[best], rates[plain]):
+            if paired(rates[best], rates[plain]).mean >= CLEARLY:
+                whole_s = self._part.clock.whole_s
+                self.said.append(
+                    f"{knobs.described(best.only(WORKERS))} may be faster than none, which could "
+                    f"not be told: give a budget of {larger(whole_s, whole_s):.0f}s, or a quieter "
+                    "machine"
+                )
+            return plain
         recipe = self._with(self._counts[-1])
         if held := rates.get(recipe):
             ratio = paired(rates[best], held)
-            known = faster(ratio) or _known_level(rates[best], held)
-            if not known and not ratio.mean >= DOUBLE:
+            if not faster(ratio) and not _known_level(rates[best], held):
                 best = recipe
         tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
         return min(tied, key=lambda config: _number(config[WORKERS]))
 
-    def _doubles(self, ratio: Ratio) -> bool:
-        """Whether workers are so much faster than none, by themselves too, that one turn of each,
-        which has no interval, tells."""
+    def _known_faster(self, ours: Sequence[float], plain: Sequence[float]) -> bool:
+        """Whether workers are faster than none: clearly, or so much, by themselves too, that one
+        turn of each, which has no interval, tells."""
+        ratio = paired(ours, plain)
         alone = {workers: seen.samples_per_s for workers, seen in self._alone.items()}
-        return min(ratio.mean, max(alone.values()) / alone.get(0, math.inf)) >= DOUBLE
+        far = min(ratio.mean, max(alone.values()) / alone.get(0, math.inf)) >= FAR
+        return far or faster(ratio)
 
     def _refined(self, best: Config, samples: int) -> Config:
         """How the workers work: each knob of that, as far as it gains."""
@@ -314,14 +347,17 @@ class Loaders:
             keep=True,  # what was compiled for the step
             deadline_s=self._part.deadline_s,
         )
+        took_s = self._part.clock.now() - began
         if not measured.ok:
-            self._fail(config, measured, stage)
+            self._fail(config, measured, stage, took_s)
             return None
-        self.trials.append(_trial(config, measured, stage, origin, self._part.clock.now() - began))
+        self.trials.append(_trial(config, measured, stage, origin, took_s))
         return measured
 
-    def _fail(self, config: Config, measured: Measurement, stage: str) -> None:
-        self.trials.append(_trial(config, measured, stage, "failed", 0.0))
+    def _fail(
+        self, config: Config, measured: Measurement, stage: str, seconds: float = 0.0
+    ) -> None:
+        self.trials.append(_trial(config, measured, stage, "failed", seconds))
         what = knobs.described(config.only(WORKERS), Config({WORKERS: 0}), nothing="the loader")
         self.said.append(f"{what}: {measured.reason}")
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
 from advisor.cache import settings
-from advisor.tuners import host, room
+from advisor.tuners import faults, host, room
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Feed, Load, Unfed
 
@@ -83,7 +83,7 @@ class Loaders:
     Only what the main thread fetches is seen.
 
     Args:
-        failed: told what workers raise; the script has gone on without them by then.
+        failed: told what ended workers, as an Unfed; the script has gone on without them by then.
         override: whether loaders that have workers of their own are taken in hand too: workers
             that are the pilot's work as the script's would, until they are told otherwise.
 
@@ -91,7 +91,7 @@ class Loaders:
         waited_s: that the script has waited for its batches.
     """
 
-    def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
+    def __init__(self, failed: Callable[[Unfed], None], *, override: bool = False) -> None:
         self._override = override
         self.waited_s = 0.0
         self._taken, self._before = 0, Load()
@@ -220,7 +220,8 @@ class Loaders:
             self.set({})
             self._begun[iterator] = dataclasses.replace(begun, own={})
             self._override = False
-            self._failed(exc)
+            said = f"{faults.told(exc)}; the loader goes on by itself"
+            self._failed(exc if isinstance(exc, Unfed) else Unfed(said))
             return _NONE
         self._taken += 1
         return batch

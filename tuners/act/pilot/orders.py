@@ -158,4 +158,6 @@ def told(exc: BaseException) -> tuple[str, str]:
     memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
     first = str(exc).strip().partition("\n")[0]
     outcome = "out_of_memory" if memory else "failed"
+    if isinstance(exc, Unfed):  # whose words are a person's
+        return outcome, first[:MOST_SAID]
     return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]

@@ -73,8 +73,14 @@ def costs(data: Data, batch: int, seconds: float) -> Costs:
     one_s = (last.at_s - first.at_s) / looked_s / samples
     ordered = sorted(spent.items(), key=lambda one: -one[1])
     made = _made(data)
+    places = {part: place for place, part in enumerate(made, 1) if part != COLLATE}
     parts = (
-        Cost(part=part, seconds=spent_s * one_s, made_bytes=made.get(part, 0))
+        Cost(
+            part=part,
+            seconds=spent_s * one_s,
+            made_bytes=made.get(part, 0),
+            place=places.get(part, 0),
+        )
         for part, spent_s in ordered
         if part and spent_s
     )
@@ -168,7 +174,7 @@ def _begun(frame: FrameType | None) -> FrameType | None:
 
 
 def _made(data: Data) -> dict[str, int]:
-    """Bytes that each part returns for a sample."""
+    """Bytes that each part returns for a sample, in the order in which they first return."""
     found: dict[str, int] = {}
 
     def look(frame: FrameType, event: str, returned: Any) -> None:

@@ -28,9 +28,9 @@ from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.served import Served
 from advisor.tuners.blocks import repeated
+from advisor.tuners.faults import told
 from advisor.tuners.knobs import COMPUTE, FORMATS, INPUT, KNOBS, LOADER, TORCH, compiles, plain
 from advisor.tuners.measure import numerics
-from advisor.tuners.measure.loading.faults import told
 from advisor.tuners.measure.loading.loadable import Loadable
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.observe import BATCHES, Observer

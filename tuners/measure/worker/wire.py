@@ -92,6 +92,9 @@ class Cost:
     seconds: float
     made_bytes: int = 0
     """That it returns for a sample; 0 where that is not known."""
+    place: int = 0
+    """Among the parts that return something for a sample, from 1 on, as they are called; 0 where
+    that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
