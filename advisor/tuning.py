@@ -593,15 +593,18 @@ class OfRun(_Tuning):
     def _known(self, record: Record, subject: _Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
         one finds it by the model."""
-        from advisor.tuners.knobs import WORKERS
+        from advisor.tuners.knobs import WORKERS, described
 
         if record.target != subject.target:
             self._progress.notice(f"tuned as {record.target.name}, which trains the same")
-        own = record.baseline.config.get(WORKERS) or 0
-        if (now := self._seen.own.get(WORKERS) or 0) != own:
+        then, now = (
+            described(Config({WORKERS: config.get(WORKERS) or 0}), Config())
+            for config in (record.baseline.config, self._seen.own)
+        )
+        if then != now:
             self._progress.notice(
-                f"that was with {own} loader workers of the script's own, and it has {now} now: "
-                "what the advice gains over these is not known; --force measures it"
+                f"that is over {then} of the script's own, and it has {now} now: what the advice "
+                "gains over these is not known; --force measures it"
             )
         return record
 

@@ -126,7 +126,7 @@ class Found:
         if left := _left_out(record, advice.config, config):
             self._say_left(left, _why_unfed(seen))
             reason = _without(left, reason, alone=config == own)
-        elif config == own and advice.config != record.baseline.config:
+        elif config == own and advice.config != record.baseline.config and not lookup.left_out:
             reason = "it has itself what is advised"
         return self.stays(config, own, reason)
 

@@ -528,7 +528,7 @@ def test_interrupted_or_killed_it_leaves_nothing_and_goes_on(folder: Path) -> No
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         until(lambda: once in log.read_text() or tuner.poll() is not None)
-        assert len(processes(folder)) > 1 and any(temporary.iterdir())
+        assert len(processes(folder)) > 1 and any(temporary.iterdir()), log.read_text()
         tuner.send_signal(number)
         code = tuner.wait()
         until(lambda: processes(folder) == [], 10)
