@@ -593,12 +593,12 @@ class OfRun(_Tuning):
     def _known(self, record: Record, subject: _Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
         one finds it by the model."""
-        from advisor.tuners.knobs import WORKERS, described
+        from advisor.tuners.knobs import WORKERS, described, workers
 
         if record.target != subject.target:
             self._progress.notice(f"tuned as {record.target.name}, which trains the same")
         then, now = (
-            described(Config({WORKERS: config.get(WORKERS) or 0}), Config())
+            described(Config({WORKERS: workers(config)}), Config())
             for config in (record.baseline.config, self._seen.own)
         )
         if then != now:

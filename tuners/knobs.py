@@ -529,7 +529,7 @@ def _threads(here: Situation) -> tuple[Value, ...]:
 
 def _workers(here: Situation) -> tuple[Value, ...]:
     """Few first: what gains no more by more is left at that."""
-    most, own = here.workers, int(here.own.get("num_workers") or 0)
+    most, own = here.workers, workers(here.own)
     if here.use != PILOT:
         return tuple(sorted({min(most, number) for number in COUNTS})) if here.loaded else ()
     others = sorted({most, most // 2, most // 4} - {0, own})
@@ -1001,6 +1001,11 @@ def permits(given: Mapping[str, Any], config: Config) -> bool:
     """Whether what was given of a Task permits a config; what was left out permits all."""
     rows = ((BY_NAME[name].permitted, value) for name, value in config.items() if name in BY_NAME)
     return all(permitted is None or permitted(given, value) for permitted, value in rows)
+
+
+def workers(config: Mapping[str, Value]) -> int:
+    """Of a config's loader; 0 where it has none, or nothing is said of them."""
+    return int(config.get(WORKERS) or 0)
 
 
 def burden(config: Config, default: Config) -> int:

@@ -229,7 +229,7 @@ def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Conf
     own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
     changed = advised.changed(base)
     config = own.replace(**{n: v for n, v in changed.items() if n in own and n not in seen.kept})
-    if int(config.get(knobs.WORKERS) or 0) > max(seen.workers, int(own.get(knobs.WORKERS) or 0)):
+    if knobs.workers(config) > max(seen.workers, knobs.workers(own)):
         config = config.replace(**{knobs.WORKERS: seen.workers})
     return config, own
 

@@ -14,7 +14,7 @@ from advisor.report import helping
 from advisor.report.data import Table
 from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
-from advisor.tuners import room
+from advisor.tuners import knobs, room
 from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, TORCH, WORKERS, described
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class Pair:
 
     @property
     def workers(self) -> int:
-        found = self.loader.get(WORKERS)
-        return found if isinstance(found, int) else 0
+        return knobs.workers(self.loader)
 
 
 def pairs(record: Record) -> list[Pair]:
@@ -154,7 +153,7 @@ def _of_any_order(record: Record) -> Iterator[str]:
     why = (
         "tried, and not clearly faster" if tried else "not tried, as time ran out or nothing waits"
     )
-    if not tried and record.input.get(WORKERS, 0) in (0, 1):
+    if not tried and knobs.workers(record.input) <= 1:
         why = "not tried, as that takes two workers"
     yield f"batches in any order: {why}"
 
@@ -210,7 +209,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
 
 def _chosen(record: Record) -> Pair | None:
     """What was measured with the step of the loader that is advised."""
-    wanted = record.input.get(WORKERS, 0)
+    wanted = knobs.workers(record.input)
     both = [one for one in pairs(record) if one.together and one.workers == wanted]
     # What acts between epochs was not measured within one.
     acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].per_epoch})

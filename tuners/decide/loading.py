@@ -110,7 +110,7 @@ class Loaders:
         best = self._best(self._told_apart(rates))
         if best is None or len(rates) < min(2, len(near)):
             return self._without_time()
-        if workers := _number(best[WORKERS]):
+        if workers := knobs.workers(best):
             if workers not in self._alone:  # passed over, for what one gives
                 self._look_at(workers)
             best = self._refined(best, samples)
@@ -148,15 +148,16 @@ class Loaders:
         """With further turns of the fastest and of a loader without workers, where these do not
         tell them apart yet and there is time."""
         plain = self._with(0)
-        best = max(rates, key=lambda config: statistics.median(rates[config]), default=plain)
-        if plain not in rates or best == plain or self._known_faster(rates[best], rates[plain]):
+        if plain not in rates:
+            return rates
+        best = _fastest(rates)
+        if best == plain or self._known_faster(rates[best], rates[plain]):
             return rates
         again = self._raced([plain, best], 1.0)
-        turns = min(len(rates[plain]), len(rates[best]))
-        more = min((len(seen) for seen in again.values()), default=0) if len(again) == 2 else 0
-        return rates | {
-            config: rates[config][:turns] + again[config][:more] for config in again if more
-        }
+        if len(again) < 2:
+            return rates
+        turns = min(len(rates[plain]), len(rates[best]))  # those that were taken in turn
+        return rates | {config: rates[config][:turns] + seen for config, seen in again.items()}
 
     def _look(self, step: float) -> None:
         """Loaders by themselves, few workers first, until they outrun the step by far."""
@@ -214,7 +215,7 @@ class Loaders:
         plain = self._with(0)
         if plain not in rates:
             return None
-        best = max(rates, key=lambda config: statistics.median(rates[config]))
+        best = _fastest(rates)
         if best != plain and not self._known_faster(rates[best], rates[plain]):
             if paired(rates[best], rates[plain]).mean >= CLEARLY:
                 whole_s = self._part.clock.whole_s
@@ -230,7 +231,7 @@ class Loaders:
             if not faster(ratio) and not _known_level(rates[best], held):
                 best = recipe
         tied = [c for c in rates if c == best or _known_level(rates[c], rates[best])]
-        return min(tied, key=lambda config: _number(config[WORKERS]))
+        return min(tied, key=knobs.workers)
 
     def _known_faster(self, ours: Sequence[float], plain: Sequence[float]) -> bool:
         """Whether workers are faster than none: clearly, or so much, by themselves too, that one
@@ -281,8 +282,8 @@ class Loaders:
 
     @property
     def _counts(self) -> list[int]:
-        counts = map(_number, self._space.inputs[WORKERS])
-        return [workers for workers in counts if workers < self._failing]
+        counts = self._space.inputs[WORKERS]
+        return [n for n in counts if isinstance(n, int) and n < self._failing]
 
     def _with(self, workers: int) -> Config:
         """The step with a loader of so many workers, as they usually work."""
@@ -295,7 +296,7 @@ class Loaders:
     def _tell(self, config: Config) -> None:
         said = [f"the step alone {self._step:,.0f}"]
         if WORKERS in config:
-            alone = self._alone.get(_number(config[WORKERS]))
+            alone = self._alone.get(knobs.workers(config))
             known = {"alone": alone.samples_per_s if alone else 0.0, "both": self._rate(config)}
             loader = self._space.default_input.keys()
             what = knobs.described(config.only(*loader), self._space.default_input | {WORKERS: -1})
@@ -317,7 +318,7 @@ class Loaders:
         return best_known(seen) if seen else None
 
     def _start_s(self, config: Config) -> float:
-        known = self._alone.get(_number(config[WORKERS]))
+        known = self._alone.get(knobs.workers(config))
         return known.first_step_s if known else 0.0
 
     def _raced(self, configs: Sequence[Config], share: float) -> Rates:
@@ -403,11 +404,10 @@ def _trial(config: Config, measured: Measurement, stage: str, origin: str, secon
     )
 
 
+def _fastest(rates: Rates) -> Config:
+    return max(rates, key=lambda config: statistics.median(rates[config]))
+
+
 def _known_level(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     """Whether they are level, by as many turns as tell: one or two call level what is far apart."""
     return min(len(ours), len(theirs)) >= MIN_ROUNDS and level(paired(ours, theirs))
-
-
-def _number(value: Value) -> int:
-    assert isinstance(value, int)
-    return value

@@ -121,8 +121,8 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
     tied = [choice for choice in choices if choice is fastest or ties(choice, fastest)]
 
     def asks(choice: Choice) -> tuple[int, int, float]:
-        workers = int(choice.config.get(knobs.WORKERS) or 0)
-        return knobs.burden(choice.config, space.default), workers, -choice.samples_per_s
+        burden = knobs.burden(choice.config, space.default)
+        return burden, knobs.workers(choice.config), -choice.samples_per_s
 
     return min(tied, key=asks)
 

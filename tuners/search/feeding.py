@@ -42,9 +42,10 @@ class Feeding:
         mine = [t for t in trials if t.measurement.ok and t.config.batch == self._space.batch]
         best = max(mine, key=lambda trial: _if_fed(trial.measurement))
         for name in self.given:
-            held = best.config[name]
-            more = self._along(best, name, self._above(name, held))
-            best = self._along(best, name, self._below(name, held)) if more is best else more
+            values = sorted(self._space.choices[name], key=_number)
+            held = values.index(best.config[name])
+            more = self._along(best, name, values[held + 1 :])
+            best = self._along(best, name, values[:held][::-1]) if more is best else more
         self.given = best.config.only(*knobs.FEEDS)
 
     def _along(self, best: Trial, name: str, values: Sequence[Value]) -> Trial:
@@ -74,14 +75,6 @@ class Feeding:
             pinned = (n for n in self.given if knobs.BY_NAME[n].non_blocking is not None)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
-
-    def _above(self, name: str, held: Value) -> list[Value]:
-        values = self._space.choices[name]
-        return sorted((v for v in values if _number(v) > _number(held)), key=_number)
-
-    def _below(self, name: str, held: Value) -> list[Value]:
-        values = self._space.choices[name]
-        return sorted((v for v in values if _number(v) < _number(held)), key=_number)[::-1]
 
 
 def _if_fed(measured: Measurement) -> float:

@@ -220,8 +220,9 @@ class Loaders:
             self.set({})
             self._begun[iterator] = dataclasses.replace(begun, own={})
             self._override = False
-            said = f"{faults.told(exc)}; the loader goes on by itself"
-            self._failed(exc if isinstance(exc, Unfed) else Unfed(said))
+            if not isinstance(exc, Unfed):
+                exc = Unfed(f"{faults.told(exc)}; the loader goes on by itself")
+            self._failed(exc)
             return _NONE
         self._taken += 1
         return batch
