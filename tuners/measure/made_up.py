@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Feed:
     batch: int
     seed: int
     count: int = 1
-    given: tuple[tuple[Any, Any], ...] = ()
+    given: Sequence[Any] = ()
 
 
 def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
