@@ -16,8 +16,8 @@ from advisor.cache.task import Task
 from advisor.errors import TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.measure.compare import sampled
 from advisor.tuners.measure.made_up import Feed, make_batch, outputs_of, random_targets
+from advisor.tuners.measure.samples import sampled
 from advisor.tuners.target import Loaded, build
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

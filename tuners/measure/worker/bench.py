@@ -287,7 +287,11 @@ class Bench:
         }
 
     def _check(self, workload: Workload, built: _Built, held: int) -> None:
-        """Raises: ConfigFailed: the loss is not finite, or more memory was held than is permitted."""
+        """Check the loss, and the memory at the peak.
+
+        Raises:
+            ConfigFailed: the loss is not finite, or more memory was held than is permitted.
+        """
         loss = workload.loss
         if loss is not None and not math.isfinite(float(loss)):
             raise ConfigFailed("wrong", f"the loss is {float(loss)}")

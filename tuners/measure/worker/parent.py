@@ -145,7 +145,7 @@ class Worker:
         return dataclasses.replace(told, parts=tuple(parts))
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place. A config with knobs of a loader is fed by it, in whole rounds of its workers."""
+        """See Place. A loader feeds a config that has its knobs, in whole rounds of its workers."""
         request = {"do": "block", "config": dict(config), "steps": steps, "warm": warm}
         return self._of_config(Block, "block", request, deadline_s)
 
@@ -159,7 +159,7 @@ class Worker:
         return self._of_config(float, "rate", request, seconds + self.deadline_s)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """See Place. Of another batch than the user's, the same config at the user's is compared."""
+        """See Place. A config of another batch is compared at the user's."""
         fp32 = strict(self.baseline).at(self._job.task.batch)
         config = config.at(self._job.task.batch)
         request = {

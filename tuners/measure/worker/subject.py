@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.compare import (
+from advisor.tuners.measure.samples import (
     SAMPLED,
     Named,
     Overflow,
