@@ -350,20 +350,24 @@ class Bench:
         built.peak_bytes = self.peak_bytes(before)
         return built
 
-    def workload(self, config: Config) -> Workload:
-        """A new workload of a config, of which no step has been made."""
+    def workload(self, config: Config, *, made_up: bool = False) -> Workload:
+        """A new workload of a config, of which no step has been made.
+
+        Args:
+            made_up: on made-up batches even where the task has data.
+        """
         IN_FORCE.release()
         batch = config.batch or self._task.batch
         own = batch == self._task.batch
-        given = self.data.batches if self._task.data and own else ()
+        given = self.data.batches if self._task.data and own and not made_up else ()
         # At other batches nothing is compared.
         feed = Feed(batch=batch, seed=self.job.seed, count=POINTS if own else 1, given=given)
         return Workload(self.loaded, self._task, self._advice(config), feed)
 
     def _advice(self, config: Config) -> Advice:
-        # As a script has it: what is torch's default already is left alone, and not set.
-        served = Served(default=TORCH)
         batch = config.batch or self._task.batch
+        # As a script has it: what is torch's default already is left alone, and not set.
+        served = Served(default=TORCH.at(batch))
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
 
     def _new_model(self) -> torch.nn.Module:

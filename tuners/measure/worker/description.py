@@ -90,7 +90,7 @@ def first_step(bench: Bench, built: nn.Module) -> tuple[Workload, bool]:
     bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
     with Layers(built) as layers, _SeesConvolution() as sees:
         try:
-            workload = bench.workload(bench.default)
+            workload = bench.workload(bench.default, made_up=True)
             workload.step()
             clock_of(bench.device).synchronize()
             return workload, sees.seen
