@@ -7,7 +7,6 @@ The first line of its input says what to do; once the input ends, the script has
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +15,6 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +29,6 @@ from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
 
 if TYPE_CHECKING:
-    from advisor.cache.key import Key
-    from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
 
@@ -52,10 +47,6 @@ class _OfRunInside(OfRun):
 
     def begun(self) -> Inside:
         return self.inside
-
-    def builder(self, run: Run, key: Key, seen: Seen, space: Space) -> AbstractContextManager[None]:
-        del run, key, seen, space
-        return contextlib.nullcontext()
 
     def space(self, situation: knobs.Situation) -> Space:
         found = super().space(situation)

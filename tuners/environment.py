@@ -88,33 +88,15 @@ def detect(device: str) -> Environment:
         ) from exc
 
 
-def devices(named: str) -> tuple[str, ...]:
-    """Those that 'cuda:0-3', 'cuda:0,2' or 'all' name, each once; any other is one device.
+def one_device(named: str) -> str:
+    """The device that is named.
 
     Raises:
-        UsageError: one of several is not there, or is not like the first.
-        AdvisorError: as `detect`.
+        UsageError: several are.
     """
-    if re.fullmatch(r"(cuda:)?all", named):
-        numbers = list(range(_cuda_count()))
-        if not numbers:
-            raise UsageError(f"device {named!r}: {_what_there_is(0)}")
-    elif re.fullmatch(r"cuda:[0-9]+[-,][-,0-9]*", named):
-        spans = [list(map(int, one.split("-"))) for one in named.removeprefix("cuda:").split(",")]
-        numbers = [n for span in spans for n in range(span[0], span[-1] + 1)]
-        if not numbers:
-            raise UsageError(f"device {named!r}: expected the lower number first")
-    else:
-        return (named,)
-    found = tuple(dict.fromkeys(f"cuda:{n}" for n in numbers))
-    first = detect(found[0]).device
-    for other in found[1:]:
-        if (device := detect(other).device) != first:
-            raise UsageError(
-                f"device {named!r}: {other} ({_shown(device)}) is not like {found[0]} "
-                f"({_shown(first)}), and one study needs GPUs that are alike; name those that are"
-            )
-    return found
+    if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", named):
+        raise UsageError(f"device {named!r}: tune measures on one device; give one, as cuda:0")
+    return named
 
 
 def _shown(device: Device) -> str:
@@ -152,25 +134,6 @@ def device_uuid(device: str) -> str:
         return _text(nvml.nvmlDeviceGetUUID(gpus[index].handle)).removeprefix("GPU-")
     except nvml.NVMLError:
         return ""
-
-
-def is_exclusive(device: str) -> bool:
-    """Whether a GPU's compute mode lets one process alone use it; False where that is not known.
-
-    Raises:
-        UsageError: the device is malformed.
-    """
-    index, nvml = cuda_index(device), _nvml()
-    if nvml is None:
-        return False
-    try:
-        gpus = _visible(nvml)
-        if index >= len(gpus) or gpus[index].is_slice:
-            return False
-        mode = nvml.nvmlDeviceGetComputeMode(gpus[index].handle)
-        return bool(mode != nvml.NVML_COMPUTEMODE_DEFAULT)
-    except nvml.NVMLError:
-        return False
 
 
 def free_bytes(device: str) -> int:
@@ -239,21 +202,6 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return tuple(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # a slice, or a driver that does not tell
         return ()
-
-
-def in_place_of(place: str, device: str) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that finds one GPU in the place of another: code that was
-    compiled for that one, which names it by its number, is found by it too.
-
-    Raises:
-        UsageError: a device is malformed.
-        AdvisorError: NVML does not tell about it.
-    """
-    shown, (first, own) = [gpu.uuid for gpu in gpus()], map(cuda_index, (place, device))
-    if max(first, own) >= len(shown):
-        raise AdvisorError(f"device {device!r}: NVML does not tell which GPU that is")
-    shown[first], shown[own] = shown[own], shown[first]
-    return ",".join(shown)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Who wins for each use, by what the race measured and nothing else."""
+"""The winner for each use, by what the race measured and nothing else."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decide.race import CLEAR, TIE, Ratio, paired
+from advisor.tuners.decisions import CLEARLY, FREE_WITHIN
+from advisor.tuners.search.ratio import Ratio, paired
 from advisor.tuners.search.space import Space
-
-FREE_WITHIN = 0.97
-"""The smallest batch whose throughput is at least this fraction of the best one's."""
-CLEARLY = 1.01
-"""Faster by at least this, and by more than the noise, or not at all."""
-NOISY_TIE = 0.97
-"""A tie of configs that the race could not tell apart: its 95% interval holds 1."""
 
 Rates = dict[Config, list[float]]
 
@@ -50,11 +44,11 @@ def choose(
     Raises:
         WorkerError: the default did not finish the race, so that nothing can be compared.
     """
-    steady = raced(space, rates, peaks)
+    steady = choices_of(space, rates, peaks)
     choices = steady
     if weigh is not None:
         over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
-        choices = raced(space, over_job, peaks)
+        choices = choices_of(space, over_job, peaks)
     found = _at_batch(space, choices)
     if len(space.batches) > 1:
         found |= _free(space, choices, found)
@@ -90,7 +84,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
     for use in RACED:
         at_user = fixed[use, False]
         # At the user's batch nobody is served less than with the batch fixed.
-        if held.batch == space.batch or faster(paired(at_user.rounds, held.rounds)):
+        if held.batch == space.batch or paired(at_user.rounds, held.rounds).faster:
             held = at_user
         better = _better(space, choices, use)
         if better:
@@ -98,7 +92,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
             near = [c for c in better if c.samples_per_s >= FREE_WITHIN * fastest]
             smallest = min(choice.batch for choice in near)
             best = _lightest(space, [c for c in near if c.batch == smallest])
-            if faster(paired(best.rounds, at_user.rounds)) and not ties(held, best):
+            if paired(best.rounds, at_user.rounds).faster and not ties(held, best):
                 held = best
         found[use, True] = held
     return found
@@ -127,29 +121,19 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
     return min(tied, key=asks)
 
 
-def faster(ratio: Ratio) -> bool:
-    """Whether it is clearly more than 1."""
-    return ratio.mean >= CLEARLY and ratio.low > 1.0
-
-
 def ties(ours: Choice, fastest: Choice) -> bool:
-    return level(paired(ours.rounds, fastest.rounds))
+    return paired(ours.rounds, fastest.rounds).level
 
 
-def level(ratio: Ratio) -> bool:
-    """Whether it is about 1, as far as that can be told."""
-    return ratio.mean >= TIE or (ratio.mean >= NOISY_TIE and ratio.high >= 1.0)
-
-
-def raced(space: Space, rates: Rates, peaks: dict[Config, int]) -> dict[Config, Choice]:
-    """What the race says of each config, held against the default.
+def choices_of(space: Space, rates: Rates, peaks: dict[Config, int]) -> dict[Config, Choice]:
+    """Each config against the baseline, as the race measured it.
 
     Raises:
         WorkerError: the default did not finish it.
     """
     reference = rates.get(space.default)
     if not reference:
-        raise WorkerError("torch's default did not finish the final race; tune again")
+        raise WorkerError("the baseline did not finish the race; tune again")
     return {config: choice_of(config, seen, reference, peaks) for config, seen in rates.items()}
 
 
@@ -173,20 +157,7 @@ def choice_of(
     )
 
 
-def untold(space: Space, choices: dict[Config, Choice], verdict: Verdict) -> list[Choice]:
-    """Those that may be faster than torch's default, or how much faster, and the race cannot tell:
-    the winners, and what seems to be faster than one."""
-    chosen = {one.choice.config for one in verdict.winners} - {space.default}
-    wide = [
-        choice
-        for choice in choices.values()
-        if choice.config != space.default
-        and not Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high).within(
-            CLEAR
-        )
-    ]
-    return [
-        choice
-        for choice in wide
-        if choice.config in chosen or (choice.speedup >= CLEARLY and choice.speedup_low <= 1.0)
-    ]
+def beside(seen: Sequence[float], now: Sequence[float], then: Sequence[float]) -> list[float]:
+    """Turns of a config as they would have been in an earlier race: `now` and `then` are those of
+    the baseline, in the same race as these and in the earlier one."""
+    return [ours / new * old for ours, new, old in zip(seen, now, then, strict=False)]
