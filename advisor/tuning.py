@@ -244,6 +244,8 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
+        from advisor.tuners.environment import bf16_notice
+
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
@@ -254,6 +256,8 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
