@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import check_writable, keep, keep_artifacts, locked
 from advisor.opening import Cache, open_records
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
 
@@ -679,9 +681,10 @@ def begun(
 
     measurable(command)
     log = _log_of(records, tuple(command))
+    saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        "starts the command several times and ends it; checkpoints and logs that it saves "
-        "itself are saved, reports to wandb, comet, mlflow and their like are off"
+        f"starts the command several times and ends it; checkpoints {saved}, reports to wandb, "
+        "comet, mlflow and their like are off, other files are written"
     )
     if show is None:
         progress.notice(f"its output: {log}")

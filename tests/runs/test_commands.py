@@ -23,6 +23,7 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.pilot import UNSTEPPED
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.knobs import strict
 from advisor.tuners.measure.first_step import Compiled
 from advisor.tuners.measure.run import run as running
@@ -225,6 +226,33 @@ def test_what_is_printed_without_end_is_cut_off() -> None:
             assert measured(run, own).ok
         assert measured(run, own).ok
     assert Path("log").stat().st_size <= LOGGED + 2**16
+
+
+def test_checkpoints_of_a_run_that_is_tuned_are_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They stay what they were, and what the script saves it loads; unless that is not wanted."""
+    command = script("""
+import os
+import torch
+from training import train
+
+def after(step):
+    torch.save({"step": step}, "last.tmp")
+    os.replace("last.tmp", "last.pt")
+    assert torch.load("last.pt") == {"step": step}
+
+train(after=after)
+""")
+    Path("last.pt").write_text("the user's")
+    os.utime("last.pt", (1, 1))
+    with started(command) as (run, _seen, own):
+        assert measured(run, own).ok
+    assert Path("last.pt").read_text() == "the user's"
+    monkeypatch.setenv(KEEP_CHECKPOINTS, "1")
+    with started(command) as (run, _seen, own):
+        assert measured(run, own).ok
+    assert Path("last.pt").read_bytes() != b"the user's"
 
 
 # Bad input and bad luck
