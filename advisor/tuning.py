@@ -27,7 +27,14 @@ from advisor.cache.task import Task, rows
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import check_writable, keep, keep_artifacts, locked
+from advisor.keeping import (
+    check_writable,
+    keep,
+    keep_artifacts,
+    lock_names,
+    locked,
+    measuring,
+)
 from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
@@ -140,7 +147,7 @@ def tune(
     Raises:
         UsageError: an argument is wrong. TargetFailed: the user's code raised.
         WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
-        Busy: another process tunes the same key.
+        Busy: another process measures the same, or on this device.
     """
     given = dict(locals())
     task_keywords = {row.keyword for row in rows(Task).values() if row.given} - {"target"}
@@ -160,7 +167,9 @@ def measured(
     set_up_logging()
     # What can be refused without torch, which takes seconds to import, is refused before.
     records = open_records(cache, fallback=True)
-    return _OfTarget(task, plan, records, progress or Progress()).run()
+    tuning = _OfTarget(task, plan, records, progress or Progress())
+    with measuring(records, [task.target], [lock_names(one)[0] for one in tuning.devices]):
+        return tuning.run()
 
 
 def measured_run(
@@ -185,7 +194,9 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return OfRun(command, permitted, plan, records, progress or Progress(), show).run()
+    tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    with measuring(records, command, lock_names()):
+        return tuning.run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,10 +431,10 @@ class _OfTarget(_Tuning):
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self._devices = devices(task.device or default_device())
-        self._device = self._devices[0]
+        self.devices = devices(task.device or default_device())
+        self._device = self.devices[0]
         self._environment = detect(self._device)
-        if len(self._devices) > 1:  # the record is that of one of them
+        if len(self.devices) > 1:  # the record is that of one of them
             own = "" if self._device == default_device() else self._device
             task = dataclasses.replace(task, device=own)
         self._task = task
@@ -436,7 +447,7 @@ class _OfTarget(_Tuning):
         from advisor.tuners.search.space import Space
 
         with contextlib.ExitStack() as started:
-            members = {name: started.enter_context(self._worker(name)) for name in self._devices}
+            members = {name: started.enter_context(self._worker(name)) for name in self.devices}
             worker = members[self._device]
             fleet = started.enter_context(Fleet(members, self._progress.notice))
             began = time.monotonic()
@@ -506,7 +517,7 @@ class _OfTarget(_Tuning):
             device=first,
             seed=self._plan.seed,
             visible=visible,
-            shares_host=len(self._devices) > 1,
+            shares_host=len(self.devices) > 1,
         )
 
     def _answers(self, record: Record, subject: _Subject) -> bool:
