@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.variables import RUN, bringing
+from advisor.tuners.act.pilot.variables import RUN, bringing, checkpoints
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -31,6 +31,10 @@ def attach() -> None:
     if guide is not None:
         from advisor.tuners.measure.run.repeated import Repeats
 
+        if (folder := checkpoints()) is not None:
+            from advisor.tuners.act.pilot.checkpoints import Redirection
+
+            Redirection(folder).install()
         IN_CHARGE.bring(guide, Repeats())
     elif (said := os.environ.get(RUN)) and not settings.disabled():
         told = json.loads(said)

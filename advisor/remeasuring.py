@@ -29,7 +29,7 @@ from advisor.cache.shown import speedup, tells
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import locked
+from advisor.keeping import lock_names, measuring
 from advisor.opening import Cache, open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
@@ -621,13 +621,12 @@ class _Subject:
 
     @contextlib.contextmanager
     def measured(self, budget_s: float) -> Iterator[_Again]:
-        """It runs, while nobody else measures this key."""
+        """It runs, while nobody else measures it, or on its device."""
         record = self.record
+        what = self.command or [_target(record, self.target)]
         running = self._run() if self.command else self._worker()
-        with (
-            locked(self.records.studies, f"{record.key.id}-{record.batch}"),
-            running as place,
-        ):
+        devices = lock_names(None if self.command else _device(record))
+        with measuring(self.records, what, devices), running as place:
             yield _Again(record, place, budget_s)
 
     @contextlib.contextmanager

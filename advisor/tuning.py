@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +27,16 @@ from advisor.cache.task import Task, rows
 from advisor.errors import UsageError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import check_writable, keep, keep_artifacts, locked
+from advisor.keeping import (
+    check_writable,
+    keep,
+    keep_artifacts,
+    lock_names,
+    locked,
+    measuring,
+)
 from advisor.opening import Cache, open_records
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Plan, Progress, suffices
 
@@ -141,7 +150,7 @@ def tune(
     Raises:
         UsageError: an argument is wrong. TargetFailed: the user's code raised.
         WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
-        Busy: another process tunes the same key.
+        Busy: another process measures the same, or on this device.
     """
     given = dict(locals())
     task_keywords = {row.keyword for row in rows(Task).values() if row.given} - {"target"}
@@ -161,7 +170,9 @@ def measured(
     set_up_logging()
     # What can be refused without torch, which takes seconds to import, is refused before.
     records = open_records(cache, fallback=True)
-    return _OfTarget(task, plan, records, progress or Progress()).run()
+    tuning = _OfTarget(task, plan, records, progress or Progress())
+    with measuring(records, [task.target], [lock_names(one)[0] for one in tuning.devices]):
+        return tuning.run()
 
 
 def measured_run(
@@ -186,7 +197,9 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return OfRun(command, permitted, plan, records, progress or Progress(), show).run()
+    tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    with measuring(records, command, lock_names()):
+        return tuning.run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +251,8 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
+        from advisor.tuners.environment import bf16_notice
+
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
@@ -248,6 +263,8 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
@@ -396,7 +413,8 @@ class _OfTarget(_Tuning):
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self._device = one_device(task.device or default_device())
+        self.devices = (one_device(task.device or default_device()),)
+        self._device = self.devices[0]
         self._environment = detect(self._device)
         self._task = task
 
@@ -605,9 +623,10 @@ def begun(
 
     measurable(command)
     log = _log_of(records, tuple(command))
+    saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        "starts the command several times and ends it; checkpoints and logs that it saves "
-        "itself are saved, reports to wandb, comet, mlflow and their like are off"
+        f"starts the command several times and ends it; checkpoints {saved}, reports to wandb, "
+        "comet, mlflow and their like are off, other files are written"
     )
     if show is None:
         progress.notice(f"its output: {log}")

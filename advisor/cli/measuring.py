@@ -36,6 +36,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 
 
@@ -48,6 +49,11 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @loader_option
 @click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
+@click.option(
+    "--keep-checkpoints",
+    is_flag=True,
+    help="Of a run: it writes its checkpoints where it says, not to a scratch folder.",
+)
 @click.option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -70,6 +76,7 @@ def tune(
     quiet: bool,
     show_output: bool,
     loader: str | None,
+    keep_checkpoints: bool,
     events: Path | None,
     reader: str | None,
     **options: Any,
@@ -88,6 +95,8 @@ def tune(
         raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
     if loader and target:
         raise UsageError("--loader is for a command after --; a TARGET's is tuned with --data")
+    if keep_checkpoints and target:
+        raise UsageError("--keep-checkpoints is for a command after --; a TARGET saves none")
     plan = Plan.of(collected(Plan, options))
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
@@ -100,7 +109,8 @@ def tune(
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     overriding = LOADER.get(loader or "", {})
-    with shown as progress, environment(overriding):
+    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
+    with shown as progress, environment(overriding | kept):
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(
