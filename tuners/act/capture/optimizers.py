@@ -47,6 +47,8 @@ class Optimizers:
         self._device = device
         self._met: dict[int, torch.optim.Optimizer] = {}
         self._rates: list[_Rate] = []
+        self._homes: dict[int, tuple[dict[str, Any], torch.device]] = {}
+        self._hooks: list[Any] = []
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._met.values())
@@ -66,9 +68,8 @@ class Optimizers:
         finally:
             seen.remove()
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._met.values():
-            yield from optimizer.param_groups
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._met.values() for group in optimizer.param_groups]
 
     def settings(self) -> list[Any]:
         """All that a capture takes for given, the learning rates that it follows left out."""
@@ -89,40 +90,53 @@ class Optimizers:
 
     def state(self) -> list[Tensor]:
         """What they keep of each weight, as momentum."""
-        found: list[Tensor] = []
-        for optimizer in self._met.values():
-            for state in optimizer.state.values():
-                found += [value for value in state.values() if isinstance(value, Tensor)]
-        return found
+        states = (state for one in self._met.values() for state in one.state.values())
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
-    def take_rates(self) -> None:
-        """Where an optimizer can read its learning rate from the device, it is followed there."""
+    def begin(self) -> None:
+        """What a capture cannot read from the host goes to the device: the counters of their steps,
+        and the learning rates that can be read there."""
+        for optimizer in self._met.values():
+            moved = False
+            for weight, state in optimizer.state.items():
+                step = state.get("step")
+                if isinstance(step, Tensor) and step.device != weight.device:
+                    self._homes[id(state)] = state, step.device
+                    state["step"], moved = step.to(weight.device), True
+            if moved:
+                hook = optimizer.register_state_dict_post_hook(self._as_the_script_has_it)
+                self._hooks.append(hook)
         self._rates = [_Rate(group) for group in self._groups() if _Rate.fits(group, self._device)]
+
+    def _as_the_script_has_it(self, _optimizer: Any, held: dict[str, Any]) -> dict[str, Any]:
+        """Counters on the host: an optimizer that loads one on the device waits at every step."""
+
+        def own(state: Any) -> Any:
+            _, home = self._homes.get(id(state), (None, None))
+            return state if home is None else {**state, "step": state["step"].to(home)}
+
+        return {**held, "state": {at: own(state) for at, state in held["state"].items()}}
 
     def follow_rates(self) -> None:
         """Take over what the script has set the learning rates to since."""
         for rate in self._rates:
             rate.follow()
 
-    def drop_rates(self) -> None:
-        self._rates = []
-
-    def count_on_device(self) -> None:
-        """Their steps, which a capture cannot read from the host."""
-        for optimizer in self._met.values():
-            for parameter, state in optimizer.state.items():
-                if "step" in state and isinstance(state["step"], Tensor):
-                    state["step"] = state["step"].to(parameter.device)
+    def end(self) -> None:
+        """Counters go back to where they were; no rate is followed."""
+        for state, home in self._homes.values():
+            state["step"] = state["step"].to(home)
+        for hook in self._hooks:
+            hook.remove()
+        self._rates, self._homes, self._hooks = [], {}, []
 
     @contextmanager
     def capturable(self) -> Iterator[None]:
         """The optimizers as a capture needs them: their learning rates on the device."""
         on_device = self._device == "cuda"
-        held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for group in self._groups():
-            held.append(
-                (group, {name: group[name] for name in ("lr", "capturable") if name in group})
-            )
+        groups = self._groups()
+        held = [{name: g[name] for name in ("lr", "capturable") if name in g} for g in groups]
+        for group in groups:
             if "capturable" in group and on_device:
                 group["capturable"] = True
         for rate in self._rates:
@@ -130,5 +144,5 @@ class Optimizers:
         try:
             yield
         finally:
-            for group, values in held:
+            for group, values in zip(groups, held, strict=True):
                 group.update(values)
