@@ -25,14 +25,17 @@ class Gradient:
     def recorded(self) -> None:
         self.after = self.weight.grad
         self.weight.grad = self.before
-        if self.before is not None and self.after is not self.before:
+        if self.clears:
             self.before = _CLEARED  # not kept alive: it is as large as the weight
+
+    @property
+    def clears(self) -> bool:
+        """Whether the step replaces the gradient that it finds."""
+        return self.before is not None and self.after is not self.before
 
     def as_recorded(self) -> bool:
         """A step that clears gradients first does not care; others find them as they were."""
-        if self.before is None:
-            return self.weight.grad is None
-        return self.after is not self.before or self.weight.grad is self.before
+        return self.clears or self.weight.grad is self.before
 
 
 class CapturedGraph:
@@ -54,7 +57,6 @@ class CapturedGraph:
             gradient.recorded()
         self.gradients = gradients
         self.attached = False
-        self._cleared = [g for g in gradients if g.before is None and g.after is not None]
         self._replaced: list[tuple[Place, Any]] = []
         self._alive: Held = []
 
@@ -76,8 +78,9 @@ class CapturedGraph:
         fill()
         self._play()
         tree_map(_copy, rooms, self._output)
-        for gradient in self.gradients if not self.attached else self._cleared:
-            gradient.weight.grad = gradient.after
+        for gradient in self.gradients:
+            if not self.attached or (gradient.before is None and gradient.after is not None):
+                gradient.weight.grad = gradient.after
         self.attached = True
         for (place, name), value in zip(self._replaced, kept, strict=True):
             place.write(name, value)

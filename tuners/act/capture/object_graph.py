@@ -6,6 +6,7 @@ attributes of its object that their code names, and what these hold.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import operator
@@ -87,25 +88,26 @@ class _Look:
     def __init__(self, place: Place, skipped: set[Any]) -> None:
         self._place, self._skipped = place, skipped
         self._before = self._read()
-        self._get, self._values = None, tuple(self._before.values())
+        self._get: Callable[[Any], Any] = lambda _held: tuple(self._read().values())
         if isinstance(place.names, tuple) and self._before:
-            # A model has hundreds of modules: a tuple of values is read without Python.
-            first = next(iter(self._before))
-            self._get = operator.itemgetter(*self._before, first)
-            self._values = self._get(place.held)
+            # A model has hundreds of modules: these are read without Python.
+            self._get = operator.itemgetter(*self._before, next(iter(self._before)))
+        self._size = len(place.held) if isinstance(place.names, tuple) else 0
+        self._values = self._get(place.held)
 
     def _read(self) -> dict[Any, Any]:
         return {n: value for n, value in self._place.read().items() if n not in self._skipped}
 
     def changed(self) -> str:
         """The name of a value that is another now; '' where none is."""
-        if self._get is not None:
-            try:
-                if all(map(operator.is_, self._get(self._place.held), self._values)):
-                    return ""
-            except KeyError:
-                pass
-        now, before = self._read(), self._before
+        held, before = self._place.held, self._before
+        if self._size and len(held) != self._size:
+            return self._place.called(next(reversed(held), ""))
+        with contextlib.suppress(KeyError):
+            values = self._get(held)
+            if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+                return ""
+        now = self._read()
         for name in before.keys() | now.keys():
             if name not in now or name not in before or not _same(now[name], before[name]):
                 return self._place.called(name)
@@ -146,11 +148,7 @@ class ObjectGraph:
         self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 
     def _called(self, step: Any) -> None:
-        """The step, as a function, a method, a partial or an object that is called."""
-        if isinstance(step, functools.partial):
-            self._places.append(Place("", dict(enumerate((*step.args, *step.keywords.values())))))
-            self._called(step.func)
-            return
+        """The step, as a function, a method or an object that is called."""
         owner = getattr(step, "__self__", None if isinstance(step, FunctionType) else step)
         if owner is not None:
             self._object(owner, "self")

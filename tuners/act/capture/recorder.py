@@ -20,11 +20,8 @@ class Recorder(Protocol):
     """'cuda': whose tensors it can hold."""
 
     def side_stream(self) -> AbstractContextManager[list[str]]:
-        """For steps before a recording, and those that are compared with it.
-
-        Yields a list that holds, afterwards, the lines of code that waited for the device.
-        """
-        ...
+        """For steps before a recording, and those that are compared with it. Yields a list that
+        holds, afterwards, the lines of code that waited for the device."""
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """What does the same again, and what `step` returned: tensors that it writes into.
@@ -34,21 +31,17 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: the step does what cannot be recorded; nothing is left of the attempt.
         """
-        ...
 
     def random_state(self) -> Any:
         """Of the numbers that steps draw on the device."""
-        ...
 
     def set_random_state(self, state: Any) -> None: ...
 
     def host_state(self) -> bytes:
         """Of torch's numbers that are drawn on the host, and would stand still in a replay."""
-        ...
 
     def empty(self) -> None:
         """Give back what memory is no longer used."""
-        ...
 
 
 class CudaRecorder:

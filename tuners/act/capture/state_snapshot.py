@@ -16,20 +16,18 @@ class StateSnapshot:
         self, tensors: list[Tensor], weights: list[Tensor], recorder: Recorder, objects: ObjectGraph
     ) -> None:
         self._recorder, self._objects = recorder, objects
-        self.tensors = tensors
-        self.clones = [tensor.detach().clone() for tensor in tensors]
-        gradients = [(weight, weight.grad) for weight in weights]
-        self._gradients = [(w, g, None if g is None else g.detach().clone()) for w, g in gradients]
+        self._gradients = [(weight, weight.grad) for weight in weights]
+        self._written = [*tensors, *(g for _, g in self._gradients if g is not None)]
+        self._clones = [tensor.detach().clone() for tensor in self._written]
+        self.tensors, self.clones = tensors, self._clones[: len(tensors)]
         self._random = recorder.random_state()
         self.held = objects.read()
 
     def restore(self) -> None:
         with torch.no_grad():
-            for tensor, clone in zip(self.tensors, self.clones, strict=True):
+            for tensor, clone in zip(self._written, self._clones, strict=True):
                 tensor.detach().copy_(clone)
-            for weight, gradient, clone in self._gradients:
-                weight.grad = gradient
-                if gradient is not None and clone is not None:
-                    gradient.detach().copy_(clone)
+        for weight, gradient in self._gradients:
+            weight.grad = gradient
         self._recorder.set_random_state(self._random)
         self._objects.put_back(self.held)
