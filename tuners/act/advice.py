@@ -265,12 +265,20 @@ class Advice:
         if not self._acting.captured:
             return train_step
         from advisor.tuners.act.capture.recorder import RECORDERS
-        from advisor.tuners.act.capture.step_graph import StepGraph
+        from advisor.tuners.act.capture.step_graph import (
+            StepGraph,
+            process_group_obstacle,
+            warn_plain,
+        )
 
         recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
+        if obstacle := process_group_obstacle():
+            self._following.failed = obstacle
+            warn_plain(obstacle)
+            return train_step
         scaler = self.scaler if self._acting.scaled else None
         self._step_graph = StepGraph(
             train_step, self.place(example_batch), self._models, recorder(), scaler

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from advisor.tuners.act.capture.reach import Place
-from advisor.tuners.act.capture.watch import Seen
+from advisor.tuners.act.capture.object_graph import Held, Place
 
 _CLEARED = object()
 
@@ -26,17 +25,20 @@ class Gradient:
     def recorded(self) -> None:
         self.after = self.weight.grad
         self.weight.grad = self.before
-        if self.before is not None and self.after is not self.before:
+        if self.clears:
             self.before = _CLEARED  # not kept alive: it is as large as the weight
+
+    @property
+    def clears(self) -> bool:
+        """Whether the step replaces the gradient that it finds."""
+        return self.before is not None and self.after is not self.before
 
     def as_recorded(self) -> bool:
         """A step that clears gradients first does not care; others find them as they were."""
-        if self.before is None:
-            return self.weight.grad is None
-        return self.after is not self.before or self.weight.grad is self.before
+        return self.clears or self.weight.grad is self.before
 
 
-class Recorded:
+class CapturedGraph:
     """What `Recorder.record` gave, for batches in the same buffers.
 
     Args:
@@ -55,19 +57,18 @@ class Recorded:
             gradient.recorded()
         self.gradients = gradients
         self.attached = False
-        self._cleared = [g for g in gradients if g.before is None and g.after is not None]
-        self._kept: list[tuple[Place, Any]] = []
-        self._alive: Seen = []
+        self._replaced: list[tuple[Place, Any]] = []
+        self._alive: Held = []
 
-    def keep(self, own: list[tuple[Place, Any, Any, Any]], seen: Seen) -> None:
-        """What the step itself puts in the place of what it found, and what it found."""
-        self._kept = [(place, name) for place, name, _old, _new in own]
-        self._output = tree_map(detached, (self._output, [new for *_, new in own]))
-        self._alive = seen  # a tensor that has been replaced is still read by the graph
+    def keep(self, replaced: list[tuple[Place, Any, Any]], before: Held) -> None:
+        """Objects that the step replaces: where, and the new ones; and all that it found."""
+        self._replaced = [(place, name) for place, name, _new in replaced]
+        self._output = tree_map(detached, (self._output, [new for *_, new in replaced]))
+        self._alive = before  # a tensor that has been replaced is still read by the graph
 
     def kept(self) -> list[Any]:
         """What stands there now."""
-        return [place.read()[name] for place, name in self._kept]
+        return [place.read()[name] for place, name in self._replaced]
 
     def play(self, fill: Callable[[], None]) -> Any:
         """Fill the buffers and take the step; what it returns is the caller's."""
@@ -77,10 +78,11 @@ class Recorded:
         fill()
         self._play()
         tree_map(_copy, rooms, self._output)
-        for gradient in self.gradients if not self.attached else self._cleared:
-            gradient.weight.grad = gradient.after
+        for gradient in self.gradients:
+            if not self.attached or (gradient.before is None and gradient.after is not None):
+                gradient.weight.grad = gradient.after
         self.attached = True
-        for (place, name), value in zip(self._kept, kept, strict=True):
+        for (place, name), value in zip(self._replaced, kept, strict=True):
             place.write(name, value)
         return output
 
