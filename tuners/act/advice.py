@@ -22,7 +22,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint, known_wrong
-from advisor.tuners.act import buckets, momentum, ranks
+from advisor.tuners.act import buckets, gate, momentum, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import (
     AUTOCAST,
@@ -178,6 +178,9 @@ class Advice:
                 buckets.rebuild(model)
         if self._acting.graphs:
             self._replays.attach(model)
+        if self._acting.compiles:
+            inference = self.record is None or self.record.key.task.mode != "train"
+            gate.attach(model, sizes=not self._acting.any_size, inference=inference)
         if self.artifacts is not None:
             self.artifacts.begin()
             from advisor.tuners.act.artifacts import before_first_call

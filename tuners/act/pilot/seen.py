@@ -71,7 +71,7 @@ class Seen:
         main = trained[0]
         models = [fingerprint.of_model(one.model) for one in trained]
         sizes = [fingerprint.size(one.model) for one in trained]
-        samples = max(1, round(main.samples / max(1, steps)))
+        samples = main.batch(crew.period()) or max(1, round(main.samples / max(1, steps)))
         processes, rank = _place()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
         own, kept, limits = _own(crew, trained, loading)
