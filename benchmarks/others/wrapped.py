@@ -102,18 +102,21 @@ def compiled(plain: Callable[..., Any], compile_by: str) -> Callable[..., Any]:
 
 
 def gated(
-    model: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any]
+    model: nn.Module,
+    plain: Callable[..., Any],
+    fast: Callable[..., Any],
+    signatures: int = 1,
 ) -> Callable[..., Any]:
-    """Calls `fast` in training with the signature of the first such call, else `plain`."""
+    """Calls `fast` in training with one of the first signatures seen there, else `plain`."""
     expected: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
         signature = [described(leaf) for leaf in tree_leaves((args, kwargs))]
-        if not expected:
+        if len(expected) < signatures and signature not in expected:
             expected.append(signature)
-        return (fast if signature == expected[0] else plain)(*args, **kwargs)
+        return (fast if signature in expected else plain)(*args, **kwargs)
 
     return call
 
