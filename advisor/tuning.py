@@ -171,7 +171,7 @@ def measured(
     # What can be refused without torch, which takes seconds to import, is refused before.
     records = open_records(cache, fallback=True)
     tuning = _OfTarget(task, plan, records, progress or Progress())
-    with measuring(records, [task.target], [lock_names(one)[0] for one in tuning.devices]):
+    with measuring(records, [task.target], lock_names(tuning.device)):
         return tuning.run()
 
 
@@ -413,9 +413,8 @@ class _OfTarget(_Tuning):
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self.devices = (one_device(task.device or default_device()),)
-        self._device = self.devices[0]
-        self._environment = detect(self._device)
+        self.device = one_device(task.device or default_device())
+        self._environment = detect(self.device)
         self._task = task
 
     @contextlib.contextmanager
@@ -425,14 +424,14 @@ class _OfTarget(_Tuning):
 
         with self._worker() as worker:
             facts = worker.describe()
-            _same_device(self._device, facts.device_uuid)
+            _same_device(self.device, facts.device_uuid)
             key = Key(
                 environment=self._environment,
                 model=facts.model,
                 hooks=facts.hooks,
                 task=self._task,
                 libraries=facts.libraries,
-                threads=facts.threads if self._device == "cpu" else 0,
+                threads=facts.threads if self.device == "cpu" else 0,
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
             situation = _situation(key, self._plan, facts, batches)
@@ -471,7 +470,7 @@ class _OfTarget(_Tuning):
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import Job
 
-        job = Job(task=self._task, device=self._device, seed=self._plan.seed)
+        job = Job(task=self._task, device=self.device, seed=self._plan.seed)
         return Worker(job, deadline_s=max(30.0, self._plan.seconds))
 
     def _answers(self, record: Record, subject: _Subject) -> bool:

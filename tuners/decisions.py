@@ -17,9 +17,11 @@ SLOW_VISIT_S = 8.0
 rest."""
 SETTLED = 0.1
 """Two blocks in a row that differ by less are settled (fraction of the step time)."""
-SETTLE_BLOCKS = 12
-"""Blocks after which a config is timed though it has not settled: shapes vary, or the host is
-busy. reduce-overhead records its graphs in the first three calls of each."""
+SETTLE_STEPS = 4
+"""Steps of a settling block at least: reduce-overhead records its graphs in the first three."""
+SETTLE_S, SETTLE_BLOCKS = 3.0, 12
+"""Seconds, and blocks where some still compile, after which a config is timed though it has not
+settled: shapes vary, or the host is busy."""
 PAIRS, MORE_PAIRS = 3, 6
 """Turns of a visit, and of one that is close to the best: three of 0.3 s tell 3% at 0.5% noise."""
 HOPELESS = 0.8

@@ -15,6 +15,8 @@ from advisor.tuners.decisions import (
     MORE_PAIRS,
     PAIRS,
     SETTLE_BLOCKS,
+    SETTLE_S,
+    SETTLE_STEPS,
     SETTLED,
     SLOW_TURN_S,
     SLOW_TURN_STEPS,
@@ -128,6 +130,7 @@ class Visitor:
         self._place, self._clock, self._tell = place, clock, tell
         self.baseline: list[Block] = []
         self._last: Block | None = None
+        self._current: Config | None = None
         self._settled: dict[Config, float] = {}
 
     def now(self) -> float:
@@ -203,7 +206,7 @@ class Visitor:
     def compare(self, config: Config) -> Compared:
         """Compare the code that was timed with strict fp32."""
         self._tell(config, COMPARING)
-        self._last = None
+        self._last = self._current = None
         return self._place.compare(config, deadline_s=self._clock.deadline_s)
 
     def forget(self, config: Config) -> None:
@@ -241,11 +244,14 @@ class Visitor:
         block = self._block(config, 1)
         first_s = block.first_s + (0.0 if block.first_s else block.seconds)
         before = 0.0
+        settling = self._clock.now()
         for _ in range(SETTLE_BLOCKS):
-            if not block.compiled and before and abs(block.step_s / before - 1) < SETTLED:
+            known = before and abs(block.step_s / before - 1) < SETTLED
+            over = before and self._clock.now() - settling >= SETTLE_S
+            if not block.compiled and (known or over):
                 break
             before = block.step_s
-            block = self._block(config, turn_steps(before, TURN_S / 2))
+            block = self._block(config, max(SETTLE_STEPS, turn_steps(before, TURN_S / 2)))
         self._settled[config] = block.step_s
         return first_s, self._clock.now() - began
 
@@ -256,7 +262,11 @@ class Visitor:
         return steps if steps < 2 * workers else math.ceil(steps / workers) * workers
 
     def _block(self, config: Config, steps: int) -> Block:
-        return self._place.block(config, steps, deadline_s=self._clock.deadline_s)
+        warm = int(config != self._current)
+        self._current = None
+        block = self._place.block(config, steps, warm=warm, deadline_s=self._clock.deadline_s)
+        self._current = config
+        return block
 
     def _enough(self, turns: list[Turn], best: float) -> bool:
         """Whether these turns tell how a config compares with the best, or that it is hopeless."""
