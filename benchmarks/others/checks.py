@@ -140,8 +140,8 @@ def compilations() -> dict[str, Any]:
 
 
 def gate(report: Report) -> None:
-    for is_gated in (True, False):
-        with report.trying(80, gated=is_gated):
+    for is_gated, seconds in ((True, 65), (False, 95)):
+        with report.trying(seconds, gated=is_gated):
             gate_variant(report, is_gated)
 
 
@@ -300,8 +300,8 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def layouts(report: Report) -> None:
-    for keep in (True, False):
-        with report.trying(80, kept=keep):
+    for keep, seconds in ((True, 105), (False, 55)):
+        with report.trying(seconds, kept=keep):
             layouts_variant(report, keep)
 
 
