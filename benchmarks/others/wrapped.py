@@ -2,8 +2,9 @@
 
     python benchmarks/others/wrapped.py --compile reduce-overhead --format bf16 train.py --epochs 9
 
-The first module with weights that the script calls counts as the trained model. Its calls in training go through
-autocast and torch.compile, if they have the shapes of the first one; all others stay eager.
+The first module with weights that the script calls counts as the trained model. Its calls in
+training go through autocast and torch.compile, if they have the shapes of the first one; all others
+stay eager.
 """
 
 from __future__ import annotations
