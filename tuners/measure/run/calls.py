@@ -105,6 +105,11 @@ class KeptCalls:
         self._asked: Comparison | None = None
         self._switch: Switch | None = None
         self._unhook: hooks.Remove = _nothing
+        self._weights: Named = {}
+        self._state: list[Tensor] = []
+        self._aside: list[Tensor] = []
+        self._modules: list[nn.Module] = []
+        self._left_from = 0.0
         self.draws = False
 
     # A Watch ------------------------------------------------------------------------------------
@@ -151,7 +156,7 @@ class KeptCalls:
         """As `Watch.close`."""
         self._unhook()
         self._steps, self._references, self._switch = [], None, None
-        self._weights, self._aside, self._modules = {}, [], []
+        self._weights, self._state, self._aside, self._modules = {}, [], [], []
 
     @property
     def _ready(self) -> bool:
@@ -291,7 +296,7 @@ class KeptCalls:
                 move_ = float(ours.double().norm())
                 apart = float((other[parameter].double() - ours.double()).norm())
                 # What rounding a weight after its update leaves.
-                apart -= 2 * torch.finfo(parameter.dtype).eps * float(parameter.double().norm())
+                apart -= 2 * torch.finfo(parameter.dtype).eps * float(parameter.detach().double().norm())
                 part = apart / move_ if move_ else float(apart > 0)
                 worst = max(worst, (part, names.get(parameter, "a parameter")))
         return worst
