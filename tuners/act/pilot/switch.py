@@ -263,6 +263,11 @@ class Switch:
         """The modules whose calls these are."""
         return list(self._calls)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The script's optimizers."""
+        return self._optimizers
+
     def began(self) -> None:
         """A step begins."""
         if self.counts_steps:
