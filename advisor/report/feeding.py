@@ -178,7 +178,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
             yield f"That is of the data of {own}; what follows is of {data}:"
     if costs is None:
         return
-    shares = [f"{one.part} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
+    shares = [f"{one.where} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
     small = len([share for share in shares if share.endswith(" 0%")])
     listed = ", ".join(shares[: len(shares) - small])
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
