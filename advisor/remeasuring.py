@@ -475,7 +475,7 @@ class _Again:
         from advisor.tuners.knobs import doubtful
 
         task = self._record.key.task
-        if not doubtful(config):
+        if not doubtful(config, self._record.baseline.config):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"

@@ -79,6 +79,9 @@ IDLE_TRIALS = 8
 WAITS = 0.03
 """Fraction of a step spent waiting for data from which the loader is tuned: pinned memory and
 workers gain less than 3% below it."""
+STARVED = 0.25
+"""The same from which it is tuned before anything else is tried: workers gain a third and more
+then, which is what the first compute configs gain."""
 LOADER_GAIN = 1.03
 """More workers that gain less are not kept."""
 LOADER_TURN_S = 1.0

@@ -18,6 +18,7 @@ from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import (
     ERRORS,
     FORMAT_SLOPE,
+    FORMAT_TENSOR,
     SLOPE,
     Named,
     Sample,
@@ -295,24 +296,34 @@ class Draws:
             error *= math.sqrt(3)
         counts = torch.tensor([one.numel() for one in self._directions[0].values()])
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
-        limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        limit = (FORMAT_TENSOR if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
         matters = self._matters(counts)
         alone = [drawn.along.mean(0)[points].sum(0) / signal - 1]
         alone += [] if than is None else [than.along.mean(0)[points].sum(0) / signal - 1]
         beside = ["".join(f", {float(one[at]):+.1%}" for one in alone) for at in range(len(off))]
-        return [
+        whole = [] if than is not None else [self._whole(drawn, points, tells)]
+        return whole + [
             _Off(
                 name=f"the slope of {label(name, self._samples[0])}",
                 off=float(off[at]),
                 error=float(error[at]),
                 limit=float(limit[at]),
-                tells=tells if matters[at] else math.inf,
+                tells=tells if matters[at] and than is not None else math.inf,
                 beside="" if than is None else f" ({beside[at][2:]} from fp32 with and without it)",
             )
             for at, name in enumerate(self._directions[0])
             if not rounding[at] and share[at] <= 0.5
         ]
+
+    def _whole(self, drawn: _Drawn, points: list[int], tells: float) -> _Off:
+        """The slope of all gradients as one vector."""
+        first = len(self._samples[0].outputs)
+        signal = self._signal[points, first:].sum().clamp(min=1e-30)
+        apart = (drawn.along - self._signal)[:, points, first:].sum((1, 2)) / signal
+        error = float((apart.var() / len(apart)).sqrt()) * math.sqrt(3)
+        off = float(apart.mean())
+        return _Off("the slope of all gradients", off, error, FORMAT_SLOPE, tells)
 
     def _matters(self, counts: Tensor) -> Tensor:
         """Whether a tensor's mean gradient is not much smaller, per element, than usual."""

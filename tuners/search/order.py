@@ -14,6 +14,7 @@ from advisor.tuners.decisions import (
     LOADER_GAIN,
     LOADER_TURN_S,
     SMALL_MODULES,
+    STARVED,
     TURN_S,
     WAITS,
 )
@@ -108,12 +109,14 @@ class Recipe:
         self._space, self._visits, self._modules = space, visits, modules
 
     def __iter__(self) -> Iterator[Proposal]:
-        yield from self._loader()
+        yield from self._loader(STARVED)
         for stage in (self._half, self._compiled, self._toggles, self._other_code, self._alone):
             for config in stage():
                 if config is not None and self._is_new(config):
                     yield Proposal(config, "recipe")
-                    yield from self._loader()
+                    yield from self._loader(STARVED)
+            if stage == self._compiled:
+                yield from self._loader(WAITS)
         for config in self._batches():
             if self._is_new(config):
                 yield Proposal(config, "batch")
@@ -123,9 +126,8 @@ class Recipe:
         return self._space.holds(config) and config not in known and known.allowed(config)
 
     def _near(self, changes: Mapping[str, Value]) -> Config:
-        """The baseline with what of some changes is offered and not struck out."""
-        allowed = {n: v for n, v in changes.items() if (n, v) not in self._visits.struck}
-        return self._space.near(allowed).replace(**self._visits.feed)
+        """The baseline with what of some changes is offered."""
+        return self._space.near(changes).replace(**self._visits.feed)
 
     def _on(self, config: Config, changes: Mapping[str, Value]) -> Config | None:
         return self._space.on(config, changes)
@@ -146,6 +148,8 @@ class Recipe:
         return graphs is not None and graphs(value)
 
     def _runs(self, config: Config) -> bool:
+        if not self._visits.allowed(config):
+            return False
         visit = self._visits.get(config)
         wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
         return visit is None or (visit.ok and not wrong)
@@ -242,11 +246,12 @@ class Recipe:
                     if (frugal := self._on(leading.at(batch), changes)) is not None:
                         yield frugal
 
-    def _loader(self) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data, and fewer where more gain nothing."""
+    def _loader(self, waits: float) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data for so much of its time, and fewer where
+        more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if best.waited < WAITS:
+            if best.waited < waits:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])

@@ -287,8 +287,7 @@ class Tuner:
         return self._compared[at_own]
 
     def _is_doubtful(self, config: Config) -> bool:
-        changed = config.changed(self._space.default)
-        return self._scope.compares and bool(knobs.doubts(config) & set(changed.items()))
+        return self._scope.compares and knobs.doubtful(config, self._space.default)
 
     def _leads(self, visit: Visit) -> bool:
         """Whether it is faster than the best verified config of some use that can follow it."""

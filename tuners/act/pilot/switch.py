@@ -244,16 +244,6 @@ class Switch:
             call.act, call.parts, call.struck = call.plain, NONE, None
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that train."""
-        return list(self._optimizers)
-
-    def optimizer_changes(self, config: Config) -> dict[str, Any]:
-        """What a config sets in parameter groups of optimizers."""
-        found = Acting(config, self.own, self._device).optimizer()
-        return found | {"foreach": False} if found else {}
-
-    @property
     def calls(self) -> list[Call]:
         """What the trained models are called through."""
         return list(self._calls.values())

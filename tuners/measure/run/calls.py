@@ -18,6 +18,7 @@ import contextlib
 import functools
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -120,20 +121,15 @@ class _Autocast:
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps, as a Subject.
 
-    `begin`, `stepped` for each step, then `verdict`; or, once `ready`, `compare` at the end of any
-    step. `close` lets go of everything.
+    It is a pilot's Watch.
 
     Args:
         careful: the run is one that counts: a model is called again only where all that its own
             call leaves behind is put back.
-
-    Attributes:
-        compared: what `verdict` said last.
     """
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
-        self.compared: Compared | None = None
         self._switch: Switch | None = None
         self._drop()
 
@@ -174,9 +170,9 @@ class KeptCalls:
         trained: Sequence[Trained],
         device: torch.device,
         asked: Comparison,
-    ) -> None:
-        """Have the script make its next steps unmodified, to be kept; unless they already are."""
-        self._asked = asked
+    ) -> bool:
+        """As `Watch.begin`: the script makes its next steps unmodified, unless they are kept."""
+        self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
             self.close()
             self._switch, self._device = switch, device
@@ -187,12 +183,14 @@ class KeptCalls:
         if not self.ready:
             self._set(switch.own)
             self._look()
+        return self.ready
 
-    def stepped(self) -> None:
-        """A step is over."""
+    def stepped(self) -> bool:
+        """As `Watch.stepped`."""
         if not self.ready:
             self._step_over()
             (self._rest if self.ready else self._look)()
+        return self.ready
 
     def _step_over(self) -> None:
         self._unhook()
@@ -204,18 +202,13 @@ class KeptCalls:
                 self._updates = KeptUpdates(self._of_switch.optimizers)
         self._calls = []
 
-    def verdict(self) -> tuple[str, str]:
-        """Outcome and reason of the comparison that `begin` asked for."""
-        self.compared = self.compare(self._asked, lambda: math.inf)
-        return self.compared.outcome, self.compared.reason
-
-    def leave(self) -> None:
-        """Have the script go on as it was."""
-        self._rest()
-        if self._switch is not None:
-            self._set(self._switch.own)
+    def verdict(self) -> tuple[str, str, str]:
+        """As `Watch.verdict`."""
+        ends = self._began + self._asked.left_s
+        found = self.compare(self._asked, lambda: ends - time.monotonic())
         if self._careful and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        return found.outcome, found.reason, found.blames
 
     def compare(self, asked: Comparison, left_s: Callable[[], float]) -> Compared:
         """Compare a config with strict fp32; the script has its own config afterwards."""
