@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config, Value
 from advisor.cache.kinds import Seconds
@@ -19,7 +19,6 @@ from advisor.cache.record import (
     PILOT,
     RACED,
     Choice,
-    Measurement,
     Part,
     Record,
     Trial,
@@ -30,17 +29,17 @@ from advisor.cache.shown import speedup, tells
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import locked
+from advisor.keeping import lock_names, measuring
 from advisor.opening import Cache, open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
-from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, memory_of
+from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.decide.race import Ratio
-    from advisor.tuners.decide.verdict import Tester
+    from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
+    from advisor.tuners.search.ratio import Ratio
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
 """What `verify` may find."""
@@ -57,13 +56,8 @@ MOST_APART = 1000
 """Ends of an interval: further apart they are not told."""
 COSTS, COSTS_S = 0.1, 5.0
 """Of explain's budget, at most so many seconds: what a sample costs."""
-NUMERICS_STEPS = 16
 DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
-FIRST, SECOND, THIRD = 0.45, 0.5, 0.5
-"""Of what is left of explain's budget: knob by knob, through a DataLoader, and what is simpler."""
-RACE, LEAST_RACE = 0.7, 0.3
-"""Of verify's budget: the race's share, down to the least where a comparison needs the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +174,7 @@ def verify(
 
     Args and errors as `explain`.
     """
-    from advisor.tuners.decide.race import paired
+    from advisor.tuners.search.ratio import paired
 
     budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
@@ -191,13 +185,13 @@ def verify(
     with subject.measured(budget_s) as again:
         base, advised = record.baseline.config, record.winner(record.use).config
         winners = {use: record.winner(use).config for use in _uses(record)}
-        rates = again.race([base, *winners.values()], again.beside_comparison)
+        numerics, wrong = again.compared(advised)
+        rates = again.race([base, *winners.values()])
         now = {
             use: paired(rates[config], rates[base])
             for use, config in winners.items()
             if config != base
         }
-        numerics, wrong = again.compared(advised)
         verdict, reason = judged(record, now, rates[advised], rates[base], wrong)
         if verdict == UNTOLD:
             reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
@@ -311,62 +305,43 @@ def _idle(part: Part) -> bool:
     return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
 
 
-class _Noting:
-    """A Runner that notes why a config could not be measured."""
-
-    def __init__(self, runner: Tester) -> None:
-        self._runner = runner
-        self.reasons: dict[Config, str] = {}
-
-    def measure(self, config: Config, **how: Any) -> Measurement:
-        """As `Runner.measure`."""
-        measured = self._runner.measure(config, **how)
-        if not measured.ok:
-            self.reasons[config] = measured.reason
-        return measured
-
-    def release(self) -> None:
-        """As `Runner.release`."""
-        self._runner.release()
-
-
 class _Again:
-    """A record measured again, within a budget. `comparison_s`: as `Terms.compare_s`."""
+    """A record measured again at a place, within a budget."""
 
-    def __init__(
-        self, record: Record, worker: Tester, budget_s: float, comparison_s: float = 0.0
-    ) -> None:
-        from advisor.tuners.search.plan import Clock
+    def __init__(self, record: Record, place: Place, budget_s: float) -> None:
+        from advisor.tuners.search.clock import Clock
+        from advisor.tuners.search.visit import Visitor
 
-        self._record, self._worker = record, worker
+        self._record, self._place = record, place
         self._clock = Clock(budget_s)
-        compares = not self._exempt(record.winner(record.use).config)
-        left = 1 - compares * comparison_s / budget_s
-        self.beside_comparison = max(LEAST_RACE, min(RACE, left))
+        self._visitor = Visitor(place, self._clock, lambda _config, _doing: None)
 
-    def race(
-        self, configs: list[Config], share: float, stage: str = "compute"
-    ) -> dict[Config, list[float]]:
-        """Samples/s of each turn of configs measured in turn.
+    def race(self, configs: list[Config]) -> dict[Config, list[float]]:
+        """Samples/s of each round of configs measured in turn.
 
         Raises:
             WorkerError: one of them does not run any more.
         """
-        from advisor.tuners.decide.race import race
         from advisor.tuners.knobs import described
-        from advisor.tuners.measure.runner import TOO_SOON
+        from advisor.tuners.measure.place import ConfigFailed
+        from advisor.tuners.search.race import race
 
         configs = list(dict.fromkeys(configs))
-        part = self._clock.part(share)
-        runner = _Noting(self._worker)
-        rates = race(runner, configs, part, stage=stage, drop=False)
+        reasons: dict[Config, str] = {}
+
+        def lost(config: Config, exc: ConfigFailed) -> None:
+            reasons[config] = str(exc)
+
+        try:
+            rates = race(self._visitor, configs, lambda: self._clock.left_s, lost)
+        except ConfigFailed as exc:
+            rates, reasons[configs[0]] = {}, str(exc)
         for config in configs:
             if not rates.get(config):
-                if runner.reasons.get(config) == TOO_SOON:
-                    raise WorkerError(f"{TOO_SOON}; give it more to train on, as more epochs")
+                why = reasons.get(config, "the budget was over before it was measured")
                 raise WorkerError(
-                    f"{described(config)} does not run here any more, or not within the budget; "
-                    "give --budget more, or tune again with --force"
+                    f"{described(config)} does not run here any more: {why}; give --budget more, "
+                    "or tune again with --force"
                 )
         return rates
 
@@ -374,23 +349,21 @@ class _Again:
         """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
-        assert isinstance(self._worker, Worker)  # a run has no data of its own
-        return self._worker.costs(seconds)
+        assert isinstance(self._place, Worker)  # a run has no data of its own
+        return self._place.costs(seconds)
 
     def parts(self, *, loaded: bool = False) -> list[Part]:
         """What each knob of the advice contributes, the most first; those of the loader where its
         data is `loaded`."""
-        from advisor.tuners.knobs import INPUT
-
         record = self._record
         chosen, default = record.winner(record.use).config, record.baseline.config
         without = {
             name: chosen.replace(**{name: default[name]}) for name in chosen.changed(default)
         }
-        found = self._parts(chosen, without, "compute", FIRST)
+        found = self._parts(chosen, without, "compute")
         if loaded:
             whole = Config(chosen | record.input)
-            found += self._parts(whole, self._without_input(chosen), INPUT, SECOND)
+            found += self._parts(whole, self._without_input(chosen), "input")
         return sorted(found, key=lambda part: -part.ratio)
 
     def _without_input(self, chosen: Config) -> dict[str, Config]:
@@ -412,14 +385,12 @@ class _Again:
             if name in own
         }
 
-    def _parts(
-        self, whole: Config, without: Mapping[str, Config], stage: str, share: float
-    ) -> list[Part]:
-        from advisor.tuners.decide.race import paired
+    def _parts(self, whole: Config, without: Mapping[str, Config], stage: str) -> list[Part]:
+        from advisor.tuners.search.ratio import paired
 
         if not without:
             return []
-        rates = self.race([whole, *without.values()], share, stage)
+        rates = self.race([whole, *without.values()])
         found = []
         for name, config in without.items():
             ratio = paired(rates[whole], rates[config])
@@ -461,12 +432,12 @@ class _Again:
         return record, ()
 
     def _no_slower(self, record: Record, simple: Config) -> Choice | None:
-        from advisor.tuners.decide.race import beside
-        from advisor.tuners.decide.winners import CLEARLY, choice_of, ties
+        from advisor.tuners.decisions import CLEARLY
+        from advisor.tuners.search.winners import beside, choice_of, ties
 
         default, then = record.baseline.config, record.winner(record.use)
         try:
-            rates = self.race([default, then.config, simple], THIRD)
+            rates = self.race([default, then.config, simple])
         except WorkerError:
             return None
         peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
@@ -504,7 +475,7 @@ class _Again:
         from advisor.tuners.knobs import doubtful
 
         task = self._record.key.task
-        if not doubtful(config):
+        if not doubtful(config, self._record.baseline.config):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
@@ -512,22 +483,16 @@ class _Again:
 
     def numerics(self, config: Config) -> Trial | None:
         """Held against strict fp32, where a change of numbers asks for it and the task permits."""
-        from advisor.tuners.knobs import strict
+        from advisor.tuners.search.tuner import measurement_of
 
         if self._exempt(config):
             return None
         began = time.monotonic()
-        measured = self._worker.verify(
-            config,
-            against=strict(self._record.baseline.config),
-            steps=NUMERICS_STEPS,
-            tolerance=self._record.key.task.tolerance,
-            deadline_s=self._clock.part().deadline_s,
-        )
+        compared = self._visitor.compare(config)
         return Trial(
             number=len(self._record.trials),
             config=config,
-            measurement=measured,
+            measurement=measurement_of(compared),
             stage="numerics",
             origin="fp32",
             seconds=time.monotonic() - began,
@@ -656,24 +621,22 @@ class _Subject:
 
     @contextlib.contextmanager
     def measured(self, budget_s: float) -> Iterator[_Again]:
-        """It runs, while nobody else measures this key."""
+        """It runs, while nobody else measures it, or on its device."""
         record = self.record
+        what = self.command or [_target(record, self.target)]
         running = self._run() if self.command else self._worker()
-        with (
-            locked(self.records.studies, f"{record.key.id}-{record.batch}"),
-            running as (tester, comparison_s),
-        ):
-            yield _Again(record, tester, budget_s, comparison_s)
+        devices = lock_names(None if self.command else _device(record))
+        with measuring(self.records, what, devices), running as place:
+            yield _Again(record, place, budget_s)
 
     @contextlib.contextmanager
-    def _run(self) -> Iterator[tuple[Tester, float]]:
-        """The command at its first steps, and the least seconds of a comparison with fp32."""
+    def _run(self) -> Iterator[Place]:
+        """The command at its first steps."""
         record = self.record
         with begun(
             self.command,
             self.records,
             self.progress,
-            deadline_s=DEADLINE_S,
             options=self.options,
         ) as run:
             seen = run.describe()
@@ -686,12 +649,12 @@ class _Subject:
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
             _refuse_fed_otherwise(record, seen, run.mapped)
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
-            steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
-            yield run, COMPARE_S + steps_s
+            run.tolerance = record.key.task.tolerance
+            yield run
 
     @contextlib.contextmanager
-    def _worker(self) -> Iterator[tuple[Tester, float]]:
-        """The record's own workload in a worker, which says itself how long a comparison takes."""
+    def _worker(self) -> Iterator[Place]:
+        """The record's own workload in a worker."""
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import CHANGED, Job
 
@@ -707,4 +670,5 @@ class _Subject:
                 if CHANGED not in str(exc):
                     raise
                 raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            yield worker, 0.0
+            worker.baseline, worker.tolerance = record.baseline.config, task.tolerance
+            yield worker

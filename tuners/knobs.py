@@ -19,6 +19,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners import fp8, known_wrong
+from advisor.tuners.decisions import COMPILE_MODULE_S, COMPILE_S, LONG_COMPILE_S, QUICK_COMPILE_S
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -248,8 +249,6 @@ class Knob:
     feeds: bool = False
     """It acts on what a run's steps wait for: tried where they wait, and kept for what is tried
     then; it makes no other key."""
-    per_epoch: bool = False
-    """It acts where an epoch begins, and nowhere else."""
     by_rule: bool = False
     """It is offered where its last value is needed, and that is taken untried."""
     flag: Flag | None = None
@@ -412,14 +411,7 @@ BLOCKS = "blocks"
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
 such blocks."""
-INDUCTOR = ("combo_kernels", "coordinate_descent_tuning")
-"""Mode "default" with one of Inductor's options: on an H200 the first gave ResNet-50's captured
-step 2.1%, and took 10% and 50% from ViT-B/16's and GPT-2's; the second gave ViT 1.5%, GPT-2
-nothing, in twice the time (benchmarks/options_gain.py)."""
-COMPILE_MODES_FULL = (
-    *(*COMPILE_MODES, *INDUCTOR),
-    *("max-autotune-no-cudagraphs", "max-autotune"),
-)
+COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
 WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
 """With which what compiles a whole model in the mode "default" otherwise has no effect."""
@@ -445,13 +437,12 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
 
 
 def _compile_seconds(value: Value, modules: int) -> float:
-    # On 16 cores beside an H200 ResNet-50 (151 modules) took 32 to 45 s, EfficientNetV2-S (714) 102
-    # to 109 s (FACTS).
+    """Seconds that compiling a model of so many modules takes, before one has been seen."""
     if value in ("cudagraphs", BLOCKS):
-        return 15.0
+        return QUICK_COMPILE_S
     if str(value).startswith("max-autotune"):
-        return 300.0
-    return max(40.0, 0.15 * modules) * (2 if value == "coordinate_descent_tuning" else 1)
+        return LONG_COMPILE_S
+    return COMPILE_S + COMPILE_MODULE_S * modules
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
@@ -472,10 +463,7 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
 
 def _by_inductor(mode: str) -> dict[str, Any]:
     """How torch.compile is called for a mode, which it takes options in the place of."""
-    options = known_wrong.avoided()
-    if mode in INDUCTOR:
-        return {"options": {**options, mode: True}}
-    if options:
+    if options := known_wrong.avoided():
         return {"options": torch._inductor.list_mode_options(mode) | options}
     return {"mode": mode}
 
@@ -575,7 +563,7 @@ KNOBS: tuple[Knob, ...] = (
         default="default",
         values=_precisions,
         needs=lambda value: {"bf16": PILOT, "fp16": LOOP, "fp8": LOOP}.get(str(value), FLAGS),
-        numerics=lambda value: value in AUTOCAST,
+        numerics=lambda value: value in AUTOCAST or value == "tf32",
         strict="fp32",
         memory=True,
         permitted=_permits_precision,
@@ -649,6 +637,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        numerics=_always,
         compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
@@ -660,8 +649,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, its backend cudagraphs, only the blocks that repeat, or mode "
-        "default with one of Inductor's options",
+        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
@@ -804,7 +792,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0,)},
         guess="",
         stage=INPUT,
-        per_epoch=True,
+        by_rule=True,
         loader=lambda value: {"persistent_workers": bool(value)},
     ),
     Knob(
@@ -822,54 +810,42 @@ KNOBS: tuple[Knob, ...] = (
     ),
 )
 
-RECIPES: tuple[tuple[dict[str, Value], str], ...] = (
-    ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
-    (
-        {"precision": "bf16", "channels_last": True},
-        "half the traffic, matrix units at full rate; the usual guide, without algorithm search",
-    ),
-    (
-        {"precision": "bf16", "channels_last": True, "step_graph": True},
-        "the same as one launch a step, where the host is the limit",
-    ),
-    (
-        {"precision": "tf32", "step_graph": True},
-        "small nets gain severalfold from one launch a step, and lose by casts",
-    ),
-    (
-        {"precision": "fp16", "channels_last": True},
-        "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
-    ),
-    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
-    ({"precision": "bf16"}, "half precision alone, where the layout is in the way"),
-    (
-        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
-        "fewer kernel launches, for steps bound by the host",
-    ),
-    ({"precision": "tf32", "channels_last": True, "fused_optimizer": True}, "the same in TF32"),
-)
-"""What to try first, and why; FACTS: good first guesses beat a clever sampler. What the space does
-not offer keeps torch's default."""
-HALF: tuple[dict[str, Value], ...] = (
-    {"precision": "fp16", "channels_last": True},
+COMPILE = "compile"
+"""What decides how a model is compiled."""
+RECIPE: tuple[dict[str, Value], ...] = (
     {"precision": "bf16", "channels_last": True},
+    {"precision": "tf32", "channels_last": True},
+    {"channels_last": True},
 )
-"""What leads where the device is the limit: convolutions gain most in fp16, as cuDNN has more
-kernels for it; others in bf16, the last, which needs no scaling."""
-
-LEADERS: tuple[dict[str, Value], ...] = (
+"""The number format and layout that is tried first, and what takes its place where that fails. It
+led in 12 of 16 measured models, and in all scripts of others. What the space does not offer keeps
+the baseline's value."""
+COMPILED: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
-    {"compile": "cudagraphs"},
-    {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
-    {"compile": "default", "step_graph": True},
-    {"compile": "combo_kernels", "step_graph": True},
-    {"compile": "coordinate_descent_tuning", "step_graph": True},
-    {"compile": "default", "precision": "fp8"},
-    {"compile": "default", "precision": "fp8", "step_graph": True},
+    {"compile": "default"},
 )
-"""What to try of the dear knobs on what leads, in this order; other values follow by themselves. A
-graph over a compiled step was the fastest known for most models (FACTS)."""
+"""How that is compiled: the first that runs."""
+CAPTURED: tuple[dict[str, Value], ...] = (
+    {"step_graph": True},
+    {"compile": "default", "step_graph": True},
+    {"compile": BLOCKS, "step_graph": True},
+)
+"""Whole steps as one graph; over a compiled step it was the fastest known for most models."""
+GRAPHS: tuple[dict[str, Value], ...] = (
+    {"compile": "cudagraphs"},
+    {"step_graph": True},
+    {"precision": "tf32", "step_graph": True},
+)
+"""Graphs without a compiler: small nets gain severalfold, and lose by casts."""
+FORMATS_TRIED: tuple[dict[str, Value], ...] = (
+    {"channels_last": False},
+    {"precision": "fp16"},
+    {"precision": "tf32"},
+    {"precision": "default"},
+    {"precision": "fp8"},
+)
+"""Other formats and layouts of what leads."""
 
 FRUGAL: tuple[dict[str, Value], ...] = (
     {"compile": "default"},  # graphs that a leader replays have memory of their own
@@ -976,18 +952,18 @@ def is_captured(config: Mapping[str, Value]) -> bool:
     return any(captured is not None and captured(value) for captured, value in rows)
 
 
-def doubts(config: Config) -> set[tuple[str, Value]]:
-    """The values of a config that change what is computed, by knob."""
+def doubts(config: Config, default: Config = TORCH) -> set[tuple[str, Value]]:
+    """The values of a config that change what is computed otherwise than a default, by knob."""
     return {
         (name, value)
-        for name, value in config.changed(TORCH).items()
+        for name, value in config.changed(default).items()
         if name in BY_NAME and BY_NAME[name].numerics(value)
     }
 
 
-def doubtful(config: Config) -> bool:
-    """Whether a config changes what is computed, so that it must be held against strict fp32."""
-    return bool(doubts(config))
+def doubtful(config: Config, default: Config = TORCH) -> bool:
+    """Whether a config changes what is computed, so that it must be compared with strict fp32."""
+    return bool(doubts(config, default))
 
 
 def strict(default: Config) -> Config:

@@ -17,6 +17,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    INTERRUPTED,
     LOADER,
     UNFINISHED,
     Command,
@@ -36,6 +37,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 
 
@@ -48,6 +50,11 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @loader_option
 @click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
+@click.option(
+    "--keep-checkpoints",
+    is_flag=True,
+    help="Of a run: it writes its checkpoints where it says, not to a scratch folder.",
+)
 @click.option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -70,6 +77,7 @@ def tune(
     quiet: bool,
     show_output: bool,
     loader: str | None,
+    keep_checkpoints: bool,
     events: Path | None,
     reader: str | None,
     **options: Any,
@@ -88,6 +96,8 @@ def tune(
         raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
     if loader and target:
         raise UsageError("--loader is for a command after --; a TARGET's is tuned with --data")
+    if keep_checkpoints and target:
+        raise UsageError("--keep-checkpoints is for a command after --; a TARGET saves none")
     plan = Plan.of(collected(Plan, options))
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
@@ -100,7 +110,8 @@ def tune(
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     overriding = LOADER.get(loader or "", {})
-    with shown as progress, environment(overriding):
+    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
+    with shown as progress, environment(overriding | kept):
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(
@@ -121,15 +132,17 @@ def tune(
         out.print()
     out.print(tables.verdict(found.record))
     out.print()
-    for line in tables.summary(found.record, cache):
+    for line in (*tables.summary(found.record, cache), *found.remarks):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found.interrupted:
+        out.print("Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
         record = found.record
         with environment(overriding):
             here = tables.start(record, cache, command)
             for line in tables.start_anywhere(record, reader) if reader else here:
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
-        return
+        ctx.exit(INTERRUPTED if found.interrupted else DONE)
     out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
     ctx.exit(UNFINISHED if reader else DONE)
 
@@ -146,10 +159,9 @@ def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
             f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
             "--trials, or none."
         )
-    then = "The same command goes on with what it has; a larger --budget gets further."
     return (
-        f"Not tuned yet: {duration(plan.seconds)} left too little time to race anything {beside}. "
-        f"{'Give a larger --budget.' if reader else then}"
+        f"Not tuned yet: {duration(plan.seconds)} left too little time to measure anything "
+        f"{beside}. Give a larger --budget."
     )
 
 

@@ -297,7 +297,7 @@ def is_sound(record: Record, config: Config) -> bool:
     check = _checked(record, config)
     if check is not None:
         return check.measurement.ok
-    return not knobs.doubtful(config)
+    return not knobs.doubtful(config, record.baseline.config)
 
 
 def _advised(record: Record, config: Config) -> bool:
@@ -308,7 +308,7 @@ def _advised(record: Record, config: Config) -> bool:
 def unverified(record: Record, config: Config) -> str:
     """'; not verified: ...' where a config changes numerics and was not held against fp32."""
     check = _checked(record, config)
-    if not knobs.doubtful(config) or (check is not None and check.measurement.ok):
+    if not knobs.doubtful(config, record.baseline.config) or (check is not None and check.measurement.ok):
         return ""
     if check is not None:
         return f"; not verified against fp32: {check.measurement.reason}"
@@ -327,7 +327,7 @@ def gain(record: Record, use: str) -> str:
     times = f"{choice.speedup:.2f}x {record.key.task.baseline} ({spread})"
     check = _checked(record, choice.config)
     held = "; nothing of it changes numerics"
-    if knobs.doubtful(choice.config) and check is not None:
+    if knobs.doubtful(choice.config, record.baseline.config) and check is not None:
         held = f"; verified against fp32: {check.measurement.reason}"
     return times + (unverified(record, choice.config) or held)
 

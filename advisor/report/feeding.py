@@ -178,7 +178,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
             yield f"That is of the data of {own}; what follows is of {data}:"
     if costs is None:
         return
-    shares = [f"{one.part} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
+    shares = [f"{one.where} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
     small = len([share for share in shares if share.endswith(" 0%")])
     listed = ", ".join(shares[: len(shares) - small])
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
@@ -211,8 +211,8 @@ def _chosen(record: Record) -> Pair | None:
     """What was measured with the step of the loader that is advised."""
     wanted = knobs.workers(record.input)
     both = [one for one in pairs(record) if one.together and one.workers == wanted]
-    # What acts between epochs was not measured within one.
-    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].per_epoch})
+    # What is taken by rule was not measured.
+    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].by_rule})
     told = acting.changed(BY_THEMSELVES)
     exact = [one for one in both if one.loader.changed(BY_THEMSELVES) == told]
     return next(iter(exact or both), None)

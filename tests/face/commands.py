@@ -70,6 +70,12 @@ def take_over(folder: Path) -> None:
         shutil.copytree(folder / name, os.environ[variable])
 
 
+def offer_bf16(patch: pytest.MonkeyPatch) -> None:
+    """Have `advisor`, called in this process, try bf16 on a CPU without kernels for it, too: plain
+    layers compute in it there, slowly."""
+    patch.setattr("advisor.tuners.environment.cpu_has_bf16", lambda: True)
+
+
 def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) -> Done:
     """Run `advisor` in a folder; never raises for its exit code.
 

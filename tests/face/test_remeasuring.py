@@ -20,6 +20,7 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, Choice, Measurement, Part, Record
 from advisor.cache.records import Records
 from advisor.errors import WorkerError
+from advisor.keeping import measuring
 from advisor.opening import open_records
 from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
 from advisor.report.tables import part_name
@@ -124,6 +125,15 @@ def verified(folder: Path, *arguments: str) -> Done:
         if UNTOLD not in done.stdout:
             break
     return done
+
+
+def test_nothing_is_measured_again_beside_a_tuning(tuned: Path) -> None:
+    records, record = held()
+    with measuring(records, ["another command"], ["cpu"]):
+        for command in ("verify", "explain"):
+            refused = advisor(tuned, command, record.id)
+            assert refused.returncode == 1
+            assert "measures on this host's CPU now; wait for it" in refused.stderr
 
 
 def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -335,10 +336,26 @@ def test_cpu_model_and_bf16_are_read_from_its_flags(
     monkeypatch: pytest.MonkeyPatch, text: str, name: str | None, bf16: bool
 ) -> None:
     monkeypatch.setattr(environment, "_cpuinfo", lambda: text)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     environment.host_cpu.cache_clear()
     assert environment.cpu_has_bf16() is bf16
     assert environment.host_cpu() == name or (name is None and environment.host_cpu())
     environment.host_cpu.cache_clear()
+
+
+def test_a_cpu_whose_kernels_may_not_use_bf16_has_none() -> None:
+    """Recurrent layers raise under bf16 autocast there."""
+    code = (
+        "from advisor.tuners import environment as e; e._cpuinfo = lambda: 'flags: avx512_bf16'; "
+        "print(e.bf16_notice('cpu', ('default', 'bf16'))); print(e.bf16_notice('cpu', ('tf32',)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "bf16 is not tried: this CPU has no bf16 kernels\n\n", done.stderr
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ import torch
 from advisor.cache.config import BATCH, Config, Value
 from advisor.tuners.knobs import KNOBS, Knob
 
+DYNAMIC_SHAPES = "dynamic_shapes"
+
 
 def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
     """The rows whose value in `config` is not torch's own already; True and 1 differ."""
@@ -29,7 +31,7 @@ class Acting:
         non_blocking: whether batches are copied beside the host's work.
         graphs: whether the forward pass replays CUDA graphs.
         captured: whether the whole step is to be captured.
-        compiles: whether the model is compiled.
+        compiles: whether the model is compiled; `any_size`: for inputs of any size at once.
     """
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
@@ -43,6 +45,7 @@ class Acting:
         self.graphs = self._any(lambda knob: knob.graphs)
         self.captured = self._any(lambda knob: knob.captured)
         self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
+        self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)
 
     def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:
         return any(says(value) for knob, value in self.rows if (says := column(knob)) is not None)

@@ -13,8 +13,10 @@ from advisor.cache.config import Config
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import (
+    COHERENT,
     ERRORS,
     FORMAT_SLOPE,
+    FORMAT_TENSOR,
     NUDGE,
     SLOPE,
     Named,
@@ -86,10 +88,23 @@ class Exact:
         held = self._plain[plain] = self._held(plain)
         if not all(one.finite for one in held):
             return not_finite("format")
+        for one, point in zip(held, self._points, strict=True):
+            whole = self._whole_slope(one, point)
+            if abs(whole - 1) > FORMAT_SLOPE:
+                said = f"all gradients together are {whole:.3f} times as large along fp32's"
+                return Compared("wrong", f"{said}; {FORMAT_SLOPE:.0%} allowed", "format")
         faults = [self._off(held, None, at) for at in range(count)]
         if worst := self._lasting(faults):
             return self._wrong(worst, plain, plain, "format")
         return self._loss(held, "format") or self._fine(held)
+
+    @staticmethod
+    def _whole_slope(one: _Against, point: _Point) -> float:
+        """The slope of all gradients as one vector."""
+        first = len(point.sample.outputs)
+        pairs = list(zip(one.slopes, point.size, strict=True))[first:]
+        whole = math.fsum(size * size for _slope, size in pairs)
+        return math.fsum(slope * size * size for slope, size in pairs) / whole if whole else 1.0
 
     def check_code(self, candidate: Config, plain: Config) -> Compared:
         """See Way."""
@@ -150,7 +165,10 @@ class Exact:
             wanted = 1.0 if than is None else than[at].slopes[tensor]
             # Rounding has a part along the gradient by chance, the larger the fewer its elements.
             chance = share * math.sqrt(2 / point.tensors[self._names[tensor]].numel())
-            limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * chance
+            allowed = FORMAT_TENSOR
+            if than is not None:
+                allowed = SLOPE + max(abs(wanted - 1), COHERENT * share)
+            limit = allowed + ERRORS * chance
             off = abs(held[at].slopes[tensor] - wanted)
             if off > limit:
                 found[tensor] = _Fault(off / limit, tensor, at, limit)
@@ -223,7 +241,7 @@ class Exact:
             self._names[tensor]: apart / size
             for one, point in zip(held, self._points, strict=True)
             for tensor, (apart, size) in enumerate(zip(one.apart, point.size, strict=True))
-            if size and point.noise[tensor] < size / 2
+            if point.noise[tensor] < size / 2 and size > 100 * point.floor[tensor]
         }
         worst = max(shares, key=lambda name: shares[name], default="")
         if not worst:

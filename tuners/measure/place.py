@@ -56,7 +56,7 @@ class Block:
         return self.samples / max(self.seconds - self.waited_s, 1e-3 * self.seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Compared:
     """How a config's training compares with strict fp32.
 
@@ -97,7 +97,8 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What every other config is measured against: the unmodified script, or torch's default."""
+        """What every other config is measured against: the unmodified script, or torch's default.
+        """
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.

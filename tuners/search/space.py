@@ -70,6 +70,10 @@ class Space:
             found.reference = strict
         return found
 
+    def of_inputs(self, choices: Mapping[str, tuple[Value, ...]]) -> Space:
+        """A space of other choices, with the conflicts of this one."""
+        return Space(choices, conflicts=self._conflicts)
+
     @property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes, the user's first."""

@@ -81,11 +81,18 @@ class Cost:
 
     part: str
     seconds: float
+    file: str = ""
+    """That its function is in; '' where that is not known."""
     made_bytes: int = 0
     """That it returns for a sample; 0 where that is not known."""
     place: int = 0
     """Among the parts that return something for a sample, from 1 on, as they are called; 0 where
     that is not known."""
+
+    @property
+    def where(self) -> str:
+        """'data.py:Images.decode'."""
+        return f"{self.file}:{self.part}" if self.file else self.part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

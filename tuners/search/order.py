@@ -1,0 +1,292 @@
+"""Which config is visited next: the recipe, which knows what gained before, then the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from advisor.cache.config import Config, Value
+from advisor.cache.record import CAPTURE, USES
+from advisor.tuners import knobs
+from advisor.tuners.decisions import (
+    BATCH_GAIN,
+    FAST_STEP_S,
+    LOADER_GAIN,
+    LOADER_TURN_S,
+    SMALL_MODULES,
+    STARVED,
+    TURN_S,
+    WAITS,
+)
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.visit import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A config to visit. `origin`: who proposes it; `turn_s`: seconds of a block."""
+
+    config: Config
+    origin: str
+    turn_s: float = TURN_S
+
+
+class Visits:
+    """What was visited so far, and what leads.
+
+    Attributes:
+        struck: values of knobs that no config may have any more.
+        feed: how data are loaded in configs to come.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._of: dict[Config, Visit] = {}
+        self.struck: set[tuple[str, Value]] = set()
+        self.feed = space.default.only(*knobs.FEEDS)
+
+    def __contains__(self, config: object) -> bool:
+        return config in self._of
+
+    def get(self, config: Config) -> Visit | None:
+        """The last visit to a config."""
+        return self._of.get(config)
+
+    def add(self, visit: Visit) -> None:
+        """Remember a visit."""
+        self._of[visit.config] = visit
+
+    @property
+    def all(self) -> Sequence[Visit]:
+        """In their order."""
+        return list(self._of.values())
+
+    @property
+    def baseline(self) -> Visit:
+        """That of the baseline."""
+        return self._of[self._space.default]
+
+    def allowed(self, config: Config) -> bool:
+        """Whether none of its values is struck out."""
+        return not any(pair in self.struck for pair in config.items())
+
+    def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
+        """Visits to what a use can follow, the fastest first, as if all were fed."""
+        found = [
+            one
+            for one in self._of.values()
+            if one.ok
+            and self.allowed(one.config)
+            and (one.compared is None or one.compared.outcome != "wrong")
+            and (batch is None or one.config.batch == batch)
+            and knobs.follows(use, one.config, self._space.default)
+        ]
+        fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
+        return sorted(fed or found, key=lambda one: -score(one))
+
+    def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
+        """The fastest that a use can follow; the baseline where nothing ran."""
+        return next(iter(self.ranked(use, batch)), self.baseline)
+
+
+def score(visit: Visit) -> float:
+    """The speed-up of a visit, as if it were fed where it waits for its data."""
+    return visit.ratio.mean if visit.waited < WAITS else visit.fed
+
+
+class Recipe:
+    """Proposes configs in the order of their expected gain per second.
+
+    The order on an unknown model: half precision, eager (a safe leader within seconds); compiled
+    with CUDA graphs; toggles on that code; other kinds of graphs, modes and layouts; batches.
+    Whoever asks visits each config, or passes over it, before asking for the next.
+
+    Args:
+        modules: in the model.
+    """
+
+    def __init__(self, space: Space, visits: Visits, modules: int) -> None:
+        self._space, self._visits, self._modules = space, visits, modules
+
+    def __iter__(self) -> Iterator[Proposal]:
+        yield from self._loader(STARVED)
+        for stage in (self._half, self._compiled, self._toggles, self._other_code, self._alone):
+            for config in stage():
+                if config is not None and self._is_new(config):
+                    yield Proposal(config, "recipe")
+                    yield from self._loader(STARVED)
+            if stage == self._compiled:
+                yield from self._loader(WAITS)
+        for config in self._batches():
+            if self._is_new(config):
+                yield Proposal(config, "batch")
+
+    def _is_new(self, config: Config) -> bool:
+        known = self._visits
+        return self._space.holds(config) and config not in known and known.allowed(config)
+
+    def _near(self, changes: Mapping[str, Value]) -> Config:
+        """The baseline with what of some changes is offered."""
+        return self._space.near(changes).replace(**self._visits.feed)
+
+    def _on(self, config: Config, changes: Mapping[str, Value]) -> Config | None:
+        return self._space.on(config, changes)
+
+    @property
+    def _format(self) -> Config:
+        """The number format and layout that is compiled: the first of the recipe that runs. Without
+        a GPU nothing hides what a format computes, and the fastest one is taken."""
+        found = [config for changes in knobs.RECIPE if self._runs(config := self._near(changes))]
+        if not any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ()))):
+            seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
+            return max(seen, key=score).config if seen else self._near({})
+        return next((c for c in found if c.changed(self._space.default)), self._near({}))
+
+    @staticmethod
+    def _graphs(value: Value) -> bool:
+        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
+        return graphs is not None and graphs(value)
+
+    def _runs(self, config: Config) -> bool:
+        if not self._visits.allowed(config):
+            return False
+        visit = self._visits.get(config)
+        wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
+        return visit is None or (visit.ok and not wrong)
+
+    @property
+    def _small(self) -> bool:
+        fast = self._visits.baseline.step_s < FAST_STEP_S
+        return fast and self._modules <= SMALL_MODULES
+
+    def _half(self) -> Iterator[Config | None]:
+        for changes in knobs.RECIPE:
+            config = self._near(changes)
+            yield config
+            visit = self._visits.get(config)
+            if visit is not None and self._runs(config):
+                return
+
+    def _compiled(self) -> Iterator[Config | None]:
+        if self._small:
+            yield from self._graphs_of_own()
+        for changes in knobs.COMPILED:
+            config = self._on(self._format, changes)
+            if config is None:
+                continue
+            yield config
+            visit = self._visits.get(config)
+            if visit is not None and visit.ok:
+                break
+        if CAPTURE in self._space.uses:
+            for changes in knobs.CAPTURED:
+                yield self._on(self._format, changes)
+
+    def _graphs_of_own(self) -> Iterator[Config | None]:
+        """CUDA graphs in the script's own precision, and in TF32."""
+        for changes in knobs.GRAPHS:
+            yield self._on(self._near({}), changes)
+
+    def _toggles(self) -> Iterator[Config | None]:
+        for use in self._space.uses:
+            leader = self._visits.best(use, self._space.batch).config
+            for knob in knobs.KNOBS:
+                if knob.guess == "leader" and not knob.feeds:
+                    for value in self._space.choices.get(knob.name, ())[1:]:
+                        yield self._on(leader, {knob.name: value})
+
+    def _other_code(self) -> Iterator[Config | None]:
+        """Other ways to compile, in the leader's format; then the leader in other formats."""
+        yield from self._graphs_of_own()
+        half = self._format
+        for changes in knobs.COMPILED:
+            yield self._on(half, changes)
+        for name, value in self._space.dear_values:
+            yield self._on(half, {name: value})
+        for use in self._space.uses:
+            leader = self._visits.best(use, self._space.batch).config
+            for changes in knobs.FORMATS_TRIED:
+                yield self._on(leader, changes)
+
+    def _alone(self) -> Iterator[Config | None]:
+        """The other formats eagerly, and each value of a knob by itself."""
+        yield from map(self._near, (*knobs.RECIPE, *knobs.FORMATS_TRIED))
+        for knob in knobs.KNOBS:
+            if knob.guess == "alone" and not knob.feeds:
+                for value in self._space.choices.get(knob.name, ())[1:]:
+                    yield self._near({knob.name: value})
+
+    def _batches(self) -> Iterator[Config]:
+        """Larger batches of the fastest eager config while they gain, then of what leads at the
+        best of them, then smaller ones while they cost nothing."""
+        batches = sorted(self._space.batches)
+        own = self._space.batch
+        if len(batches) == 1:
+            return
+        eager = next(
+            (v for v in self._visits.ranked(batch=own) if not knobs.compiles(v.config)),
+            self._visits.baseline,
+        )
+        top = eager
+        for batch in (b for b in batches if b > own):
+            yield (config := eager.config.at(batch))
+            visit = self._visits.get(config)
+            if visit is None or not visit.ok or score(visit) < BATCH_GAIN * score(top):
+                break
+            top = visit
+        leading = self._visits.best(batch=own).config
+        nearby = batches[max(0, batches.index(top.config.batch) - 1) :][:3]
+        for batch in (top.config.batch, *nearby[::-1]):
+            if batch == own:
+                continue
+            yield leading.at(batch)
+            visit = self._visits.get(leading.at(batch))
+            if visit is not None and visit.outcome == "out_of_memory":
+                for changes in knobs.FRUGAL:
+                    if (frugal := self._on(leading.at(batch), changes)) is not None:
+                        yield frugal
+
+    def _loader(self, waits: float) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data for so much of its time, and fewer where
+        more gain nothing."""
+        best = self._visits.best(batch=self._space.batch)
+        for name in self._visits.feed:
+            if best.waited < waits:
+                return
+            values = sorted(self._space.choices[name], key=_number)
+            at = values.index(best.config[name])
+            for side in (values[at + 1 :], values[:at][::-1]):
+                improved = yield from self._along(best, name, side)
+                if improved is not best:
+                    best = improved
+                    break
+
+    def _along(
+        self, best: Visit, name: str, values: Sequence[Value]
+    ) -> Generator[Proposal, None, Visit]:
+        """One value after the other until one gains nothing; returns the best visit."""
+        for value in values:
+            config = self._fed(best.config, name, value)
+            if best.waited < WAITS or not self._is_new(config):
+                break
+            yield Proposal(config, "loader", LOADER_TURN_S)
+            tried = self._visits.get(config)
+            if tried is None or not tried.ok:
+                break
+            if tried.ratio.mean < LOADER_GAIN * best.ratio.mean:
+                break
+            best = tried
+            self._visits.feed = config.only(*knobs.FEEDS)
+        return best
+
+    def _fed(self, config: Config, name: str, value: Value) -> Config:
+        """Another value of a loader's knob; what workers load is pinned where that is offered."""
+        config = self._space.combined(config, name, value)
+        if name == knobs.WORKERS and value:
+            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
+            return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
+        return config
+
+
+def _number(value: Value) -> int:
+    return int(value) if isinstance(value, int) else 0
