@@ -400,7 +400,7 @@ def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
             return super().__getitem__(index)
 
     with pytest.raises((RuntimeError, EOFError, ConnectionError)) as raised:
-        timed.rate(loader(Exits(takes_s=0.0), num_workers=1), 4, 0.2)
+        timed.rate(loader(Exits(takes_s=0.0), num_workers=1), 4, 60.0)
     assert re.fullmatch(
         r"a worker ended by itself(, with exit code 3| before its batch was taken)?, as os._exit "
         "does",

@@ -556,3 +556,54 @@ def test_on_a_gpu_memory_and_lost_contexts_cost_one_trial(tmp_path: Path) -> Non
         assert raised.value.outcome == "failed"
         tried(4)
         assert worker._process.pid != pid, "a lost CUDA context was used again"
+
+
+GPU_NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.second, self.last = nn.Conv2d(32, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        return self.last(torch.relu(self.second(x)).mean((2, 3)))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_on_a_gpu_what_is_kept_is_timed_and_compared_as_it_is(
+    tmp_path: Path, optimizer: str
+) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(GPU_NET)
+    task = {"device": "cuda:0", "shape": (3, 32, 32), "batch": 64, "optimizer": optimizer}
+    with Worker(job(path, **task), deadline_s=120) as worker:
+        worker.describe()
+        plain = worker.baseline = Config(worker.baseline | {"compile": "none"})
+        half = plain.replace(precision="bf16", channels_last=True)
+        configs = [
+            half,
+            half.replace(step_graph=True),
+            plain.replace(precision="fp16"),
+            plain.replace(precision="fp16", step_graph=True),
+            plain.replace(fused_optimizer=True),
+            half.replace(compile="cudagraphs"),
+            half.replace(compile="reduce-overhead"),
+            half.replace(compile="default", step_graph=True),
+        ]
+        assert worker._process is not None
+        process = worker._process.pid
+        for config in configs:
+            for one in (plain, config, plain, config):
+                block = worker.block(one, 20, deadline_s=300)
+                assert block.compiled == 0 and block.gpu_s > 0 and block.peak_bytes > 0
+            compared = worker.compare(config, deadline_s=120)
+            assert compared.ok, (config, compared)
+            again = worker.block(config, 20, deadline_s=300)
+            assert again.compiled == 0, "what is compared is what was timed"
+        assert worker._process.pid == process

@@ -28,7 +28,8 @@ class Loadable:
 
     def rate(self, advice: Advice, seconds: float) -> float:
         """Samples per second of the loader as it is advised, without a step."""
-        return timed.rate(self._data.loader(**advice.loader), self._size, seconds)
+        batch = advice.batch_size or self._size
+        return timed.rate(self._data.loader(**advice.loader), batch, seconds)
 
     def feeding(self, advice: Advice) -> Feeding:
         """The batches of the loader as it is advised."""

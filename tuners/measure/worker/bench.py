@@ -144,6 +144,7 @@ class Bench:
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
         except ConfigFailed:
+            self._leave()
             self.forget(config)
             self.healthy = self._works(foreign)
             raise
@@ -200,10 +201,12 @@ class Bench:
         return found
 
     def forget(self, config: Config) -> None:
-        """Free what was built for a config."""
-        code = config.without(*INPUTS)
-        if self._at_work is not None and self._at_work.without(*INPUTS) == code:
+        """Free what was built for a config; of one that a loader feeds, the loader alone."""
+        if self._at_work == config:
             self._leave()
+        if self._loads(config):
+            return
+        code = config.without(*INPUTS)
         self._subject.forget(code)
         if (built := self._built.pop(code, None)) is not None:
             compiled = built.code
@@ -231,10 +234,7 @@ class Bench:
         others = [one for one in self._built if one != config.without(*INPUTS)]
         if failed.outcome != "out_of_memory" or not others:
             raise failed
-        self._leave()
-        for one in others:
-            self.forget(one)
-        self._empty()
+        self.release()
         return self._with_room(config, act)
 
     def _block(self, config: Config, steps: int, warm: int) -> Block:
