@@ -31,7 +31,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.parts import Parts
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.pilot.switch import Switch, callable_module
 from advisor.tuners.act.pilot.trees import returned
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
@@ -297,11 +297,11 @@ def test_copies_are_free_of_the_pilot(
 
 def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     net = Net()
-    assert seat_of(net) is net
+    assert callable_module(net) is net
     wrapped = nn.DataParallel(net)
-    assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
+    assert callable_module(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
-    assert seat_of(wrapped) is None
+    assert callable_module(wrapped) is None
 
 
 @pytest.fixture
