@@ -25,6 +25,7 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import knobs
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
@@ -935,19 +936,19 @@ def test_a_patch_leaves_what_came_later() -> None:
         return lambda plain: lambda *args: f"{word} {plain(*args)}"
 
     own = vars(Owner)["name"]
-    ours, theirs = (hooks.Patch(Owner, "name", around(word)) for word in ("ours", "theirs"))
+    ours, theirs = (Patch(Owner, "name", around(word)) for word in ("ours", "theirs"))
     assert Owner().name() == "theirs ours own"
     ours.remove()
     assert Owner().name() == "theirs own"
     theirs.remove()
     assert Owner().name() == "own"
-    other = hooks.Patch(Owner, "name", around("other"))
+    other = Patch(Owner, "name", around("other"))
     ours.remove()
     assert Owner().name() == "other own"
     other.remove()
     assert Owner().name() == "own"
     one = Owner()
-    patch = hooks.Patch(one, "name", around("its"))
+    patch = Patch(one, "name", around("its"))
     assert (one.name(), Owner().name()) == ("its own", "own")
     patch.remove()
     assert not vars(one) and own

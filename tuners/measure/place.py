@@ -97,7 +97,8 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What every other config is measured against: the unmodified script, or torch's default."""
+        """What every other config is measured against: the unmodified script, or torch's default.
+        """
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.
