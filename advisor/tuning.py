@@ -406,14 +406,14 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect, one_device
+        from advisor.tuners.environment import default_device, detect
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self.device = one_device(task.device or default_device())
+        self.device = task.device or default_device()
         self._environment = detect(self.device)
         self._task = task
 

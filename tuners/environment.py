@@ -88,22 +88,6 @@ def detect(device: str) -> Environment:
         ) from exc
 
 
-def one_device(named: str) -> str:
-    """The device that is named.
-
-    Raises:
-        UsageError: several are.
-    """
-    if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", named):
-        raise UsageError(f"device {named!r}: tune measures on one device; give one, as cuda:0")
-    return named
-
-
-def _shown(device: Device) -> str:
-    slice_ = f" MIG {device.mig}" if device.mig else ""
-    return f"{device.name}{slice_}, {device.memory_gib} GiB"
-
-
 def cuda_index(device: str) -> int:
     """N of 'cuda:N'; 'cuda' is cuda:0.
 
@@ -232,22 +216,8 @@ def _installed(package: str) -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
-
-    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast.
-    """
-    if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
-        return False
-    return not torch.backends.mkldnn.is_available() or bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
-    """One line where bf16 is permitted and this CPU has no kernels for it; else ''."""
-    if device != "cpu" or "bf16" not in precisions or cpu_has_bf16():
-        return ""
-    return "bf16 is not tried: this CPU has no bf16 kernels"
+    """Whether the CPU multiplies bfloat16 in hardware."""
+    return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()))
 
 
 @functools.cache

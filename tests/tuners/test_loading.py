@@ -31,7 +31,7 @@ from advisor.tuners.measure.loading import timed
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import load
 from advisor.tuners.measure.loading.described import described
-from advisor.tuners.measure.timing import CpuClock
+from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, Job
 from advisor.tuning import fed_by
@@ -113,7 +113,7 @@ def test_torchvisions_have_the_usual_transforms(tmp_path: Path) -> None:
     made = task(
         tmp_path, "", data="torchvision:FakeData", data_args={"size": 20}, shape="4x3x16x16"
     )
-    data, found, (images, labels) = described(made, made_batches=False)
+    data, found, ((images, labels), *_) = described(made, made_batches=False)
     assert (found.samples, images.shape, images.dtype) == (20, (4, 3, 16, 16), torch.float32)
     assert labels.shape == (4,) and data.spec.name == "torchvision:FakeData"
 
@@ -250,12 +250,12 @@ facts = DataFacts(
     name="d", samples=1000, batch_bytes=2**24, tensors=1, shared_out=True, held_open=()
 )
 workers, _by_name, said = fed_by(facts)
-measured = timed.alone(DataLoader(Large(), batch_size=4, num_workers=workers), 4, 0.1)
+measured = timed.rate(DataLoader(Large(), batch_size=4, num_workers=workers), 4, 0.1)
 try:
     list(DataLoader(Large(), batch_size=4, num_workers=2, prefetch_factor=8))
 except RuntimeError as exc:
     said.append(told(exc))
-print(json.dumps([workers, measured.ok, said]))
+print(json.dumps([workers, measured > 0, said]))
 """
 
 
@@ -303,53 +303,40 @@ class Slow(Dataset[Any]):
         return torch.ones(3), index
 
 
-class Sleepy:
-    """A step that takes a while, and a batch before it."""
-
-    def __init__(self, takes_s: float) -> None:
-        self.takes_s = takes_s
-
-    def feed(self, batches: Iterator[Any]) -> None:
-        self.batches = batches
-
-    def step(self) -> None:
-        next(self.batches)
-        time.sleep(self.takes_s)
-
-
 def loader(data: Dataset[Any], **given: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, drop_last=True, **given)
 
 
-def test_a_loader_alone_gives_what_its_samples_cost() -> None:
-    data = Slow(takes_s=0.01)
-    plain = timed.alone(loader(data), 4, 0.3)
-    two = timed.alone(loader(data, num_workers=2), 4, 0.3)
+def test_a_loader_gives_what_its_samples_cost() -> None:
     # A sleep may take longer on a busy host, and never less.
-    assert 20 < plain.samples_per_s < 100
-    assert plain.samples_per_s < two.samples_per_s < 1.05 * 200
-    assert two.peak_bytes > 2**20 and plain.peak_bytes == 0
-    assert two.first_step_s > 0 and multiprocessing.active_children() == []
+    assert timed.rate(loader(Slow(takes_s=0.01)), 4, 0.2) < 100
+    assert timed.rate(loader(Slow(takes_s=0.01), num_workers=2), 4, 0.2) < 200
+    assert multiprocessing.active_children() == []
 
 
-def test_what_lay_ready_is_no_speed() -> None:
-    """Workers have eight batches ready before a step of this length takes the second."""
-    fed = timed.fed(Sleepy(0.001), loader(Slow(), num_workers=2), 4, 0.3, CpuClock())
-    assert fed.samples_per_s < 1.05 * 1000
-    assert fed.waited > 0.2
-    slow = timed.fed(Sleepy(0.03), loader(Slow(), num_workers=2), 4, 0.3, CpuClock())
-    assert slow.samples_per_s < 4 / 0.03 and slow.waited < fed.waited
+def test_what_lies_ready_is_known_and_what_is_waited_for() -> None:
+    feeding = timed.Feeding(loader(Slow(), num_workers=2, prefetch_factor=4))
+    assert (feeding.settling, feeding.together) == (8, 2)
+    for _ in range(8):
+        next(feeding)
+    before = feeding.waited_s
+    for _ in range(20):
+        next(feeding)
+    assert feeding.waited_s - before > 0
+    feeding.close()
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_of_two_batches_is_measured_with_its_start(workers: int) -> None:
     """Its workers start for every one of them, which is what it costs."""
-    tiny = Slow(length=8)
-    alone = timed.alone(loader(tiny, num_workers=workers), 4, 0.2)
-    fed = timed.fed(Sleepy(0.0), loader(tiny, num_workers=workers), 4, 0.2, CpuClock())
-    assert alone.ok and fed.ok and min(alone.samples_per_s, fed.samples_per_s) > 1
+    assert timed.rate(loader(Slow(length=8), num_workers=workers), 4, 0.2) > 1
     assert multiprocessing.active_children() == []
+
+
+def test_a_loader_without_batches_is_no_endless_one() -> None:
+    with pytest.raises(RuntimeError, match="gave no batch"):
+        timed.rate(loader(Slow(length=2)), 4, 0.2)
 
 
 def test_what_a_worker_raises_is_told_as_a_line() -> None:
@@ -360,7 +347,7 @@ def test_what_a_worker_raises_is_told_as_a_line() -> None:
             return super().__getitem__(index)
 
     with pytest.raises(ValueError) as raised:
-        timed.alone(loader(Raises(), num_workers=2), 4, 0.2)
+        timed.rate(loader(Raises(), num_workers=2), 4, 0.2)
     said = told(raised.value)
     assert said.startswith("in a worker: ValueError: no image 2")
     assert said.endswith(")") and "test_loading.py, line" in said and len(said) < 120
@@ -373,7 +360,7 @@ def test_what_uses_cuda_in_a_forked_worker_is_told_with_what_to_do() -> None:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
 
     with pytest.raises(RuntimeError) as raised:
-        timed.alone(loader(Raises(), num_workers=1), 4, 0.2)
+        timed.rate(loader(Raises(), num_workers=1), 4, 0.2)
     assert 'multiprocessing_context="spawn"' in told(raised.value)
 
 
@@ -383,7 +370,7 @@ def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
             raise OSError("no such image")
 
     with pytest.raises(OSError) as raised:
-        timed.alone(loader(Raises()), 4, 0.2)
+        timed.rate(loader(Raises()), 4, 0.2)
     said = told(raised.value)
     assert said.startswith("OSError: no such image (test_loading.py, line ")
 
@@ -396,7 +383,7 @@ def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
             return super().__getitem__(index)
 
     with pytest.raises(RuntimeError) as raised:
-        timed.alone(loader(Dies(), num_workers=1), 4, 0.2)
+        timed.rate(loader(Dies(), num_workers=1), 4, 0.2)
     assert told(raised.value) == (
         "a worker was killed by signal: Bus error, as where /dev/shm is full"
     )
@@ -413,7 +400,7 @@ def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
             return super().__getitem__(index)
 
     with pytest.raises((RuntimeError, EOFError, ConnectionError)) as raised:
-        timed.alone(loader(Exits(takes_s=0.0), num_workers=1), 4, 0.2)
+        timed.rate(loader(Exits(takes_s=0.0), num_workers=1), 4, 0.2)
     assert re.fullmatch(
         r"a worker ended by itself(, with exit code 3| before its batch was taken)?, as os._exit "
         "does",
@@ -427,8 +414,9 @@ def test_a_worker_that_ended_is_looked_for_more_often_than_pytorch_does() -> Non
     fetch: Any = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     plain = fetch.__defaults__
     seen = []
-    with timed._epochs(loader(Slow())):
-        seen += fetch.__defaults__
+    feeding = timed.Feeding(loader(Slow()))
+    seen += fetch.__defaults__
+    feeding.close()
     assert seen == [timed.LOOK_S] and fetch.__defaults__ == plain and plain[0] > timed.LOOK_S
 
 
@@ -439,10 +427,10 @@ def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
 
     spawned = loader(Local(), num_workers=1, multiprocessing_context="spawn")
     with pytest.raises((AttributeError, TypeError)) as raised:
-        timed.alone(spawned, 4, 0.2)
+        timed.rate(spawned, 4, 0.2)
     assert "the dataset cannot be pickled" in told(raised.value)
     assert 'multiprocessing_context="fork"' in told(raised.value)
-    assert timed.alone(loader(Local(), num_workers=1), 4, 0.1).ok  # forked ones pickle nothing
+    assert timed.rate(loader(Local(), num_workers=1), 4, 0.1) > 0  # forked ones pickle nothing
 
 
 @pytest.fixture
@@ -465,6 +453,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
+"""No knob of a loader among them."""
 
 
 def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
@@ -472,23 +461,31 @@ def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
 ) -> None:
     assert worker.describe_data().samples == 100_000
     two = STEP | {"num_workers": 2, "prefetch_factor": 2}
-    step = worker.measure(STEP, seconds=0.1, stage="input", keep=True)
-    alone = worker.measure(two, seconds=0.2, stage="loader", keep=True)
-    both = worker.measure(two, seconds=0.2, stage="input", keep=True)
-    otherwise = two | {"in_order": False, "sharing": "file_system"}
-    other = worker.measure(otherwise, seconds=0.2, stage="loader", keep=True)
-    assert step.ok and alone.ok and both.ok and other.ok, (step, alone, both, other)
-    assert step.samples_per_s > both.samples_per_s and both.waited > 0
+    step = worker.block(STEP, 5, deadline_s=30.0)
+    assert (step.steps, step.samples, step.waited_s) == (5, 40, 0.0) and step.first_s > 0
+    assert worker.loader_rate(two, 0.2) < 2 * 1000
+    both = worker.block(two, 5, deadline_s=30.0)
+    assert both.steps == 6, "whole rounds of two workers"
+    assert both.first_s > 0 and 0 < both.waited_s <= both.seconds
+    more = worker.block(two, 6, deadline_s=30.0)
+    assert more.first_s == 0.0 and more.waited_s > 0
+    assert worker.loader_rate(two | {"in_order": False, "sharing": "file_system"}, 0.2) > 0
+    assert worker.block(STEP, 5, deadline_s=30.0).waited_s == 0.0
 
-    # One that hangs costs its trial, and no process is left of it.
+    # One that hangs costs its config, and no process is left of it; the next have their data.
     assert worker._process is not None
-    (tmp_path / "stuck").touch()
+    stuck = tmp_path / "stuck"
+    stuck.touch()
     guard = worker._process.pid
-    began = time.monotonic()
-    hung = worker.measure(two, seconds=0.2, stage="loader", keep=True, deadline_s=2.0)
-    assert hung.outcome == "timed_out" and time.monotonic() - began < 25
+    worker.deadline_s = 2.0
+    with pytest.raises(ConfigFailed) as failed:
+        worker.loader_rate(two, 0.2)
+    assert failed.value.outcome == "timed_out"
     with pytest.raises(ProcessLookupError):
         os.kill(guard, 0)
+    stuck.unlink()
+    worker.deadline_s = 30.0
+    assert worker.block(two, 2, deadline_s=30.0).waited_s > 0
 
 
 def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, tmp_path: Path) -> None:
@@ -512,9 +509,10 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, tmp_pat
     killer = threading.Thread(target=kill)
     killer.start()
     two = STEP | {"num_workers": 2, "prefetch_factor": 2}
-    measured = worker.measure(two, seconds=0.2, stage="loader", deadline_s=30.0)
+    with pytest.raises(ConfigFailed) as failed:
+        worker.loader_rate(two, 0.2)
     killer.join()
-    assert measured.outcome in ("crashed", "out_of_memory") and len(seen) >= 4
+    assert failed.value.outcome in ("crashed", "out_of_memory") and len(seen) >= 4
     assert not any(Path(f"/proc/{one}").exists() for one in seen)
 
 
