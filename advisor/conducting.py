@@ -14,16 +14,17 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Value
+from advisor.cache.config import Config, Value
 from advisor.cache.record import PILOT, WITHIN, Provenance
 from advisor.errors import AdvisorError
 from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners import knobs
+from advisor.tuners.decisions import WORTH
 from advisor.tuners.measure.run.inside import Inside, Joined
 from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
@@ -31,6 +32,8 @@ from advisor.tuning import OfRun
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
+    from advisor.tuners.search.tuner import Scope
+    from advisor.tuning import Subject
 
 
 class _OfRunInside(OfRun):
@@ -52,6 +55,13 @@ class _OfRunInside(OfRun):
         found = super().space(situation)
         found.leave_out(_replays)
         return found
+
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
+        """Only visits are made that the rest of the run pays for: it is taken to last as long again
+        as it may be tuned, and what compiles to save a third of that."""
+        scope = super()._scope(subject, near, folder)
+        most_s = WORTH * self._plan.seconds
+        return dataclasses.replace(scope, worth=lambda seconds: seconds <= most_s)
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         made = super()._provenance(facts, study, trials, seconds)

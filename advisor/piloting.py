@@ -29,13 +29,13 @@ def attach() -> None:
 
     guide = line.from_environment()
     if guide is not None:
-        from advisor.tuners.measure.run.repeated import Repeats
+        from advisor.tuners.measure.run.calls import KeptCalls
 
         if (folder := checkpoints()) is not None:
             from advisor.tuners.act.pilot.checkpoints import Redirection
 
             Redirection(folder).install()
-        IN_CHARGE.bring(guide, Repeats())
+        IN_CHARGE.bring(guide, KeptCalls())
     elif (said := os.environ.get(RUN)) and not settings.disabled():
         told = json.loads(said)
         IN_CHARGE.bring(_Later(told), _watch(told["tune_s"]))
@@ -45,9 +45,9 @@ def _watch(tune_s: float) -> Watch | None:
     """What compares configs in a run that is tuned within itself."""
     if not tune_s:
         return None
-    from advisor.tuners.measure.run.repeated import Repeats
+    from advisor.tuners.measure.run.calls import KeptCalls
 
-    return Repeats(careful=True)
+    return KeptCalls(careful=True)
 
 
 class _Later:

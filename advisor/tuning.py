@@ -203,7 +203,7 @@ def measured_run(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
+class Subject:
     """What is tuned, where its configs are visited, and what its loader loads."""
 
     place: Place
@@ -247,7 +247,7 @@ class _Tuning(ABC):
         self._records, self._progress = records, progress
 
     @abstractmethod
-    def _subject(self) -> AbstractContextManager[_Subject]:
+    def _subject(self) -> AbstractContextManager[Subject]:
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
@@ -278,14 +278,14 @@ class _Tuning(ABC):
             )
 
     @abstractmethod
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         """Whether a record of the same key and batch was measured as this call would measure it."""
 
     @abstractmethod
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """What is given of a record that answers and may have been tuned under another name."""
 
-    def _before(self, subject: _Subject, akin: Sequence[Kin]) -> _Before:
+    def _before(self, subject: Subject, akin: Sequence[Kin]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
         own = f"{key.id}@{key.task.batch}"
@@ -320,7 +320,7 @@ class _Tuning(ABC):
         return _Before()
 
     def _tune(
-        self, subject: _Subject, near: Sequence[Config], before: _Before
+        self, subject: Subject, near: Sequence[Config], before: _Before
     ) -> tuple[Record, Found]:
         """Search and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.search.journal import open_study
@@ -346,7 +346,7 @@ class _Tuning(ABC):
             keep_artifacts(self._records, record, found.artifacts, store, self._progress)
         return record, found
 
-    def _scope(self, subject: _Subject, near: Sequence[Config], folder: Path) -> Scope:
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
         from advisor.tuners.search.tuner import Scope
 
         plan = self._plan
@@ -364,7 +364,7 @@ class _Tuning(ABC):
             reserve_s=min(LOADER_S, LOADER_SHARE * plan.seconds) if loads else 0.0,
         )
 
-    def _with_loader(self, subject: _Subject, found: Found, tuner: Tuner) -> Found:
+    def _with_loader(self, subject: Subject, found: Found, tuner: Tuner) -> Found:
         """The loader that feeds the loop's winner, searched for in the same way."""
         from advisor.tuners.search.loader import tuned_loader
 
@@ -418,7 +418,7 @@ class _OfTarget(_Tuning):
         self._task = task
 
     @contextlib.contextmanager
-    def _subject(self) -> Iterator[_Subject]:
+    def _subject(self) -> Iterator[Subject]:
         from advisor.tuners.measure.worker.parent import DATA_S
         from advisor.tuners.search.space import Space
 
@@ -443,7 +443,7 @@ class _OfTarget(_Tuning):
                 situation, data = self._fed(situation, data)
             space = Space.of(situation)
             worker.baseline, worker.tolerance = space.default, _tolerance(self._task)
-            yield _Subject(
+            yield Subject(
                 place=worker,
                 facts=facts,
                 key=key,
@@ -473,10 +473,10 @@ class _OfTarget(_Tuning):
         job = Job(task=self._task, device=self.device, seed=self._plan.seed)
         return Worker(job, deadline_s=max(30.0, self._plan.seconds))
 
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         return not record.key.task.command
 
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """The record under the name that it was asked for by, as apply() finds it by that: another
         name, or other code, of what is the same model and the same task."""
         target, asked = subject.target, subject.task
@@ -512,7 +512,7 @@ class OfRun(_Tuning):
         self._command, self._permitted, self._show = tuple(command), dict(permitted), show
 
     @contextlib.contextmanager
-    def _subject(self) -> Iterator[_Subject]:
+    def _subject(self) -> Iterator[Subject]:
         from advisor.tuners import knobs
 
         with self.begun() as run:
@@ -540,7 +540,7 @@ class OfRun(_Tuning):
             run.own, run.memory = space.default, facts.memory_bytes
             run.tolerance = _tolerance(task)
             self._try_options(run, space)
-            yield _Subject(
+            yield Subject(
                 place=run,
                 facts=facts,
                 key=key,
@@ -548,13 +548,13 @@ class OfRun(_Tuning):
                 space=space,
             )
 
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         """What is put into the words of a command is known of that command alone."""
         command = record.key.task.command
         alike = not subject.task.map or command_part(command) == command_part(self._command)
         return bool(command) and alike
 
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
         one finds it by the model."""
         from advisor.tuners.knobs import WORKERS, described, workers
@@ -714,7 +714,7 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
     )
 
 
-def _of_fp8(subject: _Subject) -> str:
+def _of_fp8(subject: Subject) -> str:
     """Whether fp8, where it is permitted, is tried, or why not."""
     from advisor.tuners import fp8
 
@@ -788,7 +788,7 @@ def _tolerance(task: Task) -> float:
     return task.tolerance if task.mode == "train" else 0.0
 
 
-def _record(subject: _Subject, decided: Found, made: Provenance) -> Record:
+def _record(subject: Subject, decided: Found, made: Provenance) -> Record:
     return Record(
         key=subject.key,
         target=subject.target,
@@ -802,7 +802,7 @@ def _record(subject: _Subject, decided: Found, made: Provenance) -> Record:
     )
 
 
-def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
+def _first_guesses(subject: Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
     chosen: dict[Config, Kin] = {}
     key = subject.key

@@ -17,6 +17,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    INTERRUPTED,
     LOADER,
     UNFINISHED,
     Command,
@@ -131,15 +132,17 @@ def tune(
         out.print()
     out.print(tables.verdict(found.record))
     out.print()
-    for line in tables.summary(found.record, cache):
+    for line in (*tables.summary(found.record, cache), *found.remarks):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found.interrupted:
+        out.print("Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
         record = found.record
         with environment(overriding):
             here = tables.start(record, cache, command)
             for line in tables.start_anywhere(record, reader) if reader else here:
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
-        return
+        ctx.exit(INTERRUPTED if found.interrupted else DONE)
     out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
     ctx.exit(UNFINISHED if reader else DONE)
 
@@ -156,10 +159,9 @@ def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
             f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
             "--trials, or none."
         )
-    then = "The same command goes on with what it has; a larger --budget gets further."
     return (
-        f"Not tuned yet: {duration(plan.seconds)} left too little time to race anything {beside}. "
-        f"{'Give a larger --budget.' if reader else then}"
+        f"Not tuned yet: {duration(plan.seconds)} left too little time to measure anything "
+        f"{beside}. Give a larger --budget."
     )
 
 

@@ -114,7 +114,7 @@ class Shown(Progress):
         if self._live is not None:
             self._draw()
             return
-        parts = [*self._rows[-1], self._best, self._left()]
+        parts = [f"trial {trial.number}:", *self._rows[-1], self._best, self._left()]
         self._say("  ".join(filter(None, parts)))
 
     def _add(self, trial: Trial, ratio: Ratio, compared: Compared | None) -> None:
@@ -187,20 +187,20 @@ class Shown(Progress):
         named = self._described(trial.config)
         if not measured.ok:
             why = shorten(measured.reason, MOST_SAID, placeholder=" ...")
-            return named, outcome(measured), "", why
+            return named, outcome(measured), "", "", why
         speed = f"{rate(1 / measured.step_s)} steps/s" if measured.step_s else ""
         waits = f"waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
-        told = f"{ratio.mean:.2f}x"
+        told = ""
         if trial.config != self._default and tells(ratio.low, ratio.high):
-            told += f" ({interval(ratio.low, ratio.high)})"
+            told = f"({interval(ratio.low, ratio.high)})"
         if compared is not None:
-            told += ", trains like fp32" if compared.ok else f", {compared.outcome}"
-        return named, speed, waits, told
+            told += " trains like fp32" if compared.ok else f" {compared.outcome}"
+        return named, speed, waits, f"{ratio.mean:.2f}x", told.strip()
 
     def _draw(self) -> None:
         assert self._live is not None
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("tried", "speed", "data", "over yours" if self._run else "over default"):
+        for heading in ("tried", "speed", "data", "x yours" if self._run else "x default", ""):
             table.add_column(heading, justify="left" if heading == "tried" else "right")
         for row in self._rows[-SHOWN:]:
             table.add_row(*map(Text, row))

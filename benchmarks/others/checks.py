@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_map
 from wrapped import compiled, formatted, gated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PART_S = {"gate": 165.0, "dcgan": 150.0, "layouts": 165.0, "lstm": 150.0}
-"""Limit of each part; two of them together stay under six minutes."""
+WEIGHTS = {"gate": 12, "dcgan": 9, "layouts": 11, "lstm": 7}
+"""Shares of the time that the parts get; what one leaves, the next have."""
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Report:
     part: str
     results: Path
     small: bool
+    limit_s: float
     started: float = field(default_factory=time.monotonic)
 
     def say(self, **fields: Any) -> None:
@@ -55,10 +56,10 @@ class Report:
         print(line, flush=True)
 
     @contextmanager
-    def trying(self, seconds: float, **fields: Any) -> Iterator[None]:
-        """Reports an error of one variant, or that it takes longer than this, and goes on."""
+    def trying(self, share: float, **fields: Any) -> Iterator[None]:
+        """Reports an error of one variant and goes on; it has this share of the part's time."""
         signal.signal(signal.SIGALRM, late)
-        signal.alarm(int(seconds))
+        signal.alarm(max(1, int(share * self.limit_s)))
         try:
             yield
         except Exception as error:
@@ -140,8 +141,8 @@ def compilations() -> dict[str, Any]:
 
 
 def gate(report: Report) -> None:
-    for is_gated in (True, False):
-        with report.trying(80, gated=is_gated):
+    for is_gated, share in ((True, 0.4), (False, 0.55)):
+        with report.trying(share, gated=is_gated):
             gate_variant(report, is_gated)
 
 
@@ -195,7 +196,7 @@ def dcgan(report: Report) -> None:
         {"mode": "none", "is_gated": True, "peek": "gradients"},
     )
     for variant in variants:
-        with report.trying(45, **variant):
+        with report.trying(0.4, **variant):
             dcgan_variant(report, **variant)
 
 
@@ -300,8 +301,8 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def layouts(report: Report) -> None:
-    for keep in (True, False):
-        with report.trying(80, kept=keep):
+    for keep, share in ((True, 0.6), (False, 0.35)):
+        with report.trying(share, kept=keep):
             layouts_variant(report, keep)
 
 
@@ -392,7 +393,7 @@ def lstm(report: Report) -> None:
     ways = ("none", "default", "reduce-overhead", "cudagraphs", "graphed lstm", "graphed model")
     for number_format in ("bf16", "own"):
         for way in (*ways, "reduce-overhead with allow_rnn"):
-            with report.trying(40, way=way, format=number_format):
+            with report.trying(0.3, way=way, format=number_format):
                 lstm_variant(report, way, number_format)
 
 
@@ -440,22 +441,30 @@ def main() -> None:
     )
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--results", type=Path, default=Path("checks.jsonl"))
+    parser.add_argument("--limit", type=float, default=350.0, help="seconds for all parts")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a smoke test")
     parser.add_argument("--inside", action="store_true", help="run the part in this process")
     args = parser.parse_args()
-    for part in args.part:
-        report = Report(part, args.results, args.small)
-        if args.inside:
-            count_graphs()
-            PARTS[part](report)
-            continue
-        command = [sys.executable, __file__, "--inside", "--part", part]
-        command += ["--results", str(args.results), *(["--small"] if args.small else [])]
-        try:
-            done = subprocess.run(command, timeout=PART_S[part], check=False)
-            report.say(finished=done.returncode == 0, exit=done.returncode)
-        except subprocess.TimeoutExpired:
-            report.say(finished=False, stopped_after_s=PART_S[part])
+    if args.inside:
+        count_graphs()
+        PARTS[args.part[0]](Report(args.part[0], args.results, args.small, args.limit))
+        return
+    end = time.monotonic() + args.limit
+    for index, part in enumerate(args.part):
+        share = WEIGHTS[part] / sum(WEIGHTS[later] for later in args.part[index:])
+        start(Report(part, args.results, args.small, share * (end - time.monotonic())))
+
+
+def start(report: Report) -> None:
+    """Runs one part in a process of its own, for its limit at most."""
+    command = [sys.executable, __file__, "--inside", "--part", report.part]
+    command += ["--limit", str(report.limit_s), "--results", str(report.results)]
+    command += ["--small"] if report.small else []
+    try:
+        done = subprocess.run(command, timeout=report.limit_s, check=False)
+        report.say(finished=done.returncode == 0, exit=done.returncode)
+    except subprocess.TimeoutExpired:
+        report.say(finished=False, stopped_after_s=report.limit_s)
 
 
 if __name__ == "__main__":

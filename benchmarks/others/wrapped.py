@@ -2,8 +2,9 @@
 
     python benchmarks/others/wrapped.py --compile reduce-overhead --format bf16 train.py --epochs 9
 
-The first module that the script calls counts as the trained model. Its calls in training go through
-autocast and torch.compile, if they have the shapes of the first one; all others stay eager.
+The first module with weights that the script calls counts as the trained model. Its calls in
+training go through autocast and torch.compile, if they have the shapes of the first one; all others
+stay eager.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def main() -> None:
 
 
 def wrap_first_called(compile_by: str, number_format: str, layout: str) -> None:
-    """Wraps the first module that is called, from its second call on."""
+    """Wraps the first module with weights that is called, from its second call on."""
 
     def first(model: nn.Module, inputs: Any) -> None:
+        if next(model.parameters(), None) is None:
+            return
         handle.remove()
         wrap(model, compile_by, number_format, layout)
 

@@ -39,7 +39,7 @@ from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import Proposal, Recipe, Visits, score
 from advisor.tuners.search.plan import Progress
 from advisor.tuners.search.race import race
-from advisor.tuners.search.ratio import Ratio
+from advisor.tuners.search.ratio import Ratio, paired
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Turn, Visit, Visitor
@@ -531,7 +531,7 @@ class Tuner:
             config = visit.config
             if config in chosen or config == default or visit.ratio.mean < 1.1 or not visit.ok:
                 continue
-            yield f"{self._named(config)}: {visit.ratio.mean:.2f}x, not advised: {self._why(visit)}"
+            yield f"{self._named(config)}: {visit.ratio.mean:.2f}x, not advised: {self._why(visit, rates)}"
         best = max(self._visits.all, key=score)
         if best.waited >= WAITS and score(best) >= CLEARLY * best.ratio.mean:
             yield (
@@ -546,14 +546,18 @@ class Tuner:
                 f"{_budget(self.clock.budget_s + needs_s)} has the time for it"
             )
 
-    def _why(self, visit: Visit) -> str:
-        compared = self._compared.get(visit.config.at(self._space.batch))
+    def _why(self, visit: Visit, rates: Rates) -> str:
+        config, default = visit.config, self._space.default
+        compared = self._compared.get(config.at(self._space.batch))
         if compared is not None and not compared.ok:
             return compared.reason
+        raced = paired(rates[config], rates[default]) if config in rates else visit.ratio
+        if config in rates and not raced.faster:
+            return f"{raced.mean:.2f}x in the final race ({raced.low:.2f}-{raced.high:.2f})"
         if len(visit.turns) < 2:
             return "measured once, and below the best"
-        if not visit.ratio.faster:
-            return f"the interval is {visit.ratio.low:.2f}-{visit.ratio.high:.2f}"
+        if not raced.faster:
+            return f"the interval is {raced.low:.2f}-{raced.high:.2f}"
         return "another one is as fast or faster"
 
     def _named(self, config: Config) -> str:

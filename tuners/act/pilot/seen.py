@@ -20,6 +20,7 @@ from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
+FUSED = "fused_optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +203,9 @@ def _own(
             found[knob.name] = own.value
         kept += [knob.name] if own.stays else []
         limits += [own.why] if own.why else []
+    if crew.sparse:
+        kept.append(FUSED)
+        limits.append("fused kernels: a gradient is sparse, for which there are none")
     beyond = [why for one in trained if (why := _beyond(one.outer))]
     if beyond:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]

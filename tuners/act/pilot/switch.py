@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -243,6 +244,16 @@ class Switch:
             call.act, call.parts, call.struck = call.plain, NONE, None
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that train."""
+        return list(self._optimizers)
+
+    def optimizer_changes(self, config: Config) -> dict[str, Any]:
+        """What a config sets in parameter groups of optimizers."""
+        found = Acting(config, self.own, self._device).optimizer()
+        return found | {"foreach": False} if found else {}
+
+    @property
     def calls(self) -> list[Call]:
         """What the trained models are called through."""
         return list(self._calls.values())
@@ -356,25 +367,32 @@ class Switch:
         struck: Callable[[Exception], None] | None,
         lost: Callable[[Exception], None] | None,
     ) -> None:
-        """Have a step that fails under the config made again without it, unless some weight has
-        changed already."""
+        """Have the rest of a step that fails under the config made without it."""
 
         def around(step: Callable[..., Any]) -> Callable[..., Any]:
             def protected(*args: Any, **kwargs: Any) -> Any:
-                before = _versions(optimizer)
+                counters = [_version(group, optimizer) for group in optimizer.param_groups]
                 try:
                     return step(*args, **kwargs)
                 except Exception as exc:  # whatever a config raises: see Call
                     if struck is None:
                         self._failed(exc)
                         raise
+                    done = _groups_done(optimizer, exc)
+                    if done is not None:
+                        _uncount(optimizer.param_groups[done], optimizer, counters[done])
                     self._set_optimizers({})
-                    if not _undone(optimizer, before):
+                    if done is None:
                         if lost is not None:
                             lost(exc)
                         raise
                     raised = exc.with_traceback(None)
-                found = _again(step, args, kwargs, raised)
+                groups = optimizer.param_groups
+                optimizer.param_groups = groups[done:]
+                try:
+                    found = _again(step, args, kwargs, raised)
+                finally:
+                    optimizer.param_groups = groups
                 struck(raised)
                 return found
 
@@ -457,30 +475,39 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-_Versions = list[tuple[str, Tensor, int]]
+def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
+    """How many of an optimizer's groups have made their step when one raised this; None where that
+    one may have changed a part of its weights: fused kernels count no versions of them."""
+    for frame, _line in traceback.walk_tb(exc.__traceback__):
+        # All of torch.optim go through their groups so.
+        at = frame.f_locals.get("group")
+        for number, group in enumerate(optimizer.param_groups):
+            if group is at:
+                weights = [weight for weight in group["params"] if weight.grad is not None]
+                kernels = {(weight.device, weight.dtype) for weight in weights}
+                return number if len(kernels) == 1 else None
+    return None
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> _Versions:
-    """What an optimizer's step changes, and how often it was changed until now."""
-    weights = [("", one, one._version) for g in optimizer.param_groups for one in g["params"]]
-    states = [
-        (name, value, value._version)
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    ]
-    return weights + states
+def _counted(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The counters of steps of a group's weights."""
+    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
+    return [one for state in states if isinstance(one := state.get("step"), Tensor)]
 
 
-def _undone(optimizer: torch.optim.Optimizer, before: _Versions) -> bool:
-    """Whether nothing was changed but counters of steps, which are set back."""
-    changed = [(name, one) for name, one, version in before if one._version != version]
-    if any(name != "step" for name, _one in changed):
-        return False
-    with torch.no_grad():
-        for _name, one in changed:
-            one.sub_(1)
-    return True
+def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
+    """How often the counter of a group's first weight was changed."""
+    first = next((one for one in group["params"] if one.grad is not None), None)
+    step = None if first is None else optimizer.state.get(first, {}).get("step")
+    return step._version if isinstance(step, Tensor) else 0
+
+
+def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Take a step off a group's counters where it was counted since they had that version."""
+    counters = _counted(group, optimizer)
+    if counters and counters[0]._version != version:
+        with torch.no_grad():
+            torch._foreach_sub_(counters, 1)
 
 
 def _step_on_host(kept: Any) -> Any:

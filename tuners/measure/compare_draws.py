@@ -1,0 +1,322 @@
+"""Compares configs of models that draw random numbers, as dropout does, by means over many draws.
+
+Compiled code draws other masks than eager code does. So for each tensor the mean gradient is held
+against fp32's along one direction, fp32's own mean: its slope is 1, give or take a standard error
+that is known from the draws. More are made until a fault of a tenth in one layer would stand out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advisor.cache.config import Config
+from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import (
+    ERRORS,
+    FORMAT_SLOPE,
+    SLOPE,
+    Named,
+    Sample,
+    Sampler,
+    dots,
+    label,
+    norms,
+    not_finite,
+)
+
+FEWEST, MOST = 16, 512
+"""Draws of each config: as many at first, doubled up to the last."""
+TELLS = 0.07
+"""ERRORS standard errors of a slope that let a fault of a tenth stand out of SLOPE."""
+SPREAD, SPREAD_TELLS = 0.25, 0.5
+"""Part by which the outputs' variance over draws may be off, and ERRORS standard errors of its
+logarithm that let dropout at twice its rate, which doubles the variance, stand out."""
+MATTERS = 1e-2
+"""Part of the usual gradient, per element, below which a tensor's mean gradient may stay unsure."""
+OWN_SEEDS = 1_000_003
+"""The first seed of fp32's draws. The others' must not have the same masks: what is held against
+the mean of its own draws seems larger along it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """Draws of a config, by (round, point, ...); a round is one draw at each point.
+
+    Attributes:
+        along: (..., tensor) scalar products with fp32's mean of this point.
+        shift: (tensor) squared distance of the means from fp32's, without the draws' own noise.
+        spreads: (round / 2, point, output) half the squared distances of two draws.
+        losses: not a number where a loss is not known.
+    """
+
+    along: Tensor
+    shift: Tensor
+    spreads: Tensor
+    losses: Tensor
+
+    @property
+    def finite(self) -> bool:
+        """Every output and gradient is."""
+        return bool(self.along.isfinite().all() and self.spreads.isfinite().all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Off:
+    """How far something is off: a slope, the loss, the logarithm of a spread.
+
+    Attributes:
+        limit: that it may be off beside its standard error.
+        tells: ERRORS standard errors that allow a verdict; infinite where it needs none.
+    """
+
+    name: str
+    off: float
+    error: float
+    limit: float
+    tells: float = math.inf
+
+    @property
+    def beyond(self) -> bool:
+        """It is off by more than chance."""
+        return abs(self.off) > self.limit + ERRORS * self.error
+
+    @property
+    def doubt(self) -> float:
+        """Its standard error, as a part of what allows a verdict."""
+        return ERRORS * self.error / self.tells
+
+    def __str__(self) -> str:
+        unsure = f"give or take {ERRORS * self.error:.1%}"
+        return f"{self.name} is {self.off:+.1%} off, {unsure}; {self.limit:.1%} allowed"
+
+
+class _Sums:
+    """Sums of a config's draws in two halves, and scalars of each draw."""
+
+    def __init__(self, points: int) -> None:
+        self.halves: list[tuple[Named, Named]] = [({}, {}) for _ in range(points)]
+        self.spreads: list[Tensor] = []
+        self.losses: list[float] = []
+        self.rounds = 0
+        self._before: list[Named] = [{} for _ in range(points)]
+
+    def add(self, sample: Sample, point: int) -> None:
+        """Add a draw; of each round all points, in their order."""
+        half, tensors = self.halves[point][self.rounds % 2], sample.tensors
+        if not half:
+            half.update({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+        torch._foreach_add_([half[name] for name in tensors], list(tensors.values()))
+        if self.rounds % 2:
+            self.spreads.append(norms(sample.outputs, self._before[point]).square() / 2)
+        self._before[point] = sample.outputs
+        self.losses.append(math.nan if sample.loss is None else sample.loss)
+        self.rounds += point == len(self.halves) - 1
+
+    def means(self, point: int) -> tuple[Named, Named]:
+        """Those of both halves; `rounds` is even."""
+        first, second = (
+            dict(zip(half, torch._foreach_div(list(half.values()), self.rounds / 2), strict=True))
+            for half in self.halves[point]
+        )
+        return first, second
+
+    def drawn(self, along: list[Tensor], shift: Tensor) -> _Drawn:
+        """What is kept of them."""
+        by_point = (-1, len(self.halves))
+        return _Drawn(
+            along=torch.stack(along).unflatten(0, by_point),
+            shift=shift,
+            spreads=torch.stack(self.spreads).unflatten(0, by_point),
+            losses=torch.tensor(self.losses, dtype=torch.float64).view(by_point),
+        )
+
+
+class Draws:
+    """The Way of subjects that draw random numbers."""
+
+    def __init__(self, sampler: Sampler, fp32: Config, tolerance: float) -> None:
+        self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
+        self._points = sampler.subject.points
+        self._rounds = max(2, FEWEST // self._points)
+        self._own = _Sums(self._points)
+        self._samples: list[Sample] = []
+        self._energy: list[Tensor] = []
+        self._noise: list[Tensor] = []
+        self._formats: dict[tuple[Config, int], _Drawn] = {}
+
+    def check_format(self, plain: Config) -> Compared:
+        """See Way."""
+        self._extend()
+        if not bool(self._signal.isfinite().all()):
+            return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+        if plain == self._fp32:
+            return Compared(outcome="ok", reason="strict fp32")
+        return self._check(plain, None)
+
+    def check_code(self, candidate: Config, plain: Config) -> Compared:
+        """See Way."""
+        return self._check(candidate, plain)
+
+    def _check(self, config: Config, plain: Config | None) -> Compared:
+        """A verdict, by as many draws as it takes. What is off must be so in other draws too."""
+        blames, suspects = ("format" if plain is None else "code"), set[str]()
+        while True:
+            self._extend()
+            drawn = self._of_format(config) if plain is None else self._draw(config)
+            if not drawn.finite:
+                return not_finite(blames)
+            found = self._off(drawn, None if plain is None else self._of_format(plain))
+            beyond = [one for one in found if one.beyond]
+            if again := [one for one in beyond if one.name in suspects]:
+                worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
+                return Compared(outcome="wrong", reason=self._said(worst), blames=blames)
+            worst = max(found, key=lambda one: one.doubt)
+            if not beyond and worst.doubt <= 1:
+                return self._fine(found)
+            reason = self._said(beyond[0] if beyond else worst)
+            if why := self._no_more(config, 2 if beyond else max(2, worst.doubt**2)):
+                return Compared(outcome=UNVERIFIED, reason=f"{reason}; {why}")
+            suspects = {one.name for one in beyond}
+            self._rounds *= 2
+
+    def _said(self, one: _Off) -> str:
+        return f"{one}, over {self._rounds * self._points} draws"
+
+    def _no_more(self, config: Config, times: float) -> str:
+        """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
+        needed = times * self._rounds * self._points
+        # That estimate is a rough one itself.
+        if needed > 2 * MOST or 2 * self._rounds * self._points > MOST:
+            return f"more than {MOST} draws would be needed"
+        took_s = needed * (self._sampler.took_s(config) + self._sampler.took_s(self._fp32))
+        if took_s > self._sampler.left_s():
+            return f"about {needed:.0f} draws would be needed, {took_s:.0f} s"
+        return ""
+
+    def _fine(self, found: list[_Off]) -> Compared:
+        slopes = [one for one in found if one.tells == TELLS]
+        said = f"compared over {self._rounds * self._points} draws"
+        if slopes:
+            said += f": {max(slopes, key=lambda one: abs(one.off))}"
+        return Compared(outcome="ok", reason=said)
+
+    def _extend(self) -> None:
+        """Make as many draws of fp32 as others have; slopes are taken along their mean."""
+        own = self._own
+        if own.rounds >= self._rounds:
+            return
+        while own.rounds < self._rounds:
+            for point in range(self._points):
+                seed = OWN_SEEDS + own.rounds * self._points + point
+                sample = self._sampler.sample(self._fp32, point, seed)
+                if len(self._samples) <= point:
+                    self._see_rounding(sample, point, seed)
+                own.add(sample, point)
+        halves = [own.means(point) for point in range(self._points)]
+        self._halves = halves
+        self._directions = [{name: (a[name] + b[name]) / 2 for name in a} for a, b in halves]
+        self._signal = torch.stack([dots(a, b) for a, b in halves])
+
+    def _see_rounding(self, sample: Sample, point: int, seed: int) -> None:
+        """Which tensors are nothing but rounding, as the gradient of a bias before a BatchNorm."""
+        nudged = self._sampler.sample(self._fp32, point + self._points, seed)
+        self._samples.append(sample)
+        self._energy.append(dots(sample.tensors, sample.tensors))
+        self._noise.append(norms(nudged.tensors, sample.tensors).square())
+
+    def _of_format(self, plain: Config) -> _Drawn:
+        key = plain, self._rounds
+        if key not in self._formats:
+            self._formats[key] = self._draw(plain)
+        return self._formats[key]
+
+    def _draw(self, config: Config) -> _Drawn:
+        sums, along = _Sums(self._points), []
+        for number in range(self._rounds, 2 * self._rounds):
+            for point in range(self._points):
+                sample = self._sampler.sample(config, point, number * self._points + point)
+                along.append(dots(sample.tensors, self._directions[point]))
+                sums.add(sample, point)
+        shift = torch.zeros_like(along[0])
+        for point, own in enumerate(self._halves):
+            pairs = zip(sums.means(point), own, strict=True)
+            ours, theirs = ({name: a[name] - b[name] for name in b} for a, b in pairs)
+            shift += dots(ours, theirs)
+        return sums.drawn(along, shift)
+
+    def _off(self, drawn: _Drawn, than: _Drawn | None) -> list[_Off]:
+        """Of all points' slopes; of those at the kept weights, and at the disturbed ones, as one
+        of these alone shows what is stale; of the outputs' spread, and the loss."""
+        half, every = self._points // 2, range(self._points)
+        found = self._slopes(drawn, than, list(every), TELLS)
+        for group in (every[:half], every[half:]):
+            found += self._slopes(drawn, than, list(group), math.inf)
+        return found + self._spreads(drawn) + self._loss(drawn)
+
+    def _slopes(
+        self, drawn: _Drawn, than: _Drawn | None, points: list[int], tells: float
+    ) -> list[_Off]:
+        signal = self._signal[points].sum(0).clamp(min=1e-30)
+        apart = drawn.along - (self._signal if than is None else than.along)
+        off = apart.mean(0)[points].sum(0) / signal
+        error = (apart.var(0) / len(apart))[points].sum(0).sqrt() / signal
+        # fp32's own mean is unsure too: its draws are as many, along the mean of half of them.
+        error = error * math.sqrt(3) if than is None else error
+        share = (than or drawn).shift.clamp(min=0).div(self._signal.sum(0).clamp(min=1e-30)).sqrt()
+        counts = torch.tensor([one.numel() for one in self._directions[0].values()])
+        # Rounding has a part along the gradient by chance, the larger the fewer its elements.
+        limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
+        element = (self._signal.sum(0).clamp(min=0) / counts).sqrt()
+        outputs = len(self._samples[0].outputs)
+        matters = element > MATTERS * element[outputs:].median()
+        matters[:outputs] = False
+        return [
+            _Off(
+                name=f"the slope of {label(name, self._samples[0])}",
+                off=float(off[at]),
+                error=float(error[at]),
+                limit=float(limit[at]),
+                tells=tells if matters[at] else math.inf,
+            )
+            for at, name in enumerate(self._directions[0])
+            if not rounding[at] and share[at] <= 0.5
+        ]
+
+    def _spreads(self, drawn: _Drawn) -> list[_Off]:
+        """By logarithms: a rare draw far from the others weighs no more than they do."""
+        found = []
+        for at, (name, output) in enumerate(self._samples[0].outputs.items()):
+            own = torch.stack(self._own.spreads).unflatten(0, (-1, self._points))[..., at]
+            # One number's variance is too unsure to tell anything.
+            if output.numel() < 2 or not float(own.mean()):
+                continue
+            least = 1e-3 * own.mean(0)
+            logs = [one.maximum(least).log() for one in (drawn.spreads[..., at], own)]
+            errors = [float((one.var(0) / len(one)).sum().sqrt()) / self._points for one in logs]
+            found.append(
+                _Off(
+                    name=f"the spread of the {name}",
+                    off=float(logs[0].mean() - logs[1].mean()),
+                    error=math.hypot(*errors),
+                    limit=math.log1p(SPREAD),
+                    tells=SPREAD_TELLS,
+                )
+            )
+        return found
+
+    def _loss(self, drawn: _Drawn) -> list[_Off]:
+        own = torch.tensor(self._own.losses, dtype=torch.float64).view(-1, self._points)
+        known = (~own.isnan()).all(0)
+        if not bool(known.any()):
+            return []
+        pair = [drawn.losses[:, known], own[:, known]]
+        scale = float(pair[1].mean().abs()) or 1.0
+        errors = [float((one.var(0) / len(one)).sum().sqrt()) / one.shape[1] for one in pair]
+        off = float(pair[0].mean() - pair[1].mean()) / scale
+        error = math.hypot(*errors) / scale
+        return [_Off(name="the loss", off=off, error=error, limit=self._tolerance)]

@@ -1,0 +1,232 @@
+"""Compares configs of models that draw no random numbers: one sample at each point tells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from advisor.cache.config import Config
+from advisor.tuners.knobs import described
+from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import (
+    ERRORS,
+    FORMAT_SLOPE,
+    NUDGE,
+    SLOPE,
+    Named,
+    Sample,
+    Sampler,
+    dots,
+    label,
+    norms,
+    not_finite,
+)
+
+ROUNDINGS, ROUNDINGS_ALONE = 2.5, 10.0
+"""Times that an error may be as large as the format's, or as rounding, where a tensor is nothing
+but that. Two orders of summation of bf16 differ by up to 1.4 times, of fp32's rounding by two."""
+ALWAYS = 1e-3
+"""Part of a tensor that may always be off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """fp32's sample at one point; of each tensor its size and what rounding alone does to it."""
+
+    sample: Sample
+    tensors: Named
+    size: list[float]
+    noise: list[float]
+    floor: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Against:
+    """Another sample at that point, held against fp32's: of each tensor its slope and distance."""
+
+    slopes: list[float]
+    apart: list[float]
+    loss: float | None
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.apart))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A tensor beyond its limit by this factor."""
+
+    factor: float
+    tensor: int
+    point: int
+    limit: float
+
+
+class Exact:
+    """The Way of subjects that draw no random numbers: one sample each tells."""
+
+    def __init__(self, sampler: Sampler, fp32: Config, tolerance: float) -> None:
+        self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
+        self._points: list[_Point] = []
+        self._plain: dict[Config, list[_Against]] = {}
+
+    def check_format(self, plain: Config) -> Compared:
+        """See Way."""
+        count = self._sampler.subject.points
+        for point in range(len(self._points), count):
+            self._points.append(self._reference(point))
+        self._names = list(self._points[0].tensors)
+        if not all(map(math.isfinite, (s for one in self._points for s in one.size))):
+            return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+        held = self._plain[plain] = self._held(plain)
+        if not all(one.finite for one in held):
+            return not_finite("format")
+        faults = [self._off(held, None, at) for at in range(count)]
+        if worst := self._lasting(faults):
+            return self._wrong(worst, plain, plain, "format")
+        return self._loss(held, "format") or self._fine(held)
+
+    def check_code(self, candidate: Config, plain: Config) -> Compared:
+        """See Way."""
+        held, than = self._held(candidate), self._plain[plain]
+        if not all(one.finite for one in held):
+            return not_finite("code")
+        points = range(len(held))
+        slopes = [self._off(held, than, at) for at in points]
+        apart = [self._apart(held, than, at) for at in points]
+        if worst := self._lasting(slopes) or self._lasting(apart):
+            return self._wrong(worst, candidate, plain, "code")
+        return self._loss(held, "code") or self._fine(held)
+
+    def _reference(self, point: int) -> _Point:
+        sample = self._sampler.sample(self._fp32, point, point)
+        tensors = sample.tensors
+        nudged = self._sampler.sample(self._fp32, point + self._sampler.subject.points, point)
+        size = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
+        noise = norms(nudged.tensors, tensors).tolist()
+        counts = [tensor.numel() for tensor in tensors.values()]
+        # What is nothing at all in fp32 is held against the usual element.
+        usual = math.hypot(*size) / math.sqrt(sum(counts))
+        floor = [NUDGE * usual * math.sqrt(count) for count in counts]
+        return _Point(sample=sample, tensors=tensors, size=size, noise=noise, floor=floor)
+
+    def _held(self, config: Config) -> list[_Against]:
+        found = []
+        for at, point in enumerate(self._points):
+            if config == self._fp32:
+                sample, apart = point.sample, [0.0] * len(point.size)
+            else:
+                sample = self._sampler.sample(config, at, at)
+                apart = norms(sample.tensors, point.tensors).tolist()
+            along = dots(sample.tensors, point.tensors).tolist()
+            slopes = [
+                dot / size**2 if size else 1.0 for dot, size in zip(along, point.size, strict=True)
+            ]
+            found.append(_Against(slopes=slopes, apart=apart, loss=sample.loss))
+        return found
+
+    def _shares(self, than: _Against, point: _Point) -> list[float]:
+        """What the format, or rounding, does to each tensor, as parts of its size: at least the
+        usual one, unless it is nothing but that."""
+        pairs = zip(than.apart, point.noise, point.size, strict=True)
+        shares = [max(apart, noise) / size if size else math.inf for apart, noise, size in pairs]
+        usual = statistics.median(shares)
+        return [max(share, min(usual, 0.5)) for share in shares]
+
+    def _off(
+        self, held: Sequence[_Against], than: Sequence[_Against] | None, at: int
+    ) -> dict[int, _Fault]:
+        """Tensors whose slopes are off from others, or from 1."""
+        point = self._points[at]
+        found = {}
+        for tensor, share in enumerate(self._shares((than or held)[at], point)):
+            if share > 0.5:
+                continue
+            wanted = 1.0 if than is None else than[at].slopes[tensor]
+            # Rounding has a part along the gradient by chance, the larger the fewer its elements.
+            chance = share * math.sqrt(2 / point.tensors[self._names[tensor]].numel())
+            limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * chance
+            off = abs(held[at].slopes[tensor] - wanted)
+            if off > limit:
+                found[tensor] = _Fault(off / limit, tensor, at, limit)
+        return found
+
+    def _apart(
+        self, held: Sequence[_Against], than: Sequence[_Against], at: int
+    ) -> dict[int, _Fault]:
+        """Tensors that are farther from fp32's than the format takes them."""
+        point = self._points[at]
+        found = {}
+        for tensor, share in enumerate(self._shares(than[at], point)):
+            size, apart = point.size[tensor], held[at].apart[tensor]
+            allowed = ROUNDINGS * share * size + ALWAYS * size
+            if share > 0.5:
+                most = max(than[at].apart[tensor], point.noise[tensor], point.floor[tensor])
+                allowed = ROUNDINGS_ALONE * most
+            if apart > allowed:
+                limit = allowed / size if size else 0.0
+                found[tensor] = _Fault(apart / allowed, tensor, at, limit)
+        return found
+
+    def _lasting(self, faults: Sequence[dict[int, _Fault]]) -> _Fault | None:
+        """The worst fault that all points of the kept weights have, or all of the disturbed."""
+        half = max(1, len(faults) // 2)
+        found = []
+        for group in (faults[:half], faults[half:]):
+            for tensor in group[0] if group else ():
+                if all(tensor in one for one in group):
+                    found.append(min((one[tensor] for one in group), key=lambda one: one.factor))
+        # A gradient names the parameter; what it did to the outputs does not.
+        outputs = len(self._points[0].sample.outputs)
+        return max(found, key=lambda one: (one.tensor >= outputs, one.factor), default=None)
+
+    def _wrong(self, fault: _Fault, candidate: Config, plain: Config, blames: str) -> Compared:
+        """A verdict with the distances of the three from each other."""
+        name, point = self._names[fault.tensor], self._points[fault.point]
+        theirs, ours = (
+            self._sampler.subject.sample(one, fault.point, fault.point).tensors[name]
+            for one in (plain, candidate)
+        )
+        size = point.size[fault.tensor] or 1.0
+        fp32 = point.tensors[name]
+        between = [float((a - b).norm()) / size for a, b in ((ours, fp32), (theirs, fp32))]
+        format_ = described(plain.changed(self._fp32), nothing="fp32")
+        reason = f"{label(name, point.sample)} is {between[0]:.2%} off fp32"
+        if candidate != plain:
+            apart = float((ours - theirs).norm()) / size
+            reason += f", {format_} alone {between[1]:.2%}, {apart:.2%} between these two"
+        slope = float(torch.dot(ours, fp32)) / size**2
+        reason += f"; {slope:.3f} times as large along it; {fault.limit:.2%} allowed"
+        return Compared(outcome="wrong", reason=reason, blames=blames)
+
+    def _loss(self, held: Sequence[_Against], blames: str) -> Compared | None:
+        pairs = [
+            (one.loss, point.sample.loss) for one, point in zip(held, self._points, strict=True)
+        ]
+        known = [(ours, own) for ours, own in pairs if ours is not None and own is not None]
+        if not known:
+            return None
+        ours, own = (statistics.fmean(part) for part in zip(*known, strict=True))
+        off = abs(ours - own) / (abs(own) or 1.0)
+        if off <= self._tolerance:
+            return None
+        reason = f"its loss is {off:.2%} off fp32's, {self._tolerance:.2%} allowed"
+        return Compared(outcome="wrong", reason=reason, blames=blames)
+
+    def _fine(self, held: Sequence[_Against]) -> Compared:
+        shares = {
+            self._names[tensor]: apart / size
+            for one, point in zip(held, self._points, strict=True)
+            for tensor, (apart, size) in enumerate(zip(one.apart, point.size, strict=True))
+            if size and point.noise[tensor] < size / 2
+        }
+        worst = max(shares, key=lambda name: shares[name], default="")
+        if not worst:
+            return Compared(outcome="ok", reason="nothing but rounding")
+        said = label(worst, self._points[0].sample)
+        return Compared(outcome="ok", reason=f"at most {shares[worst]:.1%} off fp32 ({said})")
