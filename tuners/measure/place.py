@@ -99,7 +99,7 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What every other config is measured against: the unmodified script, or torch's default."""
+        """What all others are measured against: the unmodified script, or torch's default."""
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.tuners.decisions import CLEARLY, LOOKS, NOISY_TIE, TELLS, TIE, TRIMMED
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS, TRIMMED
 
 WIDEST = 1e12
 """The end of an interval beyond which nothing was learned, and no record keeps it."""
@@ -29,9 +29,8 @@ class Ratio:
     high: float
 
     def within(self, fraction: float) -> bool:
-        """Whether the interval reaches no further than this fraction above the mean, and as many
-        times below it."""
-        return max(self.high, self.mean**2 / max(self.low, 1 / WIDEST)) <= (1 + fraction) * self.mean
+        """Whether the interval keeps within this fraction of the mean, to both sides."""
+        return max(self.high / self.mean - 1, 1 - self.low / self.mean) <= fraction
 
     @property
     def faster(self) -> bool:
@@ -41,10 +40,12 @@ class Ratio:
     @property
     def level(self) -> bool:
         """Whether it is about 1, as far as that can be told."""
-        return self.mean >= TIE or (self.mean >= NOISY_TIE and self.high >= 1.0)
+        return self.mean >= 1 / CLEARLY or (self.mean >= 1 / GAIN and self.high >= 1.0)
 
 
 UNKNOWN = Ratio(mean=1.0, low=0.0, high=math.inf)
+LEVEL = Ratio(mean=1.0, low=1.0, high=1.0)
+"""That of a config beside itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,18 @@ class Noise:
         return cls(math.sqrt(statistics.fmean(one * one for one in apart)), len(apart))
 
 
-def ratio_of(logs: Sequence[float], noise: Noise = Noise()) -> Ratio:  # immutable
+UNMEASURED = Noise()
+
+
+def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     """Trimmed mean of turn-by-turn log-ratios, with Yuen's interval (Biometrika 61, 1974).
 
-    From the second of LOOKS on, TRIMMED of the turns are left out at each end, so that a load that
-    begins or ends within a turn does not count. The level is 99%, a fifth of 5% of error for each
-    of five looks (Bonferroni). From then on correlated turns count as n (1 - r) / (1 + r), r being
-    the correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
-    With two turns the spread of the baseline's own turns stands in for theirs, and the interval
-    holds both; one turn has none.
+    TRIMMED of the turns are left out at each end, so that a load that begins or ends within a turn
+    does not count. The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni).
+    From the second of LOOKS on correlated turns count as n (1 - r) / (1 + r), r being the
+    correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4). With
+    two turns the spread of the baseline's own turns stands in for theirs, and the interval holds
+    both; one turn has none.
     """
     if not logs:
         return UNKNOWN
@@ -97,7 +101,7 @@ def ratio_of(logs: Sequence[float], noise: Noise = Noise()) -> Ratio:  # immutab
 def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
     """The trimmed mean, and half the width of its interval."""
     count, ordered = len(logs), sorted(logs)
-    out = int(TRIMMED * count) if count >= LOOKS[1] else 0
+    out = int(TRIMMED * count)
     inner = ordered[out : count - out]
     mean = statistics.fmean(inner)
     held = [min(max(one, inner[0]), inner[-1]) for one in logs]
@@ -107,7 +111,7 @@ def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
     return mean, _t99(int(worth) - 1) * spread / math.sqrt(worth)
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = Noise()) -> Ratio:
+def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     """The ratio over the turns that both have."""
     return ratio_of([math.log(a / b) for a, b in zip(ours, theirs, strict=False)], noise)
 
