@@ -9,14 +9,12 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE, USES
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
-    BATCH_GAIN,
     FAST_STEP_S,
-    LOADER_GAIN,
+    GAIN,
     LOADER_TURN_S,
     SMALL_MODULES,
     STARVED,
     TURN_S,
-    WAITS,
 )
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
@@ -91,7 +89,7 @@ class Visits:
 
 def score(visit: Visit) -> float:
     """The speed-up of a visit, as if it were fed where it waits for its data."""
-    return visit.ratio.mean if visit.waited < WAITS else visit.fed
+    return visit.fed if visit.waits else visit.ratio.mean
 
 
 class Recipe:
@@ -116,7 +114,7 @@ class Recipe:
                     yield Proposal(config, "recipe")
                     yield from self._loader(STARVED)
             if stage == self._compiled:
-                yield from self._loader(WAITS)
+                yield from self._loader()
         for config in self._batches():
             if self._is_new(config):
                 yield Proposal(config, "batch")
@@ -154,6 +152,9 @@ class Recipe:
         wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
         return visit is None or (visit.ok and not wrong)
 
+    def _ran(self, config: Config) -> bool:
+        return config in self._visits and self._runs(config)
+
     @property
     def _small(self) -> bool:
         fast = self._visits.baseline.step_s < FAST_STEP_S
@@ -161,10 +162,8 @@ class Recipe:
 
     def _half(self) -> Iterator[Config | None]:
         for changes in knobs.RECIPE:
-            config = self._near(changes)
-            yield config
-            visit = self._visits.get(config)
-            if visit is not None and self._runs(config):
+            yield (config := self._near(changes))
+            if self._ran(config):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -175,8 +174,7 @@ class Recipe:
             if config is None:
                 continue
             yield config
-            visit = self._visits.get(config)
-            if visit is not None and visit.ok:
+            if self._ran(config):
                 break
         if CAPTURE in self._space.uses:
             for changes in knobs.CAPTURED:
@@ -189,11 +187,18 @@ class Recipe:
 
     def _toggles(self) -> Iterator[Config | None]:
         for use in self._space.uses:
-            leader = self._visits.best(use, self._space.batch).config
-            for knob in knobs.KNOBS:
-                if knob.guess == "leader" and not knob.feeds:
-                    for value in self._space.choices.get(knob.name, ())[1:]:
-                        yield self._on(leader, {knob.name: value})
+            for name, value in self._guessed("leader"):
+                leader = self._visits.best(use, self._space.batch).config
+                config = self._on(leader, {name: value})
+                if config is not None and knobs.follows(use, config, self._space.default):
+                    yield config
+
+    def _guessed(self, guess: str) -> Iterator[tuple[str, Value]]:
+        """The values of knobs that are tried in one way."""
+        for knob in knobs.KNOBS:
+            if knob.guess == guess and not knob.feeds:
+                for value in self._space.choices.get(knob.name, ())[1:]:
+                    yield knob.name, value
 
     def _other_code(self) -> Iterator[Config | None]:
         """Other ways to compile, in the leader's format; then the leader in other formats."""
@@ -211,10 +216,8 @@ class Recipe:
     def _alone(self) -> Iterator[Config | None]:
         """The other formats eagerly, and each value of a knob by itself."""
         yield from map(self._near, (*knobs.RECIPE, *knobs.FORMATS_TRIED))
-        for knob in knobs.KNOBS:
-            if knob.guess == "alone" and not knob.feeds:
-                for value in self._space.choices.get(knob.name, ())[1:]:
-                    yield self._near({knob.name: value})
+        for name, value in self._guessed("alone"):
+            yield self._near({name: value})
 
     def _batches(self) -> Iterator[Config]:
         """Larger batches of the fastest eager config while they gain, then of what leads at the
@@ -231,7 +234,7 @@ class Recipe:
         for batch in (b for b in batches if b > own):
             yield (config := eager.config.at(batch))
             visit = self._visits.get(config)
-            if visit is None or not visit.ok or score(visit) < BATCH_GAIN * score(top):
+            if visit is None or not visit.ok or score(visit) < GAIN * score(top):
                 break
             top = visit
         leading = self._visits.best(batch=own).config
@@ -246,12 +249,12 @@ class Recipe:
                     if (frugal := self._on(leading.at(batch), changes)) is not None:
                         yield frugal
 
-    def _loader(self, waits: float) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data for so much of its time, and fewer where
-        more gain nothing."""
+    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data, for `least` of its time at least, and
+        fewer where more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if best.waited < waits:
+            if not best.waits or best.waited < least:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
@@ -267,13 +270,13 @@ class Recipe:
         """One value after the other until one gains nothing; returns the best visit."""
         for value in values:
             config = self._fed(best.config, name, value)
-            if best.waited < WAITS or not self._is_new(config):
+            if not best.waits or not self._is_new(config):
                 break
             yield Proposal(config, "loader", LOADER_TURN_S)
             tried = self._visits.get(config)
             if tried is None or not tried.ok:
                 break
-            if tried.ratio.mean < LOADER_GAIN * best.ratio.mean:
+            if tried.ratio.mean < GAIN * best.ratio.mean:
                 break
             best = tried
             self._visits.feed = config.only(*knobs.FEEDS)
