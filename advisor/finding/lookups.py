@@ -17,10 +17,10 @@ from advisor.cache import settings
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
 from advisor.cache.explanation import Explanation, Seen
-from advisor.cache.kinds import Shape
+from advisor.cache.kinds import Seconds, Shape
 from advisor.cache.match import Match, Query
 from advisor.cache.seal import UNSIGNED
-from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
+from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, UsageError, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, carried
 from advisor.finding.artifacts import artifacts_of
@@ -109,12 +109,12 @@ def apply(
             a tuning is asked for at the first server among the stores, with the code sent along,
             in a thread that nothing waits for). Default: $ADVISOR_ON_MISS, else [tool.advisor]
             on-miss.
-        tune: without a target, where nothing is known of the run: so many seconds, or '10m', of
-            its first time are spent on trying configs at its step boundaries; it trains on in each
-            of them, then with the best, which is remembered. A config that fails costs nothing but
-            its step, and none is tried with little memory free. What changes numerics, as bf16
-            does, is tried where `precisions` permits it, and followed although it could not be
-            held against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
+        tune: without a target alone: where nothing is known of the run so many seconds, or '10m',
+            of its first time are spent on trying configs at its step boundaries; it trains on in
+            each of them, then with the best, which is remembered. A config that fails costs nothing
+            but its step, and none is tried with little memory free. What changes numerics, as bf16
+            does, is tried where `precisions` permits it, and followed although it could not be held
+            against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
         strict: raise instead of warning.
 
     Without a target a pilot is attached too, unless the script was started by `advisor run` or
@@ -136,7 +136,8 @@ def apply(
         from advisor.finding.inside import applied
 
         return applied(asked, tune=tune, strict=strict)
-    advice = looked_up_by(Lookup(target, asked), asked, strict=strict)
+    here = Lookup(target, asked) if tune is None else _Untunable(target, asked, tune)
+    advice = looked_up_by(here, asked, strict=strict)
     advice.set_flags()
     return advice
 
@@ -485,3 +486,19 @@ def set_up_logging() -> None:
         _log.addHandler(handler)
         named = logging.getLevelNamesMapping().get(level.upper())
         _log.setLevel(named if named is not None else logging.INFO)
+
+
+class _Untunable(Lookup):
+    """A lookup by a target, with a time to tune it in: `apply` tunes running scripts alone."""
+
+    def __init__(self, target: object, asked: Mapping[str, object], tune: object) -> None:
+        super().__init__(target, asked)
+        self._tune = tune
+
+    def advice(self) -> Advice:
+        """Raises UsageError."""
+        Seconds().checked("tune", self._tune)
+        raise UsageError(
+            f"tune={self._tune!r} tunes the running script, and takes no target; leave one of them "
+            "out, or measure the target before, with advisor tune"
+        )
