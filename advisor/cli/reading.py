@@ -189,34 +189,28 @@ def why(
     asked = collected(Task, options)
     if on_miss is None and settings.on_miss() not in _SERVED:
         on_miss = "default"  # who asks why asks for no tuning
+    own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
-        advice = lookups.lookup(
-            target,
-            batch=_batch(batch),
-            capture=capture,
-            cache=cache,
-            on_miss=on_miss,
-            **asked,
-        )
-    explanation = advice.explanation
+        offer = lookups.offered(target, asked | own)
+    explanation = offer.served.explanation
     if explanation is None and not as_json:  # it did not come as far as looking
-        raise UsageError(advice.reason)
+        raise UsageError(offer.served.reason)
     if as_json:
-        click.echo(json.dumps(explained(advice)))
+        click.echo(json.dumps(explained(offer)))
     else:
         click.echo(str(explanation))
         assert explanation is not None
         if explanation.served:
-            what = described(advice.config, advice.served.default)
-            click.echo(f"served      {explanation.served}: {what}, batch {advice.batch_size}")
+            what = described(offer.config, offer.served.default)
+            click.echo(f"served      {explanation.served}: {what}, batch {offer.batch_size}")
         if not explanation.seen:
             newest = open_records(cache).newest(MOST)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
     if explanation is None:
         click.get_current_context().exit(WRONG_USAGE)
-    if strict and advice.status == "miss":
+    if strict and offer.served.status == "miss":
         click.get_current_context().exit(FAILED)
 
 
