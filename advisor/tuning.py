@@ -39,6 +39,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
+from advisor.unchanged import Asked
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -195,8 +196,15 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    asked = Asked(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
-        return tuning.run()
+        if not plan.force and (known := asked.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = asked.state()
+        tuned = tuning.run()
+        if tuned.finished:
+            asked.remember(tuned.record, before)
+        return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
