@@ -26,7 +26,7 @@ from advisor.cache.record import (
     Winner,
 )
 from advisor.cache.records import Records
-from advisor.cache.shown import speedup, tells
+from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
@@ -281,7 +281,7 @@ def _compared(record: Record, use: str, now: Ratio) -> str:
     what = "" if use == record.use else f"{use}: "
     return (
         f"{what}{speedup(now.mean, now.low, now.high)} {record.key.task.baseline} now, "
-        f"{record.winner(use).speedup:.2f}x when it was tuned"
+        f"{times(record.winner(use).speedup)} when it was tuned"
     )
 
 

@@ -147,6 +147,7 @@ def tune(
 def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
     """Why nothing was raced, and what to give."""
     from advisor.report.text import duration
+    from advisor.tuners.measure.runner import TOO_SOON
 
     beside = f"beside {record.key.task.baseline}"
     most, default = plan.trials, record.baseline.config
@@ -156,6 +157,8 @@ def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
             f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
             "--trials, or none."
         )
+    if any(one.measurement.reason == TOO_SOON for one in record.trials):
+        return f"Not tuned yet: {TOO_SOON}. Give it more to train on, as more epochs."
     then = "The same command goes on with what it has; a larger --budget gets further."
     return (
         f"Not tuned yet: {duration(plan.seconds)} left too little time to race anything {beside}. "

@@ -22,7 +22,8 @@ from rich.text import Text
 from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Trial
-from advisor.report.text import duration, outcome, rate
+from advisor.cache.shown import times
+from advisor.report.text import duration, outcome, over, rate
 from advisor.report.ticking import ticking
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress, parts
@@ -192,7 +193,7 @@ class Shown(Progress):
     def _cells(self, trial: Trial) -> tuple[str, ...]:
         measured = trial.measurement
         ratio = self._ratio(measured)
-        against = f"{ratio:.2f}x" if ratio else ""
+        against = times(ratio) if ratio else ""
         if not measured.ok:
             against = shorten(measured.reason, MOST_SAID, placeholder=" ...")
         where = f"batch {trial.config.batch}"
@@ -215,9 +216,7 @@ class Shown(Progress):
 
     def _ratio(self, measured: Measurement) -> float:
         """To the baseline's throughput; 0 where that is not known."""
-        if not measured.ok or self._baseline is None or not self._baseline.ok:
-            return 0.0
-        return measured.samples_per_s / self._baseline.samples_per_s
+        return over(measured, self._baseline)
 
     def _draw(self) -> None:
         assert self._live is not None
