@@ -39,6 +39,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Plan, Progress, suffices
+from advisor.unchanged import Asked
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -198,8 +199,15 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    asked = Asked(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
-        return tuning.run()
+        if not plan.force and (known := asked.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = asked.state()
+        tuned = tuning.run()
+        if tuned.finished:
+            asked.remember(tuned.record, before)
+        return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +450,7 @@ class _OfTarget(_Tuning):
                     data = worker.describe_data(most_s)
                 situation, data = self._fed(situation, data)
             space = Space.of(situation)
-            worker.baseline, worker.tolerance = space.default, _tolerance(self._task)
+            worker.baseline = space.default
             yield Subject(
                 place=worker,
                 facts=facts,

@@ -88,8 +88,8 @@ class Exact:
         held = self._plain[plain] = self._held(plain)
         if not all(one.finite for one in held):
             return not_finite("format")
-        for one, point in zip(held, self._points, strict=True):
-            whole = self._whole_slope(one, point)
+        for one, seen in zip(held, self._points, strict=True):
+            whole = self._whole_slope(one, seen)
             if abs(whole - 1) > FORMAT_SLOPE:
                 said = f"all gradients together are {whole:.3f} times as large along fp32's"
                 return Compared("wrong", f"{said}; {FORMAT_SLOPE:.0%} allowed", "format")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
