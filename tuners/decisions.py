@@ -29,10 +29,6 @@ HOPELESS = 0.8
 LOOKS = (3, 5, 8, 12, 18)
 """Rounds after which the final race may stop. Each look has a fifth of the 5% of error, so that the
 interval holds although it is looked at: COVERAGE"""
-TRIMMED = 1 / 6
-"""Fraction of the turns that is left out at each end before their mean is taken: a load that comes
-or goes within a turn makes it up to 5 times too fast or too slow."""
-
 # Choosing --------------------------------------------------------------------------------------
 CLEARLY = 1.01
 """A ratio below this decides nothing: GPU-bound repeats differ by 0.5%. What gains less is not
