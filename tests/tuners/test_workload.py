@@ -98,7 +98,7 @@ def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
     describe(made)
     block = made.block(CONFIG, 2, 1)
     assert (block.steps, block.samples) == (2, 4)
-    compared = made.compare(CONFIG, FP32, FP32, 60.0)
+    compared = made.compare(CONFIG, FP32, FP32, 60.0, 0.02)
     assert compared.ok, compared
 
 
@@ -284,7 +284,7 @@ def test_a_block_has_the_steps_after_those_that_settle(
 
     monkeypatch.setattr(Workload, "step", step)
     graphs = iter([3, 5])
-    monkeypatch.setattr(benches, "_graphs", lambda: next(graphs, 5))
+    monkeypatch.setattr(benches, "graphs_compiled", lambda: next(graphs, 5))
     block = made.block(EIGHT, 5, 1)
     assert count[0] >= 1 + 3 + 1 + 5 and (block.steps, block.samples, block.compiled) == (5, 40, 2)
     count[0] = 0
@@ -384,7 +384,9 @@ def test_what_a_captured_step_is_compared_by_is_its_replay(
     made.block(captured, 3, 1)
     (own,) = recorders
     before = own.replays, own.recordings
-    compared = made.compare(captured, FP32.at(8), FP32.at(8).replace(precision="default"), 60.0)
+    compared = made.compare(
+        captured, FP32.at(8), FP32.at(8).replace(precision="default"), 60.0, 0.02
+    )
     assert compared.ok, compared
     assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
     made.block(captured, 3, 1)
@@ -411,7 +413,7 @@ def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
     made = bench(tmp_path, source, shape=(3,), batch=64)
     bf16 = FP32.at(64).replace(precision="bf16")
     made.block(bf16, 1, 1)
-    compared = made.compare(bf16, FP32.at(64), bf16, 60.0)
+    compared = made.compare(bf16, FP32.at(64), bf16, 60.0, 0.02)
     assert (compared.outcome, compared.blames) == ("wrong", "format"), compared
 
 
@@ -419,4 +421,4 @@ def test_dropout_is_compared_by_draws(tmp_path: Path) -> None:
     source = NET.replace("torch.relu(", "nn.functional.dropout(").replace("(x)))", "(x)), 0.1)")
     made = bench(tmp_path, source, shape=(3,), batch=8)
     assert describe(made).draws
-    assert made.compare(EIGHT, FP32.at(8), EIGHT, 60.0).outcome in ("ok", "unverified")
+    assert made.compare(EIGHT, FP32.at(8), EIGHT, 60.0, 0.02).outcome in ("ok", "unverified")

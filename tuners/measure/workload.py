@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
@@ -141,10 +141,7 @@ class Workload:
 
     def _output(self, inputs: Any) -> Any:
         """What the model makes of inputs, without compiling: it is no part of a step."""
-        eager: AbstractContextManager[Any] = nullcontext()
-        if any(module._compiled_call_impl is not None for module in self.model.modules()):
-            eager = torch.compiler.set_stance("force_eager")
-        with torch.no_grad(), self.advice.autocast(), eager, _unchosen():
+        with torch.no_grad(), self.advice.autocast(), _uncompiled(self.model), _unchosen():
             return self._own.forward(self.advice.place(inputs))
 
     def rewind(self, first: int = 0) -> None:
@@ -204,6 +201,19 @@ class Workload:
                 return
             self.step()
         raise RuntimeError("no CUDA graph: the batches are not alike")
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Without what was compiled in the place of a model, which counts what it is called with."""
+    compiled = {one: one._compiled_call_impl for one in model.modules()}
+    for one in compiled:
+        one._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for one, call in compiled.items():
+            one._compiled_call_impl = call
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from advisor.tuners import host, target
 from advisor.tuners.act import artifacts
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.served import Served
 from advisor.tuners.faults import told
@@ -55,9 +56,6 @@ GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur"
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
-SHARING = 64
-"""Configs that may compile one class each: PyTorch gives all compilations of a function one limit.
-"""
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -85,9 +83,11 @@ def failure(exc: Exception, reason: str = "") -> ConfigFailed:
 
 @dataclass(slots=True)
 class _Built:
-    """A workload that is there, with the bytes that it holds and the most that it took."""
+    """A workload that is there, with what was compiled for it, the bytes that it holds and the most
+    that it took."""
 
     workload: Workload
+    code: tuple[set[str], set[int]] = field(default_factory=lambda: (set(), set()))
     own_bytes: int = 0
     peak_bytes: int = 0
 
@@ -109,9 +109,9 @@ class Bench:
         self._at_work: Config | None = None
         self._fed: tuple[Workload, Feeding] | None = None
         self._peaks: dict[int, int] = {}
-        self._references: tuple[Config, References] | None = None
+        self._references: tuple[tuple[Config, float], References] | None = None
         self.drew: bool | None = None
-        self._compiled = False
+        self._limit, self._code = RecompileLimit(), CompiledCode()
         self.default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
@@ -174,14 +174,16 @@ class Bench:
         except Exception as exc:  # the user's code may raise anything; it is told as a line
             raise TargetFailed(f"data {self.data.facts.name!r}: {told(exc)}") from exc
 
-    def compare(self, config: Config, fp32: Config, plain: Config, seconds: float) -> Compared:
+    def compare(
+        self, config: Config, fp32: Config, plain: Config, seconds: float, tolerance: float
+    ) -> Compared:
         """Compare the code that is timed for a config with strict fp32, within so many seconds."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
 
         def compared() -> Compared:
-            references = self._references_of(fp32)
+            references = self._references_of(fp32, tolerance)
             found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
@@ -203,10 +205,10 @@ class Bench:
         if self._at_work is not None and self._at_work.without(*INPUTS) == code:
             self._leave()
         self._subject.forget(code)
-        if self._built.pop(code, None) is not None:
-            gc.collect()
-        if not self._built and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
+        if (built := self._built.pop(code, None)) is not None:
+            compiled = built.code
+            del built
+            free(*compiled)
 
     def save(self, config: Config, file: Path) -> None:
         """Save what this process has compiled, a config built among it.
@@ -267,7 +269,7 @@ class Bench:
             ConfigFailed: they were short of memory.
         """
         clock = self._clock
-        retries, graphs = self._retries(), _graphs()
+        retries, graphs = self._retries(), graphs_compiled()
         waited_s = feeding.waited_s if feeding else 0.0
         start, mark = clock.now(), clock.mark()
         for _ in range(steps):
@@ -283,7 +285,7 @@ class Bench:
             "seconds": seconds,
             "waited_s": feeding.waited_s - waited_s if feeding else 0.0,
             "gpu_s": clock.between(mark, end),
-            "compiled": _graphs() - graphs,
+            "compiled": graphs_compiled() - graphs,
         }
 
     def _check(self, workload: Workload, built: _Built, held: int) -> None:
@@ -340,12 +342,13 @@ class Bench:
         batch = config.batch or self._task.batch
         self._make_room(batch)
         if Acting(config, TORCH, self.device).compiles:
-            self._prepare_compiler()
+            self._limit.raise_it()
+            artifacts.have_stable_keys()
         before = self._allocated()
         self.reset_peak()
         workload = self.workload(config)
         warm_up(workload.step, self._clock, workload.start)
-        built = self._built[config] = _Built(workload)
+        built = self._built[config] = _Built(workload, self._code.claim())
         built.own_bytes = self._allocated() - before
         built.peak_bytes = self.peak_bytes(before)
         return built
@@ -374,30 +377,17 @@ class Bench:
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 
-    def _references_of(self, fp32: Config) -> References:
+    def _references_of(self, fp32: Config, tolerance: float) -> References:
         """Samples that are made once; of another fp32 than before, anew."""
-        if self._references is None or self._references[0] != fp32:
+        if self._references is None or self._references[0] != (fp32, tolerance):
             if self.drew is None:
                 self.drew = draws(self._workload(fp32).step, self.device)
             self._subject = WorkloadSubject(
                 self._new_model, self._workload, self.device, draws=self.drew
             )
-            made = References(self._subject, fp32, tolerance=self._task.tolerance)
-            self._references = fp32, made
+            made = References(self._subject, fp32, tolerance=tolerance)
+            self._references = (fp32, tolerance), made
         return self._references[1]
-
-    def _prepare_compiler(self) -> None:
-        """Have a config compile as in a process of its own: configs share their model's classes."""
-        import torch._dynamo.config
-        from torch._dynamo.pgo import reset_code_state
-
-        if not self._compiled:
-            self._compiled = True
-            torch._dynamo.config.recompile_limit *= SHARING
-            torch._dynamo.config.accumulated_recompile_limit *= SHARING
-            artifacts.have_stable_keys()
-        # A shape or stride that differs from an earlier config's would be compiled as any.
-        reset_code_state()
 
     def _make_room(self, batch: int) -> None:
         """Drop what was used the longest ago as long as the largest config so far would not fit."""
@@ -474,15 +464,6 @@ def code_of(spec: target.Spec) -> str:
         return spec.code
     except TargetError:
         return ""
-
-
-def _graphs() -> int:
-    """Graphs that torch.compile has made so far in this process."""
-    if "torch._dynamo" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def draws(step: Callable[[], None], device: torch.device) -> bool:

@@ -71,9 +71,9 @@ class Answers:
         return {"rate": bench.loader_rate(Config(config), seconds)}
 
     def _compare(
-        self, bench: Bench, *, config: Plain, fp32: Plain, plain: Plain, seconds: float
+        self, bench: Bench, *, config: Plain, fp32: Plain, plain: Plain, **limits: float
     ) -> Plain:
-        found = bench.compare(Config(config), Config(fp32), Config(plain), seconds)
+        found = bench.compare(Config(config), Config(fp32), Config(plain), **limits)
         return {"compared": to_plain(found)}
 
     def _forget(self, bench: Bench, *, config: Plain) -> Plain:

@@ -77,12 +77,14 @@ class Worker:
 
     Attributes:
         baseline: see Place; torch's default, unless it is set.
+        tolerance: part of the loss by which a config may be off fp32; the task's, unless it is set.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job = job
         self.deadline_s = deadline_s
         self.baseline = plain(job.task, job.device)
+        self.tolerance = job.task.tolerance
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = 0
         self._permitted = 0
@@ -168,6 +170,7 @@ class Worker:
             "fp32": dict(fp32),
             "plain": dict(fp32 | config.only(*FORMATS)),
             "seconds": deadline_s,
+            "tolerance": self.tolerance,
         }
         try:
             return self._of_config(Compared, "compared", request, deadline_s + LATE_S)
