@@ -259,12 +259,13 @@ class Recipe:
 
     def _leading_at(self, batch: int) -> Iterator[Config | None]:
         """What leads at the user's batch, at another one; where memory is short with less of it."""
-        leader = self._visits.best(batch=self._space.batch).config.at(batch)
-        yield leader
-        visit = self._visits.get(leader)
-        if visit is not None and visit.outcome == "out_of_memory":
-            for changes in knobs.FRUGAL:
-                yield self._on(leader, changes)
+        for use in self._space.uses:
+            leader = self._visits.best(use, self._space.batch).config.at(batch)
+            yield leader
+            visit = self._visits.get(leader)
+            if visit is not None and visit.outcome == "out_of_memory":
+                for changes in knobs.FRUGAL:
+                    yield self._on(leader, changes)
 
     def _loader(self) -> Iterator[Proposal]:
         """More workers while what leads waits for its data, and fewer where more gain nothing."""
