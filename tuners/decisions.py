@@ -28,7 +28,10 @@ HOPELESS = 0.8
 """Below this fraction of the best ratio so far a visit ends after one turn."""
 LOOKS = (3, 5, 8, 12, 18)
 """Rounds after which the final race may stop. Each look has a fifth of the 5% of error, so that the
-interval holds although it is looked at: COVERAGE"""
+interval holds although it is looked at: in 97.6% of 4,000 simulated races that stop when they may
+(normal noise, AR(1) noise of blocks with r from 0.3 to 0.9, load in stretches), and at all five
+looks at once in 94.4%."""
+
 # Choosing --------------------------------------------------------------------------------------
 CLEARLY = 1.01
 """A ratio below this decides nothing: GPU-bound repeats differ by 0.5%. What gains less is not

@@ -104,10 +104,10 @@ def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
     count, kept = len(logs), inner(logs)
     mean = statistics.fmean(kept)
     held = [min(max(one, kept[0]), kept[-1]) for one in logs]
-    correlation = _neighbours(held, statistics.fmean(held)) if count >= LOOKS[1] else 0.0
-    worth = max(2.0, len(kept) * (1 - correlation) / (1 + correlation))
+    correlation = _neighbours(held) if count >= LOOKS[1] else 0.0
+    worth = len(kept) * (1 - correlation) / (1 + correlation)
     spread = statistics.stdev(held) * math.sqrt((count - 1) / (len(kept) - 1))
-    return mean, _t99(int(worth) - 1) * spread / math.sqrt(worth)
+    return mean, _t99(len(kept) - 1) * spread / math.sqrt(worth)
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
@@ -119,9 +119,10 @@ def _t99(freedom: int) -> float:
     return _T99[min(freedom, len(_T99)) - 1]
 
 
-def _neighbours(values: Sequence[float], mean: float) -> float:
+def _neighbours(values: Sequence[float]) -> float:
     """Correlation of neighbours, from 0 to 0.9, without the bias of few values: -1/n (Marriott and
     Pope, Biometrika 41, 1954)."""
+    mean = statistics.fmean(values)
     total = sum((value - mean) ** 2 for value in values)
     if total <= 1e-12:
         return 0.0

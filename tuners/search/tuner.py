@@ -129,6 +129,7 @@ class Tuner:
         clock: Clock | None = None,
     ) -> None:
         self._place, self._space, self._scope = place, space, scope
+        self._uses = space.uses
         self._progress = progress or Progress()
         self.clock = clock or Clock(scope.budget_s, reserve_s=scope.reserve_s)
         self._visitor = Visitor(place, self.clock, self._tell)
@@ -304,7 +305,7 @@ class Tuner:
         value = self._value(visit)
         if value < CLEARLY:
             return False
-        uses = [u for u in self._space.uses if knobs.follows(u, visit.config, self._space.default)]
+        uses = [u for u in self._uses if knobs.follows(u, visit.config, self._space.default)]
         batch = visit.config.batch
         return any(value > self._value(self._best_safe(use, batch)) for use in uses)
 
@@ -336,7 +337,7 @@ class Tuner:
             self._strike_failed(visit)
         if visit.compared is not None:
             self._strike(visit.config, visit.compared)
-        leading = {self._visits.best(use, self._space.batch).config for use in self._space.uses}
+        leading = {self._visits.best(use, self._space.batch).config for use in self._uses}
         leading |= {self._space.default, *self._leaders()}
         for config in self._visitor.built:
             if config not in leading:
@@ -384,7 +385,7 @@ class Tuner:
         self._trials.append(trial)
         known = Known(trial=trial, ratio=visit.ratio, compared=visit.compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
-        safe = self._best_safe(self._space.uses[0], visit.config.batch)
+        safe = self._best_safe(self._uses[0], visit.config.batch)
         self._progress.visited(trial, visit.ratio, visit.compared, safe.config, self.clock.left_s)
 
     def _tell(self, config: Config, doing: str) -> None:
@@ -447,11 +448,11 @@ class Tuner:
         """What races: for each use the best safe config, and those that come near it."""
         found: dict[Config, None] = {}
         own = self._space.batch
-        for use in self._space.uses:
+        for use in self._uses:
             for batch in dict.fromkeys((own, self._free_batch(use))):
                 safe = self._safe(use, batch)
                 near = [v for v in safe if self._value(v) >= NEAR * self._value(safe[0])]
-                most = LEADERS if use == self._space.uses[0] and batch == own else 1
+                most = LEADERS if use == self._uses[0] and batch == own else 1
                 found |= dict.fromkeys(v.config for v in near[:most])
         found.pop(self._space.default, None)
         return list(found)
