@@ -408,7 +408,8 @@ class KeptCalls:
             held.put_attributes()
             _copy(tensors, values)
             for tensor, one in zip(tensors, needs, strict=True):
-                tensor.requires_grad_(one)
+                if tensor.requires_grad != one:
+                    tensor.requires_grad_(one)
             drawn.put()
 
     def _place(self, point: int) -> None:
