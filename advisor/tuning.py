@@ -39,6 +39,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Plan, Progress, suffices
+from advisor.unchanged import Asked
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -198,8 +199,15 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    asked = Asked(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
-        return tuning.run()
+        if not plan.force and (known := asked.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = asked.state()
+        tuned = tuning.run()
+        if tuned.finished:
+            asked.remember(tuned.record, before)
+        return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,14 +414,14 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect, one_device
+        from advisor.tuners.environment import default_device, detect
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self.device = one_device(task.device or default_device())
+        self.device = task.device or default_device()
         self._environment = detect(self.device)
         self._task = task
 
@@ -442,7 +450,7 @@ class _OfTarget(_Tuning):
                     data = worker.describe_data(most_s)
                 situation, data = self._fed(situation, data)
             space = Space.of(situation)
-            worker.baseline, worker.tolerance = space.default, _tolerance(self._task)
+            worker.baseline = space.default
             yield Subject(
                 place=worker,
                 facts=facts,

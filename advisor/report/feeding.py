@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, best_known
-from advisor.cache.shown import size
+from advisor.cache.shown import size, times
 from advisor.report import helping
 from advisor.report.data import Table
 from advisor.report.helping import Feeding
@@ -139,7 +139,7 @@ def _gain(record: Record, chosen: Pair) -> str:
         if ours and theirs:
             ratio = ours.samples_per_s / theirs.samples_per_s
             return (
-                f"{how} that loader gives {ratio:.2f}x what a DataLoader without workers does "
+                f"{how} that loader gives {times(ratio)} what a DataLoader without workers does "
                 f"({rate(theirs.samples_per_s)} samples/s)"
             )
     return ""

@@ -323,7 +323,8 @@ class Draws:
         apart = (drawn.along - self._signal)[:, points, first:].sum((1, 2)) / signal
         error = float((apart.var() / len(apart)).sqrt()) * math.sqrt(3)
         off = float(apart.mean())
-        return _Off("the slope of all gradients", off, error, FORMAT_SLOPE, tells)
+        name = "the slope of all gradients"
+        return _Off(name=name, off=off, error=error, limit=FORMAT_SLOPE, tells=tells)
 
     def _matters(self, counts: Tensor) -> Tensor:
         """Whether a tensor's mean gradient is not much smaller, per element, than usual."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,9 @@ ROUNDINGS, ROUNDINGS_ALONE = 2.5, 10.0
 but that. Two orders of summation of bf16 differ by up to 1.4 times, of fp32's rounding by two."""
 ALWAYS = 1e-3
 """Part of a tensor that may always be off."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +92,12 @@ class Exact:
         held = self._plain[plain] = self._held(plain)
         if not all(one.finite for one in held):
             return not_finite("format")
-        for one, point in zip(held, self._points, strict=True):
-            whole = self._whole_slope(one, point)
+        for one, seen in zip(held, self._points, strict=True):
+            whole = self._whole_slope(one, seen)
             if abs(whole - 1) > FORMAT_SLOPE:
                 said = f"all gradients together are {whole:.3f} times as large along fp32's"
                 return Compared("wrong", f"{said}; {FORMAT_SLOPE:.0%} allowed", "format")
-        faults = [self._off(held, None, at) for at in range(count)]
-        if worst := self._lasting(faults):
+        if worst := self._worst(self._off(held, None)):
             return self._wrong(worst, plain, plain, "format")
         return self._loss(held, "format") or self._fine(held)
 
@@ -111,10 +114,8 @@ class Exact:
         held, than = self._held(candidate), self._plain[plain]
         if not all(one.finite for one in held):
             return not_finite("code")
-        points = range(len(held))
-        slopes = [self._off(held, than, at) for at in points]
-        apart = [self._apart(held, than, at) for at in points]
-        if worst := self._lasting(slopes) or self._lasting(apart):
+        apart = [self._apart(held, than, at) for at in range(len(held))]
+        if worst := self._worst(self._off(held, than)) or self._worst(self._lasting(apart)):
             return self._wrong(worst, candidate, plain, "code")
         return self._loss(held, "code") or self._fine(held)
 
@@ -153,26 +154,30 @@ class Exact:
         usual = statistics.median(shares)
         return [max(share, min(usual, 0.5)) for share in shares]
 
-    def _off(
-        self, held: Sequence[_Against], than: Sequence[_Against] | None, at: int
-    ) -> dict[int, _Fault]:
-        """Tensors whose slopes are off from others, or from 1."""
-        point = self._points[at]
-        found = {}
-        for tensor, share in enumerate(self._shares((than or held)[at], point)):
-            if share > 0.5:
-                continue
-            wanted = 1.0 if than is None else than[at].slopes[tensor]
-            # Rounding has a part along the gradient by chance, the larger the fewer its elements.
-            chance = share * math.sqrt(2 / point.tensors[self._names[tensor]].numel())
-            allowed = FORMAT_TENSOR
-            if than is not None:
-                allowed = SLOPE + max(abs(wanted - 1), COHERENT * share)
-            limit = allowed + ERRORS * chance
-            off = abs(held[at].slopes[tensor] - wanted)
-            if off > limit:
-                found[tensor] = _Fault(off / limit, tensor, at, limit)
-        return found
+    def _off(self, held: Sequence[_Against], than: Sequence[_Against] | None) -> Iterator[_Fault]:
+        """Tensors whose slopes are off from others, or from 1: over all points, at the kept weights
+        or at the disturbed ones, as one of these alone shows what is stale."""
+        every = list(range(len(held)))
+        shares = [self._shares((than or held)[at], self._points[at]) for at in every]
+        for group in (every, *_halves(every)):
+            for tensor, name in enumerate(self._names):
+                share = max(shares[at][tensor] for at in group)
+                if share > 0.5:
+                    continue
+                off = [
+                    held[at].slopes[tensor] - (1.0 if than is None else than[at].slopes[tensor])
+                    for at in group
+                ]
+                # Rounding has a part along the gradient by chance, the larger the fewer elements.
+                elements = self._points[0].tensors[name].numel() * len(group)
+                limit = FORMAT_TENSOR
+                if than is not None:
+                    own = abs(statistics.fmean(than[at].slopes[tensor] - 1 for at in group))
+                    limit = SLOPE + max(own, COHERENT * share)
+                allowed = limit + ERRORS * share * math.sqrt(2 / elements)
+                if (mean := abs(statistics.fmean(off))) > allowed:
+                    worst = max(group, key=lambda at: abs(off[group.index(at)]))
+                    yield _Fault(mean / allowed, tensor, worst, allowed)
 
     def _apart(
         self, held: Sequence[_Against], than: Sequence[_Against], at: int
@@ -191,17 +196,17 @@ class Exact:
                 found[tensor] = _Fault(apart / allowed, tensor, at, limit)
         return found
 
-    def _lasting(self, faults: Sequence[dict[int, _Fault]]) -> _Fault | None:
-        """The worst fault that all points of the kept weights have, or all of the disturbed."""
-        half = max(1, len(faults) // 2)
-        found = []
-        for group in (faults[:half], faults[half:]):
-            for tensor in group[0] if group else ():
+    def _lasting(self, faults: Sequence[dict[int, _Fault]]) -> Iterator[_Fault]:
+        """Faults that all points of the kept weights have, or all of the disturbed ones."""
+        for group in _halves(faults):
+            for tensor in group[0]:
                 if all(tensor in one for one in group):
-                    found.append(min((one[tensor] for one in group), key=lambda one: one.factor))
+                    yield min((one[tensor] for one in group), key=lambda one: one.factor)
+
+    def _worst(self, faults: Iterator[_Fault]) -> _Fault | None:
         # A gradient names the parameter; what it did to the outputs does not.
         outputs = len(self._points[0].sample.outputs)
-        return max(found, key=lambda one: (one.tensor >= outputs, one.factor), default=None)
+        return max(faults, key=lambda one: (one.tensor >= outputs, one.factor), default=None)
 
     def _wrong(self, fault: _Fault, candidate: Config, plain: Config, blames: str) -> Compared:
         """A verdict with the distances of the three from each other."""
@@ -248,3 +253,8 @@ class Exact:
             return Compared(outcome="ok", reason="nothing but rounding")
         said = label(worst, self._points[0].sample)
         return Compared(outcome="ok", reason=f"at most {shares[worst]:.1%} off fp32 ({said})")
+
+
+def _halves(points: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Those at the kept weights, those at the disturbed ones."""
+    return points[: len(points) // 2], points[len(points) // 2 :]

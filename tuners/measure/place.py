@@ -10,6 +10,8 @@ from advisor.cache.config import Config
 
 UNVERIFIED = "unverified"
 """Outcome of a comparison that could not tell."""
+LEAST = 1e-3
+"""Share of a block's samples, or of its time, that counts at least: a rate has a logarithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,12 @@ class Block:
     @property
     def rate(self) -> float:
         """Samples per second that can be kept up: without batches borrowed from a queue."""
-        return self.samples * (1 - self.borrowed) / self.seconds
+        return self.samples * max(1 - self.borrowed, LEAST) / self.seconds
 
     @property
     def fed_rate(self) -> float:
         """Samples per second if no step had waited for its data."""
-        return self.samples / max(self.seconds - self.waited_s, 1e-3 * self.seconds)
+        return self.samples / max(self.seconds - self.waited_s, LEAST * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,7 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What every other config is measured against: the unmodified script, or torch's default.
-        """
+        """What all others are measured against: the unmodified script, or torch's default."""
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.

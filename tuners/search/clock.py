@@ -44,5 +44,6 @@ class Clock:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds after which what runs now is given up: the rest of the budget and its slack."""
-        return max(0.1, self.budget_s * (1 + SLACK) - self.spent_s)
+        """Seconds after which what runs now is given up: what is left, and some slack."""
+        left_s = self.budget_s - self._reserve_s - self.spent_s
+        return max(0.1, left_s + SLACK * self.budget_s)

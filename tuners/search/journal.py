@@ -304,7 +304,7 @@ class Journal:
         return asked
 
     def tell(self, asked: optuna.Trial, known: Known, turns: Iterable[float]) -> None:
-        """What a visit gave; `turns` are the ratios of its turns, the trial's intermediate values."""
+        """What a visit gave; `turns` are the ratios of its turns: its intermediate values."""
         value, attributes = known.ratio.mean, _attributes(known)
         self._told.append((known.trial.config, value, attributes))
         try:

@@ -59,7 +59,8 @@ def tuned_loader(
     )
     study = optuna.create_study(direction="maximize")
     try:
-        tuner = Tuner(_Fed(place, inputs.default), inputs, study, scope, progress)
+        its_clock = Clock(clock.left_s, now=clock.now)
+        tuner = Tuner(_Fed(place, inputs.default), inputs, study, scope, progress, its_clock)
         fed = tuner.run()
     except WorkerError as exc:
         progress.notice(f"the loader is not tuned: {exc}")

@@ -9,14 +9,12 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE, USES
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
-    BATCH_GAIN,
     FAST_STEP_S,
-    LOADER_GAIN,
+    GAIN,
     LOADER_TURN_S,
     SMALL_MODULES,
     STARVED,
     TURN_S,
-    WAITS,
 )
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
@@ -42,6 +40,7 @@ class Visits:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._of: dict[Config, Visit] = {}
+        self._needs: dict[Config, int] = {}
         self.struck: set[tuple[str, Value]] = set()
         self.feed = space.default.only(*knobs.FEEDS)
 
@@ -54,7 +53,9 @@ class Visits:
 
     def add(self, visit: Visit) -> None:
         """Remember a visit."""
-        self._of[visit.config] = visit
+        config, default = visit.config, self._space.default
+        self._of[config] = visit
+        self._needs[config] = USES.index(knobs.use_of(config, default))
 
     @property
     def all(self) -> Sequence[Visit]:
@@ -79,7 +80,7 @@ class Visits:
             and self.allowed(one.config)
             and (one.compared is None or one.compared.outcome != "wrong")
             and (batch is None or one.config.batch == batch)
-            and knobs.follows(use, one.config, self._space.default)
+            and self._needs[one.config] <= USES.index(use)
         ]
         fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
         return sorted(fed or found, key=lambda one: -score(one))
@@ -91,14 +92,15 @@ class Visits:
 
 def score(visit: Visit) -> float:
     """The speed-up of a visit, as if it were fed where it waits for its data."""
-    return visit.ratio.mean if visit.waited < WAITS else visit.fed
+    return visit.fed if visit.waits else visit.ratio.mean
 
 
 class Recipe:
     """Proposes configs in the order of their expected gain per second.
 
     The order on an unknown model: half precision, eager (a safe leader within seconds); compiled
-    with CUDA graphs; toggles on that code; other kinds of graphs, modes and layouts; batches.
+    with CUDA graphs; toggles on that code; larger batches, eager, and what leads at the best of
+    them; other kinds of graphs, modes and layouts; what leads at the batches beside that.
     Whoever asks visits each config, or passes over it, before asking for the next.
 
     Args:
@@ -110,16 +112,22 @@ class Recipe:
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
-        for stage in (self._half, self._compiled, self._toggles, self._other_code, self._alone):
+        stages = (
+            (self._half, "recipe"),
+            (self._compiled, "recipe"),
+            (self._toggles, "recipe"),
+            (self._larger, "batch"),
+            (self._other_code, "recipe"),
+            (self._alone, "recipe"),
+            (self._nearby, "batch"),
+        )
+        for stage, origin in stages:
             for config in stage():
                 if config is not None and self._is_new(config):
-                    yield Proposal(config, "recipe")
+                    yield Proposal(config, origin)
                     yield from self._loader(STARVED)
             if stage == self._compiled:
-                yield from self._loader(WAITS)
-        for config in self._batches():
-            if self._is_new(config):
-                yield Proposal(config, "batch")
+                yield from self._loader()
 
     def _is_new(self, config: Config) -> bool:
         known = self._visits
@@ -136,7 +144,7 @@ class Recipe:
     def _format(self) -> Config:
         """The number format and layout that is compiled: the first of the recipe that runs. Without
         a GPU nothing hides what a format computes, and the fastest one is taken."""
-        found = [config for changes in knobs.RECIPE if self._runs(config := self._near(changes))]
+        found = [config for config in self._recipes() if self._runs(config)]
         if not any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ()))):
             seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
             return max(seen, key=score).config if seen else self._near({})
@@ -154,17 +162,25 @@ class Recipe:
         wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
         return visit is None or (visit.ok and not wrong)
 
+    def _ran(self, config: Config) -> bool:
+        return config in self._visits and self._runs(config)
+
     @property
     def _small(self) -> bool:
         fast = self._visits.baseline.step_s < FAST_STEP_S
         return fast and self._modules <= SMALL_MODULES
 
-    def _half(self) -> Iterator[Config | None]:
+    def _recipes(self) -> Iterator[Config]:
+        """Those whose number format is not struck out."""
         for changes in knobs.RECIPE:
-            config = self._near(changes)
+            formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
+            if not formats & self._visits.struck:
+                yield self._near(changes)
+
+    def _half(self) -> Iterator[Config | None]:
+        for config in self._recipes():
             yield config
-            visit = self._visits.get(config)
-            if visit is not None and self._runs(config):
+            if self._ran(config):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -175,8 +191,7 @@ class Recipe:
             if config is None:
                 continue
             yield config
-            visit = self._visits.get(config)
-            if visit is not None and visit.ok:
+            if self._ran(config):
                 break
         if CAPTURE in self._space.uses:
             for changes in knobs.CAPTURED:
@@ -189,11 +204,18 @@ class Recipe:
 
     def _toggles(self) -> Iterator[Config | None]:
         for use in self._space.uses:
-            leader = self._visits.best(use, self._space.batch).config
-            for knob in knobs.KNOBS:
-                if knob.guess == "leader" and not knob.feeds:
-                    for value in self._space.choices.get(knob.name, ())[1:]:
-                        yield self._on(leader, {knob.name: value})
+            for name, value in self._guessed("leader"):
+                leader = self._visits.best(use, self._space.batch).config
+                config = self._on(leader, {name: value})
+                if config is not None and knobs.follows(use, config, self._space.default):
+                    yield config
+
+    def _guessed(self, guess: str) -> Iterator[tuple[str, Value]]:
+        """The values of knobs that are tried in one way."""
+        for knob in knobs.KNOBS:
+            if knob.guess == guess and not knob.feeds:
+                for value in self._space.choices.get(knob.name, ())[1:]:
+                    yield knob.name, value
 
     def _other_code(self) -> Iterator[Config | None]:
         """Other ways to compile, in the leader's format; then the leader in other formats."""
@@ -211,47 +233,50 @@ class Recipe:
     def _alone(self) -> Iterator[Config | None]:
         """The other formats eagerly, and each value of a knob by itself."""
         yield from map(self._near, (*knobs.RECIPE, *knobs.FORMATS_TRIED))
-        for knob in knobs.KNOBS:
-            if knob.guess == "alone" and not knob.feeds:
-                for value in self._space.choices.get(knob.name, ())[1:]:
-                    yield self._near({knob.name: value})
+        for name, value in self._guessed("alone"):
+            yield self._near({name: value})
 
-    def _batches(self) -> Iterator[Config]:
-        """Larger batches of the fastest eager config while they gain, then of what leads at the
-        best of them, then smaller ones while they cost nothing."""
-        batches = sorted(self._space.batches)
+    def _larger(self) -> Iterator[Config | None]:
+        """Larger batches of the fastest eager config while they gain, then what leads at the best
+        of them."""
         own = self._space.batch
-        if len(batches) == 1:
-            return
-        eager = next(
-            (v for v in self._visits.ranked(batch=own) if not knobs.compiles(v.config)),
-            self._visits.baseline,
-        )
-        top = eager
-        for batch in (b for b in batches if b > own):
-            yield (config := eager.config.at(batch))
+        ranked = self._visits.ranked(batch=own)
+        eager = next((v for v in ranked if not self._space.is_dear(v.config)), None)
+        top = eager or self._visits.baseline
+        for batch in sorted(batch for batch in self._space.batches if batch > own):
+            config = top.config.at(batch)
+            yield config
             visit = self._visits.get(config)
-            if visit is None or not visit.ok or score(visit) < BATCH_GAIN * score(top):
+            if visit is None or not visit.ok or score(visit) < GAIN * score(top):
                 break
             top = visit
-        leading = self._visits.best(batch=own).config
-        nearby = batches[max(0, batches.index(top.config.batch) - 1) :][:3]
-        for batch in (top.config.batch, *nearby[::-1]):
-            if batch == own:
-                continue
-            yield leading.at(batch)
-            visit = self._visits.get(leading.at(batch))
+        if top.config.batch != own:
+            yield from self._leading_at(top.config.batch)
+
+    def _nearby(self) -> Iterator[Config | None]:
+        """What leads at the batches beside the best, the larger one first."""
+        batches = sorted(self._space.batches)
+        at = batches.index(self._visits.best().config.batch)
+        for batch in (*batches[at + 1 : at + 2], *batches[max(0, at - 1) : at]):
+            if batch != self._space.batch:
+                yield from self._leading_at(batch)
+
+    def _leading_at(self, batch: int) -> Iterator[Config | None]:
+        """What leads at the user's batch, at another one; where memory is short with less of it."""
+        for use in self._space.uses:
+            leader = self._visits.best(use, self._space.batch).config.at(batch)
+            yield leader
+            visit = self._visits.get(leader)
             if visit is not None and visit.outcome == "out_of_memory":
                 for changes in knobs.FRUGAL:
-                    if (frugal := self._on(leading.at(batch), changes)) is not None:
-                        yield frugal
+                    yield self._on(leader, changes)
 
-    def _loader(self, waits: float) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data for so much of its time, and fewer where
-        more gain nothing."""
+    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data, for `least` of its time at least, and
+        fewer where more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if best.waited < waits:
+            if not best.waits or best.waited < least:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
@@ -267,13 +292,13 @@ class Recipe:
         """One value after the other until one gains nothing; returns the best visit."""
         for value in values:
             config = self._fed(best.config, name, value)
-            if best.waited < WAITS or not self._is_new(config):
+            if not best.waits or not self._is_new(config):
                 break
             yield Proposal(config, "loader", LOADER_TURN_S)
             tried = self._visits.get(config)
             if tried is None or not tried.ok:
                 break
-            if tried.ratio.mean < LOADER_GAIN * best.ratio.mean:
+            if tried.ratio.mean < GAIN * best.ratio.mean:
                 break
             best = tried
             self._visits.feed = config.only(*knobs.FEEDS)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import LOOKS, PAIRS, PRECISE
+from advisor.tuners.decisions import CLEARLY, LOOKS, TURN_S
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.search.ratio import paired
 from advisor.tuners.search.visit import Visitor
 from advisor.tuners.search.winners import Rates
-
-MARGIN = 1.2
-"""A round is begun where there is time for one that takes so many times as long as the last."""
 
 
 def race(
@@ -20,11 +17,15 @@ def race(
     configs: Sequence[Config],
     left_s: Callable[[], float],
     lost: Callable[[Config, ConfigFailed], None],
+    turn_s: float = TURN_S,
 ) -> Rates:
     """Samples/s of each round; the first config is what the others are held against.
 
-    Ends when all ratios are known within PRECISE, after the last of LOOKS, or with the time. Only
-    whole rounds count. A config that fails is left out.
+    Ends when all ratios are known closely, after the last of LOOKS, or where no time is left for
+    another round like the last. Only whole rounds count. A config that fails is left out.
+
+    Args:
+        turn_s: seconds of a block.
 
     Raises:
         ConfigFailed: the first one failed before a round was over.
@@ -35,7 +36,7 @@ def race(
         began = visitor.now()
         for config in list(rates) if turn % 2 == 0 else list(rates)[::-1]:
             try:
-                rates[config].append(visitor.block(config).rate)
+                rates[config].append(visitor.block(config, turn_s).rate)
             except ConfigFailed as exc:
                 if config == reference and turn == 0:
                     raise
@@ -44,10 +45,8 @@ def race(
                 del rates[config]
                 lost(config, exc)
         ratios = [paired(rates[config], rates[reference]) for config in rates]
-        if turn + 1 in LOOKS and all(one.within(PRECISE) for one in ratios[1:]):
+        if turn + 1 in LOOKS and all(one.within(CLEARLY - 1) for one in ratios[1:]):
             break
-        took_s = visitor.now() - began
-        # The first round may have built what runs in the others.
-        if left_s() < (MARGIN if turn else 1 / PAIRS) * took_s:
+        if left_s() < visitor.now() - began:
             break
     return rates

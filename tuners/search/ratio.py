@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.tuners.decisions import AUTOCORRELATED, CLEARLY, NOISY_TIE, TIE
+from advisor.cache.turns import inner
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS
 
 WIDEST = 1e12
 """The end of an interval beyond which nothing was learned, and no record keeps it."""
@@ -34,16 +35,18 @@ class Ratio:
 
     @property
     def faster(self) -> bool:
-        """Whether it is clearly more than 1."""
-        return self.mean >= CLEARLY and self.low > 1.0
+        """Whether it is clearly more than 1, and about as much as it says."""
+        return self.mean >= CLEARLY and self.low > 1.0 and self.within(TELLS)
 
     @property
     def level(self) -> bool:
         """Whether it is about 1, as far as that can be told."""
-        return self.mean >= TIE or (self.mean >= NOISY_TIE and self.high >= 1.0)
+        return self.mean >= 1 / CLEARLY or (self.mean >= 1 / GAIN and self.high >= 1.0)
 
 
 UNKNOWN = Ratio(mean=1.0, low=0.0, high=math.inf)
+LEVEL = Ratio(mean=1.0, low=1.0, high=1.0)
+"""That of a config beside itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,47 +72,59 @@ class Noise:
         return cls(math.sqrt(statistics.fmean(one * one for one in apart)), len(apart))
 
 
-def ratio_of(logs: Sequence[float], noise: Noise = Noise()) -> Ratio:  # immutable
-    """Geometric mean of turn-by-turn log-ratios, with a Student interval on their logs.
+UNMEASURED = Noise()
 
-    The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni), so that 95% hold
-    for whoever stops at one of them. Correlated turns count as n (1 - r) / (1 + r), r being the
-    correlation of neighbours (effective sample size of an AR(1) series, Wilks, Statistical Methods
-    in the Atmospheric Sciences, 5.2.4). With two turns the spread of the baseline's own turns
-    stands in for theirs, and the interval holds both; one turn has none.
+
+def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
+    """Trimmed mean of turn-by-turn log-ratios, with Yuen's interval (Biometrika 61, 1974).
+
+    TRIMMED of the turns are left out at each end, so that a load that begins or ends within a turn
+    does not count. The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni).
+    From the second of LOOKS on correlated turns count as n (1 - r) / (1 + r), r being the
+    correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4). With
+    two turns the spread of the baseline's own turns stands in for theirs, and the interval holds
+    both; one turn has none.
     """
     if not logs:
         return UNKNOWN
     mean = statistics.fmean(logs)
-    unknown = Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
-    if len(logs) < 2:
-        return unknown
+    if len(logs) == 1 or (len(logs) == 2 and noise.turns < 2):
+        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     if len(logs) == 2:
-        if noise.turns < 2:
-            return unknown
         half = max(_t99(noise.turns) * noise.deviation / math.sqrt(2), abs(logs[0] - logs[1]))
     else:
-        correlation = _neighbours(logs, mean)
-        worth = max(2.0, len(logs) * (1 - correlation) / (1 + correlation))
-        half = _t99(int(worth) - 1) * statistics.stdev(logs) / math.sqrt(worth)
+        mean, half = _trimmed(logs)
     if mean + half > math.log(WIDEST):
-        return unknown
+        return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
+    """The trimmed mean, and half the width of its interval."""
+    count, kept = len(logs), inner(logs)
+    mean = statistics.fmean(kept)
+    held = [min(max(one, kept[0]), kept[-1]) for one in logs]
+    correlation = _neighbours(held) if count >= LOOKS[1] else 0.0
+    worth = len(kept) * (1 - correlation) / (1 + correlation)
+    spread = statistics.stdev(held) * math.sqrt((count - 1) / (len(kept) - 1))
+    return mean, _t99(len(kept) - 1) * spread / math.sqrt(worth)
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     """The ratio over the turns that both have."""
-    return ratio_of([math.log(a / b) for a, b in zip(ours, theirs, strict=False)])
+    return ratio_of([math.log(a / b) for a, b in zip(ours, theirs, strict=False)], noise)
 
 
 def _t99(freedom: int) -> float:
     return _T99[min(freedom, len(_T99)) - 1]
 
 
-def _neighbours(values: Sequence[float], mean: float) -> float:
-    """Correlation of neighbours, from 0 to 0.9; 0 where there are too few values to tell."""
+def _neighbours(values: Sequence[float]) -> float:
+    """Correlation of neighbours, from 0 to 0.9, without the bias of few values: -1/n (Marriott and
+    Pope, Biometrika 41, 1954)."""
+    mean = statistics.fmean(values)
     total = sum((value - mean) ** 2 for value in values)
-    if len(values) < AUTOCORRELATED or total <= 1e-12:
+    if total <= 1e-12:
         return 0.0
     pairs = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
-    return min(0.9, max(0.0, pairs / total))
+    return min(0.9, max(0.0, pairs / total + 1 / len(values)))

@@ -10,29 +10,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
 
-from advisor.cache.config import Config
+from advisor.cache.config import Config, Value
 from advisor.cache.record import Choice, Measurement, Trial, Winner
-from advisor.errors import WorkerError
+from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
-    BATCH_GAIN,
     CLEARLY,
     COMPARE_S,
+    GAIN,
     IDLE_TRIALS,
     LEADERS,
     LIKELY,
+    LOADER_TURN_S,
+    LOOKS,
+    MARGIN,
+    MENTIONED,
     NEAR,
     PAIRS,
+    SLOW_TURN_S,
+    SLOW_TURN_STEPS,
     TURN_S,
-    WAITS,
 )
-from advisor.tuners.length import Length, Pace
+from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
 from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.journal import Journal, Known
@@ -42,7 +47,7 @@ from advisor.tuners.search.race import race
 from advisor.tuners.search.ratio import Ratio, paired
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.visit import Turn, Visit, Visitor
+from advisor.tuners.search.visit import Visit, Visitor
 from advisor.tuners.search.winners import Rates, choices_of, choose
 
 NUMERICS = "numerics"
@@ -124,6 +129,7 @@ class Tuner:
         clock: Clock | None = None,
     ) -> None:
         self._place, self._space, self._scope = place, space, scope
+        self._uses = space.uses
         self._progress = progress or Progress()
         self.clock = clock or Clock(scope.budget_s, reserve_s=scope.reserve_s)
         self._visitor = Visitor(place, self.clock, self._tell)
@@ -131,7 +137,9 @@ class Tuner:
         self._recipe = Recipe(space, self._visits, scope.modules)
         self._among: list[Config] = []
         study.sampler = scope.sampler or GainPerSecond(
-            seed=scope.seed, among=lambda: self._among, best=lambda: score(self._visits.best())
+            seed=scope.seed,
+            among=lambda: self._among,
+            best=lambda: self._visits.best(batch=space.batch).ratio.mean,
         )
         self._journal = Journal(study, space, self._progress.notice)
         self._trials: list[Trial] = []
@@ -141,13 +149,17 @@ class Tuner:
         self.known = self._resume()
 
     def _resume(self) -> int:
-        """Take over the trials of earlier runs; how many there are."""
+        """Take over the trials of earlier runs; how many there are. What the time was too short for
+        then is tried again."""
         for one in self._journal.resume():
+            config, compared = one.trial.config, one.compared
             self._trials.append(one.trial)
-            if one.compared is not None:
-                self._compared[one.trial.config] = one.compared
-                self._strike(one.trial.config, one.compared)
-            if one.trial.config != self._space.default:
+            unverified = compared is not None and compared.outcome == UNVERIFIED
+            timed_out = one.trial.measurement.outcome == "timed_out"
+            if compared is not None and not unverified:
+                self._compared[config.at(self._space.batch)] = compared
+                self._strike(config, compared)
+            if config != self._space.default and not unverified and not timed_out:
                 self._visits.add(_visit_of(one))
         return len(self._trials)
 
@@ -162,7 +174,7 @@ class Tuner:
             self._measure_baseline()
             rates = self._search()
         except KeyboardInterrupt:
-            if not self._visits.all:
+            if self._space.default not in self._visits:
                 raise
             interrupted, rates = True, {}
         rates = rates if len(rates) > 1 else self._visited_rates()
@@ -173,8 +185,9 @@ class Tuner:
         try:
             for proposal in self._proposals():
                 self._consider(proposal)
+            self._sample()
             return self._race(self._leaders())
-        except WorkerError as exc:
+        except (WorkerError, TargetFailed) as exc:
             self._progress.notice(f"the search ends here: {exc}")
             return {}
 
@@ -183,32 +196,27 @@ class Tuner:
     def _measure_baseline(self) -> None:
         default = self._space.default
         asked = self._journal.ask("baseline", default)
-        began = self.clock.now()
         try:
-            first = self._visitor.begin()
-            again = self._visitor.block(default)
+            visit = self._visitor.begin()
         except ConfigFailed as exc:
             self._journal.pass_over(asked)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {exc}") from exc
-        turns = (Turn(block=again, beside=first, ratio=1.0, fed=1.0),)
-        one = Ratio(mean=1.0, low=1.0, high=1.0)
-        seconds = self.clock.now() - began
-        self._told(
-            asked, Visit(config=default, turns=turns, ratio=one, seconds=seconds), "baseline"
-        )
+        self._told(asked, visit, "baseline")
 
     def _proposals(self) -> Iterator[Proposal]:
+        """What led in earlier runs, what is best for near records, then the recipe."""
+        yield from (Proposal(config, "earlier run") for config in self._leaders())
         near = dict.fromkeys(self._space.near(config) for config in self._scope.first)
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
         yield from self._recipe
-        yield from self._sampled()
 
-    def _sampled(self) -> Iterator[Proposal]:
-        """What the sampler asks for, until it has found nothing better for a while."""
-        idle, best = 0, score(self._visits.best())
+    def _sample(self) -> None:
+        """Visit what the sampler asks for, until it has found nothing better for a while."""
+        own = self._space.batch
+        idle, best = 0, score(self._visits.best(batch=own))
         while idle < IDLE_TRIALS:
             self._among = self._open()
-            if not self._among or self._is_full or not self._fits(self._among[0]):
+            if not self._among or self._is_full:
                 return
             asked = self._journal.ask("sampler")
             config = Config(asked.params)
@@ -217,45 +225,48 @@ class Tuner:
                 idle += 1
                 continue
             self._visit(Proposal(config, "sampler"), asked)
-            now = score(self._visits.best())
+            now = score(self._visits.best(batch=own))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
-        yield from ()
 
     def _open(self) -> list[Config]:
-        """Configs that the sampler may propose: not visited, and of code that is known to run."""
-        built = {
-            pair
-            for visit in self._visits.all
-            if visit.ok
-            for pair in self._space.dear_in(visit.config)
-        }
+        """Configs that the sampler may propose: not visited, of code that is known to run, and for
+        which there is time."""
+        built = self._pairs(visit.config for visit in self._visits.all if visit.ok)
+        left_s = self.clock.left_s - self._race_s(self._rounds)
         return [
             config
-            for config in self._space.configs(self._space.batch, dear=True)
+            for config in self._space.configs(self._space.batch, dear=True, feed=self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
-            and config.only(*knobs.FEEDS) == self._visits.feed
+            and (needs_s := self._expected_s(config)) <= left_s
+            and self._scope.worth(needs_s)
         ]
 
     def _consider(self, proposal: Proposal) -> None:
         config = proposal.config
-        if config in self._visits or self._is_full or not self._visits.allowed(config):
+        known = self._visits.get(config)
+        # What an earlier run measured is built again where it leads.
+        if known is not None and (known.turns or proposal.origin != "earlier run"):
             return
-        if not self._fits(config):
-            self._passed_over[config] = self._expected_s(config)
+        if self._is_full or not self._visits.allowed(config):
             return
-        self._visit(proposal, self._journal.ask(proposal.origin, config))
+        needs_s = self._expected_s(config, proposal.turn_s)
+        if not self._fits(config, needs_s):
+            self._passed_over[config] = needs_s
+        elif self._scope.worth(needs_s):
+            self._visit(proposal, self._journal.ask(proposal.origin, config))
 
     def _visit(self, proposal: Proposal, asked: optuna.Trial) -> None:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         try:
             visit = self._visitor.visit(config, best, proposal.turn_s)
+            self._visits.add(visit)
+            visit = self._verified(visit)
         except BaseException:
             self._journal.pass_over(asked)
             raise
-        visit = self._verified(visit)
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
 
@@ -290,56 +301,76 @@ class Tuner:
         return self._scope.compares and knobs.doubtful(config, self._space.default)
 
     def _leads(self, visit: Visit) -> bool:
-        """Whether it is faster than the best verified config of some use that can follow it."""
-        if visit.ratio.mean < CLEARLY and visit.fed < CLEARLY:
+        """Whether it is better than the best verified config of some use that can follow it."""
+        value = self._value(visit)
+        if value < CLEARLY:
             return False
-        uses = [u for u in self._space.uses if knobs.follows(u, visit.config, self._space.default)]
+        uses = [u for u in self._uses if knobs.follows(u, visit.config, self._space.default)]
         batch = visit.config.batch
-        return any(score(visit) > score(self._best_safe(use, batch)) for use in uses)
+        return any(value > self._value(self._best_safe(use, batch)) for use in uses)
 
     def _best_safe(self, use: str, batch: int) -> Visit:
-        """The fastest config of a use that is known to be right."""
-        ranked = self._visits.ranked(use, batch)
-        return next((v for v in ranked if self._is_safe(v)), self._visits.baseline)
+        """The best config of a use that is known to be right."""
+        return next(iter(self._safe(use, batch)), self._visits.baseline)
+
+    def _safe(self, use: str, batch: int) -> list[Visit]:
+        """The configs of a use that are known to be right, the best first."""
+        safe = [one for one in self._visits.ranked(use, batch) if self._is_safe(one)]
+        return sorted(safe, key=lambda one: -self._value(one))
+
+    def _value(self, visit: Visit) -> float:
+        """The speed-up over the job where that has a length, else in the steady state."""
+        weigh, baseline = self._weigh(), self._visits.baseline
+        if weigh is None:
+            return score(visit)
+        rate = baseline.measurement.samples_per_s
+        own = weigh(baseline.config, rate)
+        return weigh(visit.config, score(visit) * rate) / own if own else score(visit)
 
     def _is_safe(self, visit: Visit) -> bool:
         compared = self._compared.get(visit.config.at(self._space.batch))
         return not self._is_doubtful(visit.config) or (compared is not None and compared.ok)
 
     def _learn(self, visit: Visit) -> None:
-        """Strike out what a visit has shown to fail, and free what will not lead."""
-        config = visit.config
-        if not visit.ok and visit.outcome in ("failed", "crashed"):
+        """Strike out what a visit has shown to fail, and free what does not lead."""
+        if visit.outcome in ("failed", "crashed"):
             self._strike_failed(visit)
         if visit.compared is not None:
-            self._strike(config, visit.compared)
-        best = score(self._visits.best(batch=config.batch))
-        if visit.ok and score(visit) < NEAR * best and config != self._space.default:
-            self._visitor.forget(config)
+            self._strike(visit.config, visit.compared)
+        leading = {self._visits.best(use, self._space.batch).config for use in self._uses}
+        leading |= {self._space.default, *self._leaders()}
+        for config in self._visitor.built:
+            if config not in leading:
+                self._visitor.forget(config)
+
+    def _pairs(self, configs: Iterable[Config]) -> set[tuple[str, Value]]:
+        """The values that some configs change."""
+        return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
     def _strike_failed(self, visit: Visit) -> None:
-        """A failure is one of the compiled code where there is any, else of the only new value."""
-        changed = visit.config.changed(self._space.default)
-        code = {(n, v) for n, v in changed.items() if knobs.BY_NAME[n].dear or n == "step_graph"}
-        found = code or (set(changed.items()) if len(changed) == 1 else set())
-        if not found and any(knobs.BY_NAME[n].autocast for n in changed):
-            found = {(n, v) for n, v in changed.items() if knobs.BY_NAME[n].autocast}
+        """Strike out what of a config has never run: of that the code that is built, else the only
+        value, else the number format."""
+        ran = self._pairs(one.config for one in self._visits.all if one.ok)
+        new = self._pairs([visit.config]) - ran
+        found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
+        if not found:
+            formats = {(name, value) for name, value in new if name in knobs.FORMATS}
+            found = new if len(new) == 1 else formats
         self._visits.struck |= found
         if found:
             what = knobs.described(Config(dict(found)), self._space.default)
             self._progress.notice(f"continues without {what}: {visit.reason}")
 
     def _strike(self, config: Config, compared: Compared) -> None:
-        """Strike out what a wrong comparison blames, and nothing else."""
+        """Strike out what a wrong comparison blames, but what another one has shown to be right."""
         if compared.outcome != "wrong":
             return
-        changed = config.changed(self._space.default)
-        blamed = {
-            "format": [n for n in changed if knobs.BY_NAME[n].autocast],
-            "optimizer": [n for n in changed if knobs.BY_NAME[n].optimizer],
-            "code": [n for n in changed if knobs.BY_NAME[n].model and not knobs.BY_NAME[n].layout],
-        }.get(compared.blames, [])
-        self._visits.struck |= {(name, changed[name]) for name in blamed}
+        right = self._pairs(one for one, held in self._compared.items() if held.ok)
+        self._visits.struck |= {
+            (name, value)
+            for name, value in config.changed(self._space.default).items()
+            if _blamed(knobs.BY_NAME[name], compared.blames) and (name, value) not in right
+        }
 
     def _told(self, asked: optuna.Trial, visit: Visit, origin: str) -> None:
         trial = Trial(
@@ -354,7 +385,7 @@ class Tuner:
         self._trials.append(trial)
         known = Known(trial=trial, ratio=visit.ratio, compared=visit.compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
-        safe = self._best_safe(self._space.uses[0], visit.config.batch)
+        safe = self._best_safe(self._uses[0], visit.config.batch)
         self._progress.visited(trial, visit.ratio, visit.compared, safe.config, self.clock.left_s)
 
     def _tell(self, config: Config, doing: str) -> None:
@@ -368,49 +399,48 @@ class Tuner:
         tried = sum(trial.stage != NUMERICS for trial in self._trials)
         return self._scope.trials is not None and tried >= self._scope.trials
 
-    def _fits(self, config: Config) -> bool:
+    def _fits(self, config: Config, needs_s: float) -> bool:
         """Whether there is time for a visit, and for the race after it. Before anything compiled
         leads, what compiles may be tried with less time: it gains the most."""
-        expected_s = self._expected_s(config)
-        left_s = self.clock.left_s - self._race_s(PAIRS)
+        left_s = self.clock.left_s - self._race_s(self._rounds)
         best = self._visits.best(batch=self._space.batch).config
         first = self._space.is_dear(config) and not self._space.is_dear(best)
-        needs_s = LIKELY * expected_s if first else expected_s
-        return needs_s <= left_s and self._scope.worth(expected_s)
+        return (LIKELY if first else 1.0) * needs_s <= left_s
 
-    def _expected_s(self, config: Config) -> float:
-        """Seconds that a visit is expected to take."""
-        turn_s = max(TURN_S, *(turn.beside.seconds for turn in self._visits.baseline.turns))
-        timing_s = (2 * PAIRS + 3) * turn_s
+    def _expected_s(self, config: Config, turn_s: float = TURN_S) -> float:
+        """Seconds that a visit is expected to take: building, settling for about as long as one
+        turn, the turns, each with a block of the baseline, and the comparison."""
+        turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
+        timing_s = 2 * (PAIRS + 1) * turn_s
         compare_s = self._compare_s if self._is_doubtful(config) else 0.0
         return self._build_s(config) + timing_s + compare_s
 
     def _build_s(self, config: Config) -> float:
-        """Seconds until a config's first step is done: as long as others of its kind took."""
-        dear = self._space.dear_in(config)
-        code = knobs.code(config)
-        seen = [v for v in self._visits.all if v.ok and v.config != self._space.default]
-        if any(knobs.code(v.config) == code and v.turns for v in seen):
+        """Seconds until a config's first step is done: as long as the slowest of its kind took."""
+        if not self._space.is_dear(config):
             return 0.0
-        if not dear:
+        code, guessed_s = knobs.code(config), self._guessed_s(config)
+        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
+        if any(v.turns and knobs.code(v.config) == code for v in ran):
             return 0.0
-        guessed = self._guessed_s(config)
-        ratios = [
-            v.first_s / self._guessed_s(v.config)
-            for v in seen
-            if self._space.dear_in(v.config) and v.first_s
-        ]
-        return guessed * (max(ratios) if ratios else 1.0)
+        alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
+        return max(alike, default=guessed_s) or guessed_s
 
     def _guessed_s(self, config: Config) -> float:
         rows = ((knobs.BY_NAME[n].dear, value) for n, value in self._space.dear_in(config))
         return max(seconds(value, self._scope.modules) for seconds, value in rows if seconds)
 
+    @property
+    def _rounds(self) -> int:
+        """Rounds of the final race for which time is kept."""
+        slow = self._visits.baseline.step_s * SLOW_TURN_STEPS > SLOW_TURN_S
+        return LOOKS[0] if slow else LOOKS[1]
+
     def _race_s(self, rounds: int) -> float:
         """Seconds that so many rounds of the final race take."""
         racing = [self._visits.baseline, *map(self._visits.get, self._leaders())]
         blocks = [max((t.block.seconds for t in v.turns), default=TURN_S) for v in racing if v]
-        return 1.3 * rounds * sum(blocks)
+        return MARGIN * rounds * sum(blocks)
 
     # Race and choice ----------------------------------------------------------------------------
 
@@ -418,11 +448,11 @@ class Tuner:
         """What races: for each use the best safe config, and those that come near it."""
         found: dict[Config, None] = {}
         own = self._space.batch
-        for use in self._space.uses:
+        for use in self._uses:
             for batch in dict.fromkeys((own, self._free_batch(use))):
-                safe = [v for v in self._visits.ranked(use, batch) if self._is_safe(v)]
-                near = [v for v in safe if score(v) >= NEAR * score(safe[0])]
-                most = LEADERS if use == self._space.uses[0] and batch == own else 1
+                safe = self._safe(use, batch)
+                near = [v for v in safe if self._value(v) >= NEAR * self._value(safe[0])]
+                most = LEADERS if use == self._uses[0] and batch == own else 1
                 found |= dict.fromkeys(v.config for v in near[:most])
         found.pop(self._space.default, None)
         return list(found)
@@ -431,48 +461,52 @@ class Tuner:
         """The smallest batch that is about as fast as any."""
         ranked = self._visits.ranked(use)
         top = score(ranked[0]) if ranked else 1.0
-        near = [v.config.batch for v in ranked if BATCH_GAIN * score(v) >= top]
+        near = [v.config.batch for v in ranked if GAIN * score(v) >= top]
         return min(near, default=self._space.batch)
 
     def _race(self, configs: Sequence[Config]) -> Rates:
         """Samples/s of each turn of the baseline and the leaders, there and back."""
-        if not configs or self.clock.left_s < self._race_s(2):
+        if not configs or self.clock.left_s < self._race_s(PAIRS):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
         default = self._space.default
+        waits = any(one.waits for one in map(self._visits.get, configs) if one)
 
         def lost(config: Config, exc: ConfigFailed) -> None:
             self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
 
         try:
-            rates = race(self._visitor, [default, *configs], lambda: self.clock.left_s, lost)
+            rates = race(
+                self._visitor,
+                [default, *configs],
+                lambda: self.clock.left_s,
+                lost,
+                LOADER_TURN_S if waits else TURN_S,
+            )
         except ConfigFailed:
             return {}
         return rates if len(rates.get(default, ())) >= PAIRS else {}
 
     def _visited_rates(self) -> Rates:
-        """The turns of the best safe config's own visit, where there was no race."""
-        own = self._space.batch
-        best = self._best_safe(self._space.uses[0], own)
-        default = self._space.default
-        beside = [turn.beside.rate for turn in best.turns]
-        if best.config == default:
-            return {default: beside}
-        return {
-            default: beside,
-            best.config: [turn.ratio * turn.beside.rate for turn in best.turns],
+        """The turns of what would race, from their own visits: as if all were beside the same
+        blocks of the baseline."""
+        visits = [one for one in map(self._visits.get, self._leaders()) if one and one.turns]
+        most = max((one.turns for one in visits), key=len, default=self._visits.baseline.turns)
+        beside = [turn.beside.rate for turn in most]
+        return {self._space.default: beside} | {
+            one.config: [t.ratio * rate for t, rate in zip(one.turns, beside, strict=False)]
+            for one in visits
         }
 
     def _decide(self, rates: Rates, interrupted: bool) -> Found:
         space = self._space
-        if not rates.get(space.default):
-            rates = {space.default: [block.rate for block in self._visitor.baseline[-1:]]}
+        noise = self._visitor.noise
         peaks = {t.config: t.measurement.peak_bytes for t in self._trials}
-        verdict = choose(space, rates, peaks, self._weigh())
+        verdict = choose(space, rates, peaks, self._weigh(), noise)
         chosen = {one.choice.config for one in verdict.winners}
         raced = [
             choice
-            for choice in choices_of(space, rates, peaks).values()
+            for choice in choices_of(space, rates, peaks, noise).values()
             if len(choice.rounds) > 1 and math.isfinite(choice.speedup_high)
         ]
         found = Found(
@@ -488,7 +522,10 @@ class Tuner:
             interrupted=interrupted,
             spent_s=self.clock.spent_s,
         )
-        artifacts = {} if interrupted else self._artifacts(chosen)
+        try:
+            artifacts = {} if interrupted else self._artifacts(chosen)
+        except KeyboardInterrupt:
+            return dataclasses.replace(found, interrupted=True)
         return dataclasses.replace(found, artifacts=artifacts)
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
@@ -497,7 +534,7 @@ class Tuner:
         for config in filter(knobs.compiles, chosen) if folder is not None else ():
             assert folder is not None
             file = folder / config.digest
-            with contextlib.suppress(ConfigFailed):
+            with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
                 self._place.save(config, file)
             if file.exists():
                 found[config] = file
@@ -510,29 +547,35 @@ class Tuner:
             return None
 
         def over_job(config: Config, rate: float) -> float:
-            visit = self._visits.get(config)
-            first_s = visit.first_s if visit else 0.0
+            first_s = self._first_s(config)
             pace = Pace(batch=config.batch, first_step_s=first_s, step_s=config.batch / rate)
             return length.rate(pace)
 
         return over_job
 
     def _started(self, choice: Choice) -> Choice:
-        visit = self._visits.get(choice.config)
-        return dataclasses.replace(choice, first_step_s=visit.first_s if visit else 0.0)
+        return dataclasses.replace(choice, first_step_s=self._first_s(choice.config))
+
+    def _first_s(self, config: Config) -> float:
+        """Seconds of a config's first step where none has compiled its code before."""
+        default = self._space.default
+        trials = sorted(self._trials, key=lambda trial: trial.config != default)
+        return first_step_seen(trials, config, knobs.PAYING)
 
     # What is said -------------------------------------------------------------------------------
 
     def _remarks(self, chosen: set[Config], rates: Rates) -> Iterator[str]:
-        """A line for each config above 1.1x that is not advised, and what limits the rest."""
-        default = self._space.default
-        for visit in self._visits.ranked() + [v for v in self._visits.all if not v.ok]:
-            config = visit.config
-            if config in chosen or config == default or visit.ratio.mean < 1.1 or not visit.ok:
+        """A line for each config that seemed to gain and is not advised; what limits the rest."""
+        default, noise = self._space.default, self._visitor.noise
+        gains = [v for v in self._visits.all if v.ok and v.ratio.mean >= MENTIONED]
+        for visit in sorted(gains, key=lambda one: -one.ratio.mean):
+            if (config := visit.config) in chosen or config == default:
                 continue
-            yield f"{self._named(config)}: {visit.ratio.mean:.2f}x, not advised: {self._why(visit, rates)}"
-        best = max(self._visits.all, key=score)
-        if best.waited >= WAITS and score(best) >= CLEARLY * best.ratio.mean:
+            raced = len(rates.get(config, ())) > 1
+            ratio = paired(rates[config], rates[default], noise) if raced else visit.ratio
+            yield f"{self._named(config)}: {_shown(ratio)}, not advised: {self._why(visit, ratio)}"
+        best = self._visits.best()
+        if best.waits and score(best) >= CLEARLY * best.ratio.mean:
             yield (
                 f"the loader is the limit: {self._named(best.config)} waits {best.waited:.0%} of "
                 f"its time for data, and would be {score(best):.2f}x if it were fed"
@@ -545,18 +588,14 @@ class Tuner:
                 f"{_budget(self.clock.budget_s + needs_s)} has the time for it"
             )
 
-    def _why(self, visit: Visit, rates: Rates) -> str:
-        config, default = visit.config, self._space.default
-        compared = self._compared.get(config.at(self._space.batch))
+    def _why(self, visit: Visit, ratio: Ratio) -> str:
+        compared = self._compared.get(visit.config.at(self._space.batch))
         if compared is not None and not compared.ok:
             return compared.reason
-        raced = paired(rates[config], rates[default]) if config in rates else visit.ratio
-        if config in rates and not raced.faster:
-            return f"{raced.mean:.2f}x in the final race ({raced.low:.2f}-{raced.high:.2f})"
-        if len(visit.turns) < 2:
-            return "measured once, and below the best"
-        if not raced.faster:
-            return f"the interval is {raced.low:.2f}-{raced.high:.2f}"
+        if compared is None and self._is_doubtful(visit.config) and self._leads(visit):
+            return "it was not compared with fp32"
+        if ratio.high < math.inf and not ratio.faster:
+            return "too noisy to tell"
         return "another one is as fast or faster"
 
     def _named(self, config: Config) -> str:
@@ -582,6 +621,20 @@ def measurement_of(compared: Compared) -> Measurement:
     """As a record keeps a comparison."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
+
+
+def _blamed(knob: knobs.Knob, what: str) -> bool:
+    """Whether a knob makes the part of a config that a comparison blames."""
+    if what == "code":
+        return bool(knob.captured or (knob.model and not knob.layout))
+    return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))
+
+
+def _shown(ratio: Ratio) -> str:
+    """'1.52x (1.49-1.55)', or that it was seen once."""
+    if ratio.high == math.inf:
+        return f"{ratio.mean:.2f}x in one turn"
+    return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 def _budget(seconds: float) -> str:

@@ -11,6 +11,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Measurement
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
+    GAIN,
     HOPELESS,
     MORE_PAIRS,
     PAIRS,
@@ -25,7 +26,7 @@ from advisor.tuners.decisions import (
 )
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.ratio import UNKNOWN, Noise, Ratio, ratio_of
+from advisor.tuners.search.ratio import LEVEL, UNKNOWN, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
 Tell = Callable[[Config, str], None]
@@ -53,8 +54,7 @@ class Visit:
 
     Attributes:
         outcome: as in `Measurement`; `reason` says why it is not 'ok'.
-        graphs: it failed because of CUDA graphs.
-        first_s: seconds until its first step was done; `settle_s` until its steps settled.
+        first_s: seconds until its first step was done; `settle_s` more until its steps settled.
         turns: blocks of it, each between two of the baseline.
         ratio: over the baseline, with its interval.
         compared: with strict fp32; None where it was not.
@@ -64,7 +64,6 @@ class Visit:
     config: Config
     outcome: str = "ok"
     reason: str = ""
-    graphs: bool = False
     first_s: float = 0.0
     settle_s: float = 0.0
     turns: tuple[Turn, ...] = ()
@@ -95,6 +94,11 @@ class Visit:
         if not self.turns:
             return 0.0
         return statistics.median(min(1.0, t.block.waited_s / t.block.seconds) for t in self.turns)
+
+    @property
+    def waits(self) -> bool:
+        """Whether another loader may gain something."""
+        return self.waited > GAIN - 1
 
     @property
     def measurement(self) -> Measurement:
@@ -142,14 +146,29 @@ class Visitor:
         """How much the baseline differs from turn to turn."""
         return Noise.of([block.rate for block in self.baseline])
 
-    def begin(self) -> Block:
+    @property
+    def built(self) -> list[Config]:
+        """What was built and is not forgotten."""
+        return list(self._settled)
+
+    def begin(self) -> Visit:
         """Measure the baseline for the first time.
 
         Raises:
             ConfigFailed: it does not run. TargetFailed, WorkerError: as `Place.block`.
         """
-        self._settle(self._place.baseline)
-        return self._beside()
+        began, baseline = self._clock.now(), self._place.baseline
+        first_s, settle_s = self._settle(baseline)
+        before = self._beside()
+        turn = Turn(block=before, beside=self._beside(anew=True), ratio=1.0, fed=1.0)
+        return Visit(
+            config=baseline,
+            first_s=first_s,
+            settle_s=settle_s,
+            turns=(turn,),
+            ratio=LEVEL,
+            seconds=self._clock.now() - began,
+        )
 
     def visit(self, config: Config, best: float, seconds: float = TURN_S) -> Visit:
         """Measure a config between blocks of the baseline, of about so many seconds each.
@@ -175,7 +194,6 @@ class Visitor:
                     config=config,
                     outcome=exc.outcome,
                     reason=str(exc),
-                    graphs=exc.graphs,
                     first_s=first_s,
                     seconds=self._clock.now() - began,
                 )
@@ -235,23 +253,21 @@ class Visitor:
         """Run a config until its steps take equally long.
 
         Returns:
-            Seconds of its first step, and until its steps settled.
+            Seconds until its first step was done, and from then on until its steps settled.
         """
         self._tell(config, BUILDING if knobs.compiles(config) else MEASURING)
         if config != self._place.baseline:
             self._last = None
-        began = self._clock.now()
         block = self._block(config, 1)
-        first_s = block.first_s + (0.0 if block.first_s else block.seconds)
-        before = 0.0
-        settling = self._clock.now()
+        first_s = block.first_s or block.seconds
+        began, made = self._clock.now(), 1
         for _ in range(SETTLE_BLOCKS):
-            known = before and abs(block.step_s / before - 1) < SETTLED
-            over = before and self._clock.now() - settling >= SETTLE_S
-            if not block.compiled and (known or over):
-                break
             before = block.step_s
-            block = self._block(config, max(SETTLE_STEPS, turn_steps(before, TURN_S / 2)))
+            block = self._block(config, turn_steps(before, TURN_S / 2))
+            made += block.steps
+            alike = abs(block.step_s / before - 1) < SETTLED and made >= SETTLE_STEPS
+            if not block.compiled and (alike or self._clock.now() - began >= SETTLE_S):
+                break
         self._settled[config] = block.step_s
         return first_s, self._clock.now() - began
 

@@ -10,8 +10,8 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, FREE_WITHIN
-from advisor.tuners.search.ratio import Ratio, paired
+from advisor.tuners.decisions import GAIN
+from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 
 Rates = dict[Config, list[float]]
@@ -35,20 +35,22 @@ def choose(
     rates: Rates,
     peaks: dict[Config, int],
     weigh: Callable[[Config, float], float] | None = None,
+    noise: Noise = UNMEASURED,
 ) -> Verdict:
     """The winners; what is not clearly faster than torch's default is not advised.
 
     `weigh` gives the samples/s over a whole job from a config and its steady samples/s; the choice
-    is then made on these, and what is returned still tells the steady state.
+    is then made on these, and what is returned still tells the steady state. `noise` is that of the
+    default, where there are but two turns.
 
     Raises:
         WorkerError: the default did not finish the race, so that nothing can be compared.
     """
-    steady = choices_of(space, rates, peaks)
+    steady = choices_of(space, rates, peaks, noise)
     choices = steady
     if weigh is not None:
         over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
-        choices = choices_of(space, over_job, peaks)
+        choices = choices_of(space, over_job, peaks, noise)
     found = _at_batch(space, choices)
     if len(space.batches) > 1:
         found |= _free(space, choices, found)
@@ -89,7 +91,7 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
         better = _better(space, choices, use)
         if better:
             fastest = max(choice.samples_per_s for choice in better)
-            near = [c for c in better if c.samples_per_s >= FREE_WITHIN * fastest]
+            near = [c for c in better if GAIN * c.samples_per_s >= fastest]
             smallest = min(choice.batch for choice in near)
             best = _lightest(space, [c for c in near if c.batch == smallest])
             if paired(best.rounds, at_user.rounds).faster and not ties(held, best):
@@ -103,9 +105,7 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
     return [
         choice
         for choice in choices.values()
-        if knobs.follows(use, choice.config, space.default)
-        and choice.speedup >= CLEARLY
-        and choice.speedup_low > 1.0
+        if knobs.follows(use, choice.config, space.default) and ratio_of_choice(choice).faster
     ]
 
 
@@ -122,10 +122,21 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
 
 
 def ties(ours: Choice, fastest: Choice) -> bool:
+    """Whether one is as fast as another, as far as their turns tell."""
     return paired(ours.rounds, fastest.rounds).level
 
 
-def choices_of(space: Space, rates: Rates, peaks: dict[Config, int]) -> dict[Config, Choice]:
+def ratio_of_choice(choice: Choice) -> Ratio:
+    """Its speed-up with its interval."""
+    return Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
+
+
+def choices_of(
+    space: Space,
+    rates: Rates,
+    peaks: dict[Config, int],
+    noise: Noise = UNMEASURED,
+) -> dict[Config, Choice]:
     """Each config against the baseline, as the race measured it.
 
     Raises:
@@ -134,15 +145,21 @@ def choices_of(space: Space, rates: Rates, peaks: dict[Config, int]) -> dict[Con
     reference = rates.get(space.default)
     if not reference:
         raise WorkerError("the baseline did not finish the race; tune again")
-    return {config: choice_of(config, seen, reference, peaks) for config, seen in rates.items()}
+    return {
+        config: choice_of(config, seen, reference, peaks, noise) for config, seen in rates.items()
+    }
 
 
 def choice_of(
-    config: Config, seen: list[float], reference: list[float], peaks: dict[Config, int]
+    config: Config,
+    seen: list[float],
+    reference: list[float],
+    peaks: dict[Config, int],
+    noise: Noise = UNMEASURED,
 ) -> Choice:
     """What a race says of a config, held against the turns of the default."""
     itself = seen is reference
-    ratio = Ratio(mean=1.0, low=1.0, high=1.0) if itself else paired(seen, reference)
+    ratio = Ratio(mean=1.0, low=1.0, high=1.0) if itself else paired(seen, reference, noise)
     return Choice(
         config=config,
         batch=config.batch,

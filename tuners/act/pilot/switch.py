@@ -157,7 +157,7 @@ class Switch:
         self._calls: dict[nn.Module, Call] = {}
         self._unwatch: hooks.Remove = _nothing
         for one in trained:
-            seat = seat_of(one.outer)
+            seat = callable_module(one.outer)
             if seat is not None:
                 there = vars(seat).get("_compiled_call_impl")
                 call = Call(one, seat._call_impl if there is None else there, failed)
@@ -382,14 +382,13 @@ class Switch:
                             lost(exc)
                         raise
                     raised = exc.with_traceback(None)
+                struck(raised)  # before the step is over, where another config may be set
                 groups = optimizer.param_groups
                 optimizer.param_groups = groups[done:]
                 try:
-                    found = _again(step, args, kwargs, raised)
+                    return _again(step, args, kwargs, raised)
                 finally:
                     optimizer.param_groups = groups
-                struck(raised)
-                return found
 
             return protected
 
@@ -515,7 +514,7 @@ def _nothing() -> None:
     """What takes no hook away."""
 
 
-def seat_of(outer: nn.Module) -> nn.Module | None:
+def callable_module(outer: nn.Module) -> nn.Module | None:
     """The module whose call is the pilot's: the user's own under DistributedDataParallel.
 
     What the script compiled itself is called as compiled. None where replicas are made of a

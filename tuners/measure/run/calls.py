@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,6 +117,10 @@ class _Autocast:
         return torch.autocast(self.kind, self.dtype, self.enabled, self.caches)
 
 
+_Place = tuple[dict[str, Any], str]
+"""Where a module holds a parameter or buffer, which the script may replace by another."""
+
+
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps, as a Subject.
 
@@ -143,12 +146,12 @@ class KeptCalls:
         self._draws = False
         self._named: Named = {}
         self._modules: list[nn.Module] = []
-        self._tensors: list[Tensor] = []
-        self._parameters = 0
+        self._parameters: list[_Place] = []
+        self._buffers: list[_Place] = []
         self._values: list[Tensor] = []
         self._updates: KeptUpdates | None = None
         self._references: References | None = None
-        self._inside = False
+        self._held: Held | None = None
         self._placed = -1
 
     def close(self) -> None:
@@ -236,7 +239,7 @@ class KeptCalls:
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         """See Subject."""
-        with self._aside(), torch.enable_grad():
+        with self._aside() as held, torch.enable_grad():
             if self._of_switch.config != config:
                 self._set(config)
             self._place(point)
@@ -244,7 +247,9 @@ class KeptCalls:
                 torch.manual_seed(seed)
                 random.seed(seed)
             self._of_switch.began()
-            return self._pass(self._steps[point % self.points], disturbed=self._disturbed(point))
+            found = self._pass(self._steps[point % self.points], disturbed=self._disturbed(point))
+            held.put_attributes()
+            return found
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         """See Subject."""
@@ -264,7 +269,7 @@ class KeptCalls:
         slope = torch.zeros((), device=self._device)
         for number, kept in enumerate(step.calls):
             of = f" of call {number}" if len(step.calls) > 1 else ""
-            for tensor, needs in zip(self._parameters_now(), kept.needs, strict=True):
+            for tensor, needs in zip(_there(self._parameters), kept.needs, strict=True):
                 if tensor.requires_grad != needs:
                     tensor.requires_grad_(needs)
             args, kwargs = mapped(_fresh, kept.given)
@@ -305,9 +310,6 @@ class KeptCalls:
     def _set(self, config: Config) -> None:
         self._of_switch.set(config)
 
-    def _parameters_now(self) -> list[Tensor]:
-        return self._tensors[: self._parameters]
-
     def _look(self) -> None:
         """Keep the calls of the step that begins, and before the first one the weights."""
         self._calls, self._losses, self._raised = [], [], False
@@ -332,24 +334,24 @@ class KeptCalls:
                     call.act = call.plain
 
     def _keep_values(self) -> None:
-        parameters = {id(p): p for one in self._modules for p in one.parameters(recurse=False)}
-        buffers = {id(b): b for one in self._modules for b in one.buffers(recurse=False)}
-        self._parameters = len(parameters)
-        self._tensors = [*parameters.values(), *buffers.values()]
+        self._parameters = _places([one._parameters for one in self._modules])
+        self._buffers = _places([one._buffers for one in self._modules])
         self._values = self._copies()
+
+    def _tensors(self) -> list[Tensor]:
+        return _there(self._parameters + self._buffers)
 
     def _copies(self) -> list[Tensor]:
         """Of all weights and buffers; on the host where the device has little room."""
-        size = sum(tensor.nbytes for tensor in self._tensors)
+        found = self._tensors()
         roomy = self._device.type != "cuda"
         if not roomy:
             free = torch.cuda.mem_get_info(self._device)[0]
             unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            roomy = free + unused > ROOM * size
-        return [
-            one.detach().clone() if roomy else one.detach().to("cpu", copy=True)
-            for one in self._tensors
-        ]
+            roomy = free + unused > ROOM * sum(tensor.nbytes for tensor in found)
+        if roomy:
+            return [tensor.detach().clone() for tensor in found]
+        return [tensor.detach().to("cpu", copy=True) for tensor in found]
 
     def _keep(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= CALLS:
@@ -360,7 +362,7 @@ class KeptCalls:
         except RuntimeError as exc:  # out of memory, in the script's own call
             self._lost(exc)
             return call.plain(*args, **kwargs)
-        needs = [tensor.requires_grad for tensor in self._parameters_now()]
+        needs = [tensor.requires_grad for tensor in _there(self._parameters)]
         kept = _Kept(call, given, _Autocast.now(self._device.type), needs, self._lost)
         drawn = Drawn()
         beyond = Beyond(self._modules) if self._careful else None
@@ -389,35 +391,46 @@ class KeptCalls:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self) -> Iterator[Held]:
         """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
-        if self._inside:
-            yield
+        if self._held is not None:
+            yield self._held
             return
         self._set(self._of_switch.own)
-        drawn, held, values = Drawn(), Held(self._modules), self._copies()
-        needs = [tensor.requires_grad for tensor in self._parameters_now()]
-        self._inside, self._placed = True, -1
+        drawn, held, tensors, values = Drawn(), Held(self._modules), self._tensors(), self._copies()
+        needs = [tensor.requires_grad for tensor in tensors]
+        self._held, self._placed = held, -1
         try:
-            yield
+            yield held
         finally:
-            self._inside = False
+            self._held = None
             self._set(self._of_switch.own)
-            held.put()
-            _copy(self._tensors, values)
-            for tensor, one in zip(self._parameters_now(), needs, strict=True):
-                tensor.requires_grad_(one)
+            held.put_attributes()
+            _copy(tensors, values)
+            for tensor, one in zip(tensors, needs, strict=True):
+                if tensor.requires_grad != one:
+                    tensor.requires_grad_(one)
             drawn.put()
 
     def _place(self, point: int) -> None:
         """Have the kept buffers in place, and the weights of a point."""
         weights = point // self.points * 2 + self._disturbed(point)
-        _copy(self._tensors[self._parameters :], self._values[self._parameters :])
+        parameters, count = _there(self._parameters), len(self._parameters)
+        _copy(_there(self._buffers), self._values[count:])
         if weights != self._placed:
-            parameters = self._parameters_now()
-            _copy(parameters, self._values[: self._parameters])
+            _copy(parameters, self._values[:count])
             move(parameters, point, self.points)
             self._placed = weights
+
+
+def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
+    """Where tensors are, each once."""
+    found = {id(one): (table, name) for table in tables for name, one in table.items()}
+    return [(table, name) for table, name in found.values() if table[name] is not None]
+
+
+def _there(places: Sequence[_Place]) -> list[Tensor]:
+    return [table[name] for table, name in places]
 
 
 @torch.no_grad()
