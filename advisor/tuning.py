@@ -265,8 +265,6 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
-        from advisor.tuners.environment import bf16_notice
-
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
@@ -277,8 +275,6 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
-            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
-                self._progress.notice(said)
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
@@ -335,6 +331,7 @@ class _Tuning(ABC):
     def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
         """Search, race and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.decide.verdict import decide
+        from advisor.tuners.environment import bf16_notice
         from advisor.tuners.search.journal import open_study
         from advisor.tuners.search.study import Scope, Search
 
@@ -357,6 +354,8 @@ class _Tuning(ABC):
             )
             search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
             self._progress.started(facts, subject.key, space, len(search.trials))
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
             with Scratch() as folder:
                 try:
                     tried = len(search.run())
