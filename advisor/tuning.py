@@ -259,8 +259,6 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
-        from advisor.tuners.environment import bf16_notice
-
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
@@ -271,8 +269,6 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
-            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
-                self._progress.notice(said)
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
@@ -331,6 +327,7 @@ class _Tuning(ABC):
         self, subject: Subject, near: Sequence[Config], before: _Before
     ) -> tuple[Record, Found]:
         """Search and remember; nobody else measures this key meanwhile."""
+        from advisor.tuners.environment import bf16_notice
         from advisor.tuners.search.journal import open_study
         from advisor.tuners.search.tuner import Tuner
 
@@ -344,6 +341,8 @@ class _Tuning(ABC):
             scope = self._scope(subject, near, folder)
             tuner = Tuner(subject.place, subject.space, study, scope, self._progress)
             self._progress.started(facts, subject.key, subject.space, tuner.known)
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
             found = tuner.run()
             if subject.space.inputs and not found.interrupted:
                 found = self._with_loader(subject, found, tuner)
