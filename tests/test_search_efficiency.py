@@ -21,7 +21,7 @@ def make_table(path: Path, seed: int) -> None:
         "channels_last": [False, True],
         "cudnn_benchmark": [False, True],
         "compile": ["none", "cudagraphs", "default", "reduce-overhead"],
-        "prefetch": [0, 2, 4],
+        "cudnn_enabled": [True, False],
         "batch_size": [64, 128, 256, 512],
     }
     single = {(n, str(v)): draw.gauss(0, 0.12) for n, vs in choices.items() for v in vs}
@@ -43,16 +43,16 @@ def make_table(path: Path, seed: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_search_is_near_the_best_after_a_small_share_of_the_table(tmp_path: Path) -> None:
+def test_the_search_is_near_the_best_after_a_small_share_of_a_table(tmp_path: Path) -> None:
     make_table(tmp_path / "made.jsonl", seed=5)
     (tmp_path / "other.jsonl").write_text('{"workload": "x", "how": "eager"}\n')
     command = [sys.executable, "benchmarks/search_efficiency.py", str(tmp_path), "--seeds", "1"]
     done = subprocess.run(
-        [*command, "--methods", "advisor"], cwd=ROOT, capture_output=True, text=True, check=True
+        [*command, "--budgets", "300"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "other.jsonl: no rows of configs; skipped" in done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == {"made"} and found["made"].keys() == {"fixed", "free"}
-    for figures in found["made"].values():
-        assert figures["share_to_1pct"] <= 0.05
-        assert figures["regret_p90"] <= 0.01
+    for by_budget in found["made"].values():
+        assert by_budget["300s"]["worst"] >= 0.9
+        assert by_budget["300s"]["visits"] < 100

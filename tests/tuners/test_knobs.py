@@ -234,7 +234,7 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
 # By knob and value: the use that can follow it, whether it is held against fp32, its weight.
 FOLLOWING = {
     ("precision", "default"): ("flags", False, 1),
-    ("precision", "tf32"): ("flags", False, 1),
+    ("precision", "tf32"): ("flags", True, 1),
     ("precision", "fp32"): ("flags", False, 1),
     ("precision", "bf16"): ("pilot", True, 1),
     ("precision", "fp16"): ("loop", True, 2),
@@ -244,7 +244,7 @@ FOLLOWING = {
     ("cudnn_deterministic", True): ("flags", False, 1),
     ("cudnn_enabled", False): ("flags", False, 1),
     (BATCH, 32): ("loop", False, 1),
-    ("fused_optimizer", True): ("pilot", False, 1),
+    ("fused_optimizer", True): ("pilot", True, 1),
     **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *OF_FULL)},
     ("dynamic_shapes", True): ("pilot", True, 1),
     ("activation_memory", 0.5): ("pilot", True, 1),
@@ -295,7 +295,7 @@ def test_what_holds_of_a_row() -> None:
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
         *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
     }
-    assert names(lambda knob: knob.by_rule) == {"sharing"}
+    assert names(lambda knob: knob.by_rule) == {"persistent_workers", "sharing"}
     assert (
         names(lambda knob: knob.feeds)
         == set(knobs.FEEDS)
@@ -723,7 +723,8 @@ def test_the_least_use(changes: dict[str, Value], use: str) -> None:
     [
         ({}, False),
         (dict(TORCH), False),
-        ({"precision": "tf32", "channels_last": True}, False),
+        ({"precision": "tf32", "channels_last": True}, True),
+        ({"fused_optimizer": True}, True),
         ({"precision": "bf16"}, True),
         ({"precision": "fp16"}, True),
         ({"compile": "none"}, False),
