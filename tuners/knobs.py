@@ -595,6 +595,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_searches,
         needs=lambda _value: FLAGS,
         first_step=True,
+        # A search takes 10 to 20 s for each format and layout, and changes rounding only.
+        strict=False,
         compiled=False,
         lasting=True,
         guess="leader",

@@ -19,6 +19,7 @@ from advisor.tuners.measure.samples import (
     ERRORS,
     FORMAT_SLOPE,
     FORMAT_TENSOR,
+    SENSITIVE,
     SLOPE,
     Named,
     Sample,
@@ -153,6 +154,7 @@ class Draws:
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], _Drawn] = {}
         self._shares: dict[Config, Tensor] = {}
+        self._coarse: _Drawn | None = None
 
     def check_format(self, plain: Config) -> Compared:
         """See Way."""
@@ -177,6 +179,10 @@ class Draws:
                 return not_finite(blames)
             found = self._off(drawn, config, plain)
             beyond = [one for one in found if one.beyond]
+            if beyond and plain is None and self._coarse is None:
+                # Rounding may take as much from fp32's own gradient.
+                self._coarse = self._draw(self._fp32, 2 * self._points)
+                continue
             if again := [one for one in beyond if one.name in suspects]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
                 reason = self._said(worst)
@@ -258,11 +264,12 @@ class Draws:
         signal = self._signal.sum(0).clamp(min=1e-30)
         return self._shares[plain].minimum((drawn.shift.clamp(min=0) / signal).sqrt())
 
-    def _draw(self, config: Config) -> _Drawn:
+    def _draw(self, config: Config, offset: int = 0) -> _Drawn:
         sums, along = _Sums(self._points), []
         for number in range(self._rounds, 2 * self._rounds):
             for point in range(self._points):
-                sample = self._sampler.sample(config, point, number * self._points + point)
+                seed = number * self._points + point
+                sample = self._sampler.sample(config, point + offset, seed)
                 along.append(dots(sample.tensors, self._directions[point]))
                 sums.add(sample, point)
         shift = torch.zeros_like(along[0])
@@ -278,9 +285,12 @@ class Draws:
         than = None if plain is None else self._of_format(plain)
         share = self._share(plain or config, than or drawn)
         half, every = self._points // 2, list(range(self._points))
-        found = self._slopes(drawn, than, share, every, TELLS)
-        for group in (every[:half], every[half:]):
-            found += self._slopes(drawn, than, share, group, math.inf)
+        if than is None:  # what is stale is no fault of a format
+            found = self._slopes(drawn, than, share, every[:half], TELLS)
+        else:
+            found = self._slopes(drawn, than, share, every, TELLS)
+            for group in (every[:half], every[half:]):
+                found += self._slopes(drawn, than, share, group, math.inf)
         return found + self._spreads(drawn) + self._loss(drawn)
 
     def _slopes(
@@ -297,6 +307,8 @@ class Draws:
         counts = torch.tensor([one.numel() for one in self._directions[0].values()])
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
         limit = (FORMAT_TENSOR if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        if than is None and self._coarse is not None:
+            limit += SENSITIVE * (self._coarse.along.mean(0)[points].sum(0) / signal - 1).abs()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
         matters = self._matters(counts)
         alone = [drawn.along.mean(0)[points].sum(0) / signal - 1]
@@ -323,8 +335,12 @@ class Draws:
         apart = (drawn.along - self._signal)[:, points, first:].sum((1, 2)) / signal
         error = float((apart.var() / len(apart)).sqrt()) * math.sqrt(3)
         off = float(apart.mean())
+        limit = FORMAT_SLOPE
+        if off < 0 and self._coarse is not None:
+            left = float(self._coarse.along.mean(0)[points, first:].sum() / signal)
+            limit += SENSITIVE * max(0.0, 1 - left)
         name = "the slope of all gradients"
-        return _Off(name=name, off=off, error=error, limit=FORMAT_SLOPE, tells=tells)
+        return _Off(name=name, off=off, error=error, limit=limit, tells=tells)
 
     def _matters(self, counts: Tensor) -> Tensor:
         """Whether a tensor's mean gradient is not much smaller, per element, than usual."""

@@ -22,11 +22,18 @@ from advisor.tuners.search.visit import Visit
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A config to visit. `origin`: who proposes it; `turn_s`: seconds of a block."""
+    """A config to visit.
+
+    Attributes:
+        origin: who proposes it.
+        turn_s: seconds of a block.
+        compares: compare it though it does not lead, because others will stand on it.
+    """
 
     config: Config
     origin: str
     turn_s: float = TURN_S
+    compares: bool = False
 
 
 class Visits:
@@ -124,7 +131,7 @@ class Recipe:
         for stage, origin in stages:
             for config in stage():
                 if config is not None and self._is_new(config):
-                    yield Proposal(config, origin)
+                    yield Proposal(config, origin, compares=stage == self._half)
                     yield from self._loader(STARVED)
             if stage == self._compiled:
                 yield from self._loader()
@@ -186,13 +193,14 @@ class Recipe:
     def _compiled(self) -> Iterator[Config | None]:
         if self._small:
             yield from self._graphs_of_own()
-        for changes in knobs.COMPILED:
-            config = self._on(self._format, changes)
-            if config is None:
-                continue
-            yield config
-            if self._ran(config):
-                break
+        format_ = None
+        while format_ != self._format:  # another, where what was compiled showed that one wrong
+            format_ = self._format
+            for changes in knobs.COMPILED:
+                config = self._on(format_, changes)
+                yield config
+                if format_ != self._format or (config is not None and self._ran(config)):
+                    break
         if CAPTURE in self._space.uses:
             for changes in knobs.CAPTURED:
                 yield self._on(self._format, changes)
