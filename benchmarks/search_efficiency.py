@@ -35,7 +35,6 @@ from rich.table import Table
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, RACED, Trial
-from advisor.cache.task import Task
 from advisor.tuners import knobs
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.measure.replay import ReplayPlace

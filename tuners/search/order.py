@@ -237,25 +237,27 @@ class Recipe:
             yield self._near({name: value})
 
     def _larger(self) -> Iterator[Config | None]:
-        """Larger batches of the first format that is not much slower, eager, while they gain: it
-        may lead where the host is not the limit. At the best of them what leads at the user's
-        batch, then other formats and toggles of what leads there."""
+        """The largest batch that runs, and smaller ones while they cost little, of the first format
+        that is not much slower, eager: it may lead where the host is not the limit. At the best of
+        them what leads at the user's batch, then other formats and toggles of what leads there."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
         likely = (visit for visit in ran if visit and score(visit) >= HOPELESS)
         top = at_own = next(likely, self._visits.baseline)
-        for batch in sorted(batch for batch in self._space.batches if batch > own):
+        for batch in sorted((one for one in self._space.batches if one > own), reverse=True):
             yield (config := at_own.config.at(batch))
             visit = self._visits.get(config)
-            if visit is None or not visit.ok or score(visit) < GAIN * score(top):
-                break
-            top = visit
+            if visit is not None and visit.ok:
+                if GAIN * score(visit) < score(top):
+                    break
+                top = visit
         if (batch := top.config.batch) == own:
             return
-        for use in self._space.uses:
-            yield from self._at(batch, self._visits.best(use, own).config)
+        yield from self._at(batch, self._visits.best(batch=own).config)
         for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
             yield self._on(self._visits.best(batch=batch).config, changes)
+        for use in self._space.uses:
+            yield from self._at(batch, self._visits.best(use, own).config)
 
     def _nearby(self) -> Iterator[Config | None]:
         """The best of all batches at the batches beside its own, the larger one first."""
