@@ -239,7 +239,7 @@ class Recipe:
     def _larger(self) -> Iterator[Config | None]:
         """The largest batch that runs, and smaller ones while they cost little, of the first format
         that is not much slower, eager: it may lead where the host is not the limit. At the best of
-        them what leads at the user's batch, then other formats and toggles of what leads there."""
+        them other formats and toggles, and what leads at the user's batch."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
         likely = (visit for visit in ran if visit and score(visit) >= HOPELESS)
@@ -253,9 +253,8 @@ class Recipe:
                 top = visit
         if (batch := top.config.batch) == own:
             return
-        yield from self._at(batch, self._visits.best(batch=own).config)
         for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
-            yield self._on(self._visits.best(batch=batch).config, changes)
+            yield self._on(top.config, changes)
         for use in self._space.uses:
             yield from self._at(batch, self._visits.best(use, own).config)
 
