@@ -177,10 +177,11 @@ class Recipe:
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, eager, until one gains."""
+        known = self._visits
         for config in self._recipes():
             yield config
-            visit = self._visits.get(config)
-            if visit is not None and self._runs(config) and score(visit) >= CLEARLY:
+            visit = known.get(config)
+            if visit is not None and self._runs(config) and score(visit) >= CLEARLY * score(known.baseline):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -242,8 +243,9 @@ class Recipe:
         them other formats and toggles, and what leads at the user's batch."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
-        likely = (visit for visit in ran if visit and score(visit) >= HOPELESS)
-        top = at_own = next(likely, self._visits.baseline)
+        baseline = self._visits.baseline
+        least = HOPELESS * score(baseline)
+        top = at_own = next((v for v in ran if v and score(v) >= least), baseline)
         for batch in sorted((one for one in self._space.batches if one > own), reverse=True):
             yield (config := at_own.config.at(batch))
             visit = self._visits.get(config)

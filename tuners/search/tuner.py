@@ -306,7 +306,7 @@ class Tuner:
     def _leads(self, visit: Visit) -> bool:
         """Whether it is better than the best verified config of some use that can follow it."""
         value = self._value(visit)
-        if value < CLEARLY:
+        if value < CLEARLY * self._value(self._visits.baseline):
             return False
         uses = [u for u in self._uses if knobs.follows(u, visit.config, self._space.default)]
         batch = visit.config.batch
