@@ -36,6 +36,7 @@ class Visits:
     Attributes:
         struck: values of knobs that no config may have any more.
         feed: how data are loaded in configs to come.
+        codes: what was compiled, or captured, by `knobs.code`.
     """
 
     def __init__(self, space: Space) -> None:
@@ -43,6 +44,7 @@ class Visits:
         self._of: dict[Config, Visit] = {}
         self._needs: dict[Config, int] = {}
         self.struck: set[tuple[str, Value]] = set()
+        self.codes: set[Config] = set()
         self.feed = space.default.only(*knobs.FEEDS)
 
     def __contains__(self, config: object) -> bool:
@@ -57,6 +59,8 @@ class Visits:
         config, default = visit.config, self._space.default
         self._of[config] = visit
         self._needs[config] = USES.index(knobs.use_of(config, default))
+        if visit.turns:
+            self.codes.add(knobs.code(config))
 
     @property
     def all(self) -> Sequence[Visit]:
@@ -70,7 +74,7 @@ class Visits:
 
     def allowed(self, config: Config) -> bool:
         """Whether none of its values is struck out."""
-        return not any(pair in self.struck for pair in config.items())
+        return not (self.struck and any(pair in self.struck for pair in config.items()))
 
     def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
         """Visits to what a use can follow, the fastest first, as if all were fed."""
@@ -110,6 +114,7 @@ class Recipe:
 
     def __init__(self, space: Space, visits: Visits, modules: int) -> None:
         self._space, self._visits, self._modules = space, visits, modules
+        self._uses = space.uses
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader()
@@ -194,7 +199,7 @@ class Recipe:
             yield config
             if self._ran(config):
                 break
-        if CAPTURE in self._space.uses:
+        if CAPTURE in self._uses:
             for changes in knobs.CAPTURED:
                 yield self._on(self._format, changes)
 
@@ -204,7 +209,7 @@ class Recipe:
             yield self._on(self._near({}), changes)
 
     def _toggles(self) -> Iterator[Config | None]:
-        for use in self._space.uses:
+        for use in self._uses:
             for name, value in self._guessed("leader"):
                 leader = self._visits.best(use, self._space.batch).config
                 config = self._on(leader, {name: value})
@@ -226,7 +231,7 @@ class Recipe:
             yield self._on(half, changes)
         for name, value in self._space.dear_values:
             yield self._on(half, {name: value})
-        for use in self._space.uses:
+        for use in self._uses:
             leader = self._visits.best(use, self._space.batch).config
             for changes in knobs.FORMATS_TRIED:
                 yield self._on(leader, changes)
@@ -257,7 +262,7 @@ class Recipe:
             return
         for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
             yield self._on(top.config, changes)
-        for use in self._space.uses:
+        for use in self._uses:
             yield from self._at(batch, self._visits.best(use, own).config)
 
     def _nearby(self) -> Iterator[Config | None]:

@@ -147,6 +147,7 @@ class Tuner:
         self._compared: dict[Config, Compared] = {}
         self._compare_s = COMPARE_S
         self._passed_over: dict[Config, float] = {}
+        self._doubtful: dict[Config, bool] = {}
         self.known = self._resume()
 
     def _resume(self) -> int:
@@ -300,8 +301,10 @@ class Tuner:
         return self._compared[at_own]
 
     def _is_doubtful(self, config: Config) -> bool:
-        changed = config.changed(self._space.default)
-        return self._scope.compares and bool(knobs.doubts(config) & set(changed.items()))
+        if config not in self._doubtful:
+            changed = set(config.changed(self._space.default).items())
+            self._doubtful[config] = self._scope.compares and bool(knobs.doubts(config) & changed)
+        return self._doubtful[config]
 
     def _leads(self, visit: Visit) -> bool:
         """Whether it is better than the best verified config of some use that can follow it."""
@@ -422,10 +425,10 @@ class Tuner:
         """Seconds until a config's first step is done: as long as the slowest of its kind took."""
         if not self._space.is_dear(config):
             return 0.0
-        code, guessed_s = knobs.code(config), self._guessed_s(config)
-        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
-        if any(v.turns and knobs.code(v.config) == code for v in ran):
+        if knobs.code(config) in self._visits.codes:
             return 0.0
+        guessed_s = self._guessed_s(config)
+        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
         alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
         return max(alike, default=guessed_s) or guessed_s
 
