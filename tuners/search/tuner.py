@@ -139,10 +139,11 @@ class Tuner:
         self._visits = Visits(space)
         self._recipe = Recipe(space, self._visits, scope.modules)
         self._among: list[Config] = []
+        self._sampled_batch = space.batch
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed,
             among=lambda: self._among,
-            best=lambda: self._visits.best(batch=space.batch).ratio.mean,
+            best=lambda: self._visits.best(batch=self._sampled_batch).ratio.mean,
         )
         self._journal = Journal(study, space, self._progress.notice)
         self._trials: list[Trial] = []
@@ -150,6 +151,7 @@ class Tuner:
         self._compare_s = COMPARE_S
         self._passed_over: dict[Config, float] = {}
         self._own_costs: list[str] = []
+        self._doubtful: dict[Config, bool] = {}
         self.known = self._resume()
 
     def _resume(self) -> int:
@@ -190,7 +192,8 @@ class Tuner:
             self._look_without()
             for proposal in self._proposals():
                 self._consider(proposal)
-            self._sample()
+            for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
+                self._sample(batch)
             return self._race(self._leaders())
         except (WorkerError, TargetFailed) as exc:
             if len(self._visits.all) == 1:  # nothing was measured beside the baseline
@@ -231,12 +234,12 @@ class Tuner:
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
         yield from self._recipe
 
-    def _sample(self) -> None:
+    def _sample(self, batch: int) -> None:
         """Visit what the sampler asks for, until it has found nothing better for a while."""
-        own = self._space.batch
-        idle, best = 0, score(self._visits.best(batch=own))
+        self._sampled_batch = batch
+        idle, best = 0, score(self._visits.best(batch=batch))
         while idle < IDLE_TRIALS:
-            self._among = self._open()
+            self._among = self._open(batch)
             if not self._among or self._is_full:
                 return
             asked = self._journal.ask("sampler")
@@ -246,17 +249,17 @@ class Tuner:
                 idle += 1
                 continue
             self._visit(Proposal(config, "sampler"), asked)
-            now = score(self._visits.best(batch=own))
+            now = score(self._visits.best(batch=batch))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
-    def _open(self) -> list[Config]:
+    def _open(self, batch: int) -> list[Config]:
         """Configs that the sampler may propose: not visited, of code that is known to run, and for
         which there is time."""
         built = self._pairs(visit.config for visit in self._visits.all if visit.ok)
         left_s = self.clock.left_s - self._race_s(self._rounds)
         return [
             config
-            for config in self._space.configs(self._space.batch, dear=True, feed=self._visits.feed)
+            for config in self._space.configs(batch, dear=True, feed=self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
@@ -326,12 +329,15 @@ class Tuner:
         return config.at(self._space.batch).replace(**own)
 
     def _is_doubtful(self, config: Config) -> bool:
-        return self._scope.compares and knobs.doubtful(config, self._space.default)
+        if config not in self._doubtful:
+            doubtful = knobs.doubtful(config, self._space.default)
+            self._doubtful[config] = self._scope.compares and doubtful
+        return self._doubtful[config]
 
     def _leads(self, visit: Visit) -> bool:
         """Whether it is better than the best verified config of some use that can follow it."""
         value = self._value(visit)
-        if value < CLEARLY:
+        if value < CLEARLY * self._value(self._visits.baseline):
             return False
         uses = [u for u in self._uses if knobs.follows(u, visit.config, self._space.default)]
         batch = visit.config.batch
@@ -449,10 +455,10 @@ class Tuner:
         """Seconds until a config's first step is done: as long as the slowest of its kind took."""
         if not self._space.is_dear(config):
             return 0.0
-        code, guessed_s = knobs.code(config), self._guessed_s(config)
-        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
-        if any(v.turns and knobs.code(v.config) == code for v in ran):
+        if knobs.code(config) in self._visits.codes:
             return 0.0
+        guessed_s = self._guessed_s(config)
+        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
         alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
         return max(alike, default=guessed_s) or guessed_s
 
