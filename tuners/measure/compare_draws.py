@@ -8,7 +8,7 @@ that is known from the draws. More are made until a fault of a tenth in one laye
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,24 @@ class _Off:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A config that is held against another one, by the same seeds: masks that are the same in
+    both, as between number formats, leave little to chance.
+
+    Attributes:
+        format: whose rounding there is between them.
+        limit: that slopes may be off.
+        blames: what is wrong where they are.
+    """
+
+    config: Config
+    than: Config
+    format: Config
+    limit: float
+    blames: str
+
+
 class _Sums:
     """Sums of a config's draws in two halves, and scalars of each draw."""
 
@@ -160,32 +178,38 @@ class Draws:
             return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
         if plain == self._fp32:
             return Compared(outcome="ok", reason="strict fp32")
-        return self._check(plain, None)
+        pair = _Pair(
+            config=plain, than=self._fp32, format=plain, limit=FORMAT_SLOPE, blames="format"
+        )
+        return self._check(pair)
 
     def check_code(self, candidate: Config, plain: Config) -> Compared:
         """See Way."""
-        return self._check(candidate, plain)
+        pair = _Pair(config=candidate, than=plain, format=plain, limit=SLOPE, blames="code")
+        return self._check(pair)
 
-    def _check(self, config: Config, plain: Config | None) -> Compared:
+    def _check(self, pair: _Pair) -> Compared:
         """A verdict, by as many draws as it takes. What is off must be so in other draws too."""
-        blames, suspects, began = ("format" if plain is None else "code"), set[str](), self._rounds
+        suspects, began = set[str](), self._rounds
         while True:
             self._extend()
-            drawn = self._of_format(config) if plain is None else self._draw(config)
+            drawn = self._draw(pair.config)
+            if pair.blames == "format":
+                self._formats[pair.config, self._rounds] = drawn
             if not drawn.finite:
-                return not_finite(blames)
-            found = self._off(drawn, config, plain)
+                return not_finite(pair.blames)
+            found = self._off(drawn, pair)
             beyond = [one for one in found if one.beyond]
             if again := [one for one in beyond if one.name in suspects]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
                 reason = self._said(worst)
                 self._rounds = began
-                return Compared(outcome="wrong", reason=reason, blames=blames)
+                return Compared(outcome="wrong", reason=reason, blames=pair.blames)
             worst = max(found, key=lambda one: one.doubt)
             if not beyond and worst.doubt <= 1:
                 return self._fine(found)
             reason = self._said(beyond[0] if beyond else worst)
-            if why := self._no_more(config, 2 if beyond else max(2, worst.doubt**2)):
+            if why := self._no_more(pair.config, 2 if beyond else max(2, worst.doubt**2)):
                 return Compared(outcome=UNVERIFIED, reason=f"{reason}; {why}")
             suspects = {one.name for one in beyond}
             self._rounds *= 2
@@ -271,44 +295,40 @@ class Draws:
             shift += dots(ours, theirs)
         return sums.drawn(along, shift)
 
-    def _off(self, drawn: _Drawn, config: Config, plain: Config | None) -> list[_Off]:
+    def _off(self, drawn: _Drawn, pair: _Pair) -> list[_Off]:
         """Of all points' slopes; of those at the kept weights, and at the disturbed ones, as one
         of these alone shows what is stale; of the outputs' spread, and the loss."""
-        than = None if plain is None else self._of_format(plain)
-        share = self._share(plain or config, than or drawn)
+        than = self._of_format(pair.than)
+        share = self._share(pair.format, drawn if pair.config == pair.format else than)
         half, every = self._points // 2, list(range(self._points))
-        found = self._slopes(drawn, than, share, every, TELLS)
+        found = self._slopes(drawn, than, pair.limit, share, every)
         for group in (every[:half], every[half:]):
-            found += self._slopes(drawn, than, share, group, math.inf)
+            alone = self._slopes(drawn, than, pair.limit, share, group)
+            found += [replace(one, tells=math.inf) for one in alone]
         return found + self._spreads(drawn) + self._loss(drawn)
 
     def _slopes(
-        self, drawn: _Drawn, than: _Drawn | None, share: Tensor, points: list[int], tells: float
+        self, drawn: _Drawn, than: _Drawn, limit: float, share: Tensor, points: list[int]
     ) -> list[_Off]:
         """Without tensors that are nothing but rounding, or that the format takes far off."""
         signal = self._signal[points].sum(0).clamp(min=1e-30)
-        wanted = self._signal if than is None else than.along
-        off = (drawn.along - wanted).mean(0)[points].sum(0) / signal
-        error = ((drawn.along - wanted).var(0) / len(drawn.along))[points].sum(0).sqrt() / signal
-        if than is None:
-            # fp32's own mean is unsure too: its draws are as many, along the mean of half of them.
-            error *= math.sqrt(3)
+        apart = drawn.along - than.along
+        off = apart.mean(0)[points].sum(0) / signal
+        error = (apart.var(0) / len(apart))[points].sum(0).sqrt() / signal
+        ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
         counts = torch.tensor([one.numel() for one in self._directions[0].values()])
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
-        limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        limits = limit + ERRORS * share * (2 / counts).sqrt()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
         matters = self._matters(counts)
-        alone = [drawn.along.mean(0)[points].sum(0) / signal - 1]
-        alone += [] if than is None else [than.along.mean(0)[points].sum(0) / signal - 1]
-        beside = ["".join(f", {float(one[at]):+.1%}" for one in alone) for at in range(len(off))]
         return [
             _Off(
                 name=f"the slope of {label(name, self._samples[0])}",
                 off=float(off[at]),
                 error=float(error[at]),
-                limit=float(limit[at]),
-                tells=tells if matters[at] else math.inf,
-                beside="" if than is None else f" ({beside[at][2:]} from fp32 with and without it)",
+                limit=float(limits[at]),
+                tells=TELLS if matters[at] else math.inf,
+                beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
             )
             for at, name in enumerate(self._directions[0])
             if not rounding[at] and share[at] <= 0.5
