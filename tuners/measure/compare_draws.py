@@ -30,6 +30,9 @@ from advisor.tuners.measure.samples import (
 
 FEWEST, MOST = 16, 512
 """Draws of each config: as many at first, doubled up to the last."""
+SURE = 8
+"""Rounds from which standard errors are known well enough to trust twice ERRORS of them at once;
+else what is off must be so in other draws too."""
 TELLS = 0.07
 """ERRORS standard errors of a slope that let a fault of a tenth stand out of SLOPE."""
 SPREAD, SPREAD_TELLS = 0.25, 0.5
@@ -85,6 +88,11 @@ class _Off:
     def beyond(self) -> bool:
         """It is off by more than chance."""
         return abs(self.off) > self.limit + ERRORS * self.error
+
+    @property
+    def far(self) -> bool:
+        """It is off by so much that other draws need not say so too."""
+        return abs(self.off) > self.limit + 2 * ERRORS * self.error
 
     @property
     def doubt(self) -> float:
@@ -189,7 +197,7 @@ class Draws:
         return self._check(pair)
 
     def _check(self, pair: _Pair) -> Compared:
-        """A verdict, by as many draws as it takes. What is off must be so in other draws too."""
+        """A verdict, by as many draws as it takes."""
         suspects, began = set[str](), self._rounds
         while True:
             self._extend()
@@ -200,7 +208,8 @@ class Draws:
                 return not_finite(pair.blames)
             found = self._off(drawn, pair)
             beyond = [one for one in found if one.beyond]
-            if again := [one for one in beyond if one.name in suspects]:
+            sure = self._rounds >= SURE
+            if again := [one for one in beyond if one.name in suspects or (sure and one.far)]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
                 reason = self._said(worst)
                 self._rounds = began
