@@ -839,8 +839,8 @@ GRAPHS: tuple[dict[str, Value], ...] = (
 )
 """Graphs without a compiler: small nets gain severalfold, and lose by casts."""
 FORMATS_TRIED: tuple[dict[str, Value], ...] = (
-    {"channels_last": False},
     {"precision": "fp16"},
+    {"channels_last": False},
     {"precision": "tf32"},
     {"precision": "default"},
     {"precision": "fp8"},

@@ -50,9 +50,7 @@ def race(draw: Draw, rng: random.Random, configs: int) -> list[float]:
     """Log-ratios of two configs that are equally fast, raced there and back."""
     logs = draw(rng, configs * LOOKS[-1])
     rounds = [logs[at : at + configs] for at in range(0, len(logs), configs)]
-    return [
-        (one[-1] - one[0]) * (1 if turn % 2 == 0 else -1) for turn, one in enumerate(rounds)
-    ]
+    return [(one[-1] - one[0]) * (1 if turn % 2 == 0 else -1) for turn, one in enumerate(rounds)]
 
 
 @pytest.mark.parametrize("configs", [2, 4])

@@ -9,8 +9,10 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE, USES
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
+    CLEARLY,
     FAST_STEP_S,
     GAIN,
+    HOPELESS,
     LOADER_TURN_S,
     SMALL_MODULES,
     STARVED,
@@ -178,9 +180,11 @@ class Recipe:
                 yield self._near(changes)
 
     def _half(self) -> Iterator[Config | None]:
+        """Number formats, eager, until one gains."""
         for config in self._recipes():
             yield config
-            if self._ran(config):
+            visit = self._visits.get(config)
+            if visit is not None and self._runs(config) and score(visit) >= CLEARLY:
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -237,39 +241,43 @@ class Recipe:
             yield self._near({name: value})
 
     def _larger(self) -> Iterator[Config | None]:
-        """Larger batches of the fastest eager config while they gain, then what leads at the best
-        of them."""
+        """The largest batch that runs, and smaller ones while they cost little, of the first format
+        that is not much slower, eager: it may lead where the host is not the limit. At the best of
+        them other formats and toggles, and what leads at the user's batch."""
         own = self._space.batch
-        ranked = self._visits.ranked(batch=own)
-        eager = next((v for v in ranked if not self._space.is_dear(v.config)), None)
-        top = eager or self._visits.baseline
-        for batch in sorted(batch for batch in self._space.batches if batch > own):
-            config = top.config.at(batch)
-            yield config
+        ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
+        likely = (visit for visit in ran if visit and score(visit) >= HOPELESS)
+        top = at_own = next(likely, self._visits.baseline)
+        for batch in sorted((one for one in self._space.batches if one > own), reverse=True):
+            yield (config := at_own.config.at(batch))
             visit = self._visits.get(config)
-            if visit is None or not visit.ok or score(visit) < GAIN * score(top):
-                break
-            top = visit
-        if top.config.batch != own:
-            yield from self._leading_at(top.config.batch)
+            if visit is not None and visit.ok:
+                if GAIN * score(visit) < score(top):
+                    break
+                top = visit
+        if (batch := top.config.batch) == own:
+            return
+        for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
+            yield self._on(top.config, changes)
+        for use in self._space.uses:
+            yield from self._at(batch, self._visits.best(use, own).config)
 
     def _nearby(self) -> Iterator[Config | None]:
-        """What leads at the batches beside the best, the larger one first."""
-        batches = sorted(self._space.batches)
-        at = batches.index(self._visits.best().config.batch)
+        """The best of all batches at the batches beside its own, the larger one first."""
+        batches, best = sorted(self._space.batches), self._visits.best().config
+        at = batches.index(best.batch)
         for batch in (*batches[at + 1 : at + 2], *batches[max(0, at - 1) : at]):
             if batch != self._space.batch:
-                yield from self._leading_at(batch)
+                yield from self._at(batch, best)
 
-    def _leading_at(self, batch: int) -> Iterator[Config | None]:
-        """What leads at the user's batch, at another one; where memory is short with less of it."""
-        for use in self._space.uses:
-            leader = self._visits.best(use, self._space.batch).config.at(batch)
-            yield leader
-            visit = self._visits.get(leader)
-            if visit is not None and visit.outcome == "out_of_memory":
-                for changes in knobs.FRUGAL:
-                    yield self._on(leader, changes)
+    def _at(self, batch: int, config: Config) -> Iterator[Config | None]:
+        """A config at another batch; where memory is short with less of it."""
+        config = config.at(batch)
+        yield config
+        visit = self._visits.get(config)
+        if visit is not None and visit.outcome == "out_of_memory":
+            for changes in knobs.FRUGAL:
+                yield self._on(config, changes)
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
         """More workers while what leads waits for its data, for `least` of its time at least, and

@@ -136,10 +136,11 @@ class Tuner:
         self._visits = Visits(space)
         self._recipe = Recipe(space, self._visits, scope.modules)
         self._among: list[Config] = []
+        self._sampled_batch = space.batch
         study.sampler = scope.sampler or GainPerSecond(
             seed=scope.seed,
             among=lambda: self._among,
-            best=lambda: self._visits.best(batch=space.batch).ratio.mean,
+            best=lambda: self._visits.best(batch=self._sampled_batch).ratio.mean,
         )
         self._journal = Journal(study, space, self._progress.notice)
         self._trials: list[Trial] = []
@@ -185,7 +186,8 @@ class Tuner:
         try:
             for proposal in self._proposals():
                 self._consider(proposal)
-            self._sample()
+            for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
+                self._sample(batch)
             return self._race(self._leaders())
         except (WorkerError, TargetFailed) as exc:
             self._progress.notice(f"the search ends here: {exc}")
@@ -210,12 +212,12 @@ class Tuner:
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
         yield from self._recipe
 
-    def _sample(self) -> None:
+    def _sample(self, batch: int) -> None:
         """Visit what the sampler asks for, until it has found nothing better for a while."""
-        own = self._space.batch
-        idle, best = 0, score(self._visits.best(batch=own))
+        self._sampled_batch = batch
+        idle, best = 0, score(self._visits.best(batch=batch))
         while idle < IDLE_TRIALS:
-            self._among = self._open()
+            self._among = self._open(batch)
             if not self._among or self._is_full:
                 return
             asked = self._journal.ask("sampler")
@@ -225,17 +227,17 @@ class Tuner:
                 idle += 1
                 continue
             self._visit(Proposal(config, "sampler"), asked)
-            now = score(self._visits.best(batch=own))
+            now = score(self._visits.best(batch=batch))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
-    def _open(self) -> list[Config]:
+    def _open(self, batch: int) -> list[Config]:
         """Configs that the sampler may propose: not visited, of code that is known to run, and for
         which there is time."""
         built = self._pairs(visit.config for visit in self._visits.all if visit.ok)
         left_s = self.clock.left_s - self._race_s(self._rounds)
         return [
             config
-            for config in self._space.configs(self._space.batch, dear=True, feed=self._visits.feed)
+            for config in self._space.configs(batch, dear=True, feed=self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
