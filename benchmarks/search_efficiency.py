@@ -35,7 +35,6 @@ from rich.table import Table
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, RACED, Trial
-from advisor.cache.task import Task
 from advisor.tuners import knobs
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.measure.replay import ReplayPlace
@@ -114,7 +113,9 @@ class Measured:
 
 def _whole(given: dict[str, Value]) -> Config | None:
     """A row's config with all knobs of tables; None where it is not permitted, or unknown."""
-    if any(n not in knobs.BY_NAME or not knobs.BY_NAME[n].domain.holds(v) for n, v in given.items()):
+    if any(
+        n not in knobs.BY_NAME or not knobs.BY_NAME[n].domain.holds(v) for n, v in given.items()
+    ):
         return None
     config = knobs.TORCH.only(*TABLED) | Config(given)
     return config if knobs.permits(PERMITS, config) else None

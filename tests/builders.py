@@ -236,4 +236,3 @@ def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:
 def speedup(found: Found, use: str = "pilot") -> float:
     """That its advice promises."""
     return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))
-

@@ -50,9 +50,7 @@ def race(draw: Draw, rng: random.Random, configs: int) -> list[float]:
     """Log-ratios of two configs that are equally fast, raced there and back."""
     logs = draw(rng, configs * LOOKS[-1])
     rounds = [logs[at : at + configs] for at in range(0, len(logs), configs)]
-    return [
-        (one[-1] - one[0]) * (1 if turn % 2 == 0 else -1) for turn, one in enumerate(rounds)
-    ]
+    return [(one[-1] - one[0]) * (1 if turn % 2 == 0 else -1) for turn, one in enumerate(rounds)]
 
 
 @pytest.mark.parametrize("configs", [2, 4])
@@ -121,7 +119,7 @@ def test_two_turns_have_the_noise_of_the_baseline_and_their_own() -> None:
         ((1.005, 1.004, 1.006), False, True),
         ((1.05, 1.04, 1.06), True, True),
         ((1.05, 0.99, 1.11), False, True),
-        ((2.0, 1.5, 2.7), False, True),  # it may be twice as much
+        ((20.0, 9.0, 44.0), False, True),  # it may be anything
         ((2.0, 1.6, 2.5), True, True),
         ((0.98, 0.97, 0.99), False, False),
         ((0.98, 0.95, 1.01), False, True),

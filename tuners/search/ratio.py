@@ -81,9 +81,9 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     TRIMMED of the turns are left out at each end, so that a load that begins or ends within a turn
     does not count. The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni).
     From the second of LOOKS on correlated turns count as n (1 - r) / (1 + r), r being the
-    correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4). With
-    two turns the spread of the baseline's own turns stands in for theirs, and the interval holds
-    both; one turn has none.
+    correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
+    Before, the interval is at least what the baseline's own turns ask for: a few turns can be alike
+    by luck. Two have that interval, and it holds both; one turn has none.
     """
     if not logs:
         return UNKNOWN
@@ -91,9 +91,11 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     if len(logs) == 1 or (len(logs) == 2 and noise.turns < 2):
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     if len(logs) == 2:
-        half = max(_t99(noise.turns) * noise.deviation / math.sqrt(2), abs(logs[0] - logs[1]))
+        half = abs(logs[0] - logs[1])
     else:
         mean, half = _trimmed(logs)
+    if len(logs) < LOOKS[1] and noise.turns > 1:
+        half = max(half, _t99(noise.turns) * noise.deviation / math.sqrt(len(logs)))
     if mean + half > math.log(WIDEST):
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)
     return Ratio(mean=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
