@@ -302,7 +302,7 @@ def test_what_holds_of_a_row() -> None:
         == {*("num_workers", "prefetch_factor", "pin_memory")}
     )
     assert names(lambda knob: knob.mapped) == {BATCH, "num_workers"}
-    assert names(lambda knob: knob.strict is not None) == {"precision"}
+    assert names(lambda knob: knob.strict is not None) == {"precision", "cudnn_benchmark"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
     assert names(lambda knob: knob.chosen) == {"threads"}
     assert BY_NAME["threads"].chosen is threads_set
@@ -740,7 +740,8 @@ def test_doubtful(config: dict[str, Value], doubts: bool) -> None:
 
 
 def test_the_reference_is_strict() -> None:
-    assert knobs.strict(BASE) == BASE.replace(precision="fp32")
+    searching = BASE.replace(cudnn_benchmark=True)
+    assert knobs.strict(searching) == knobs.strict(BASE) == BASE.replace(precision="fp32")
     assert knobs.strict(Config(channels_last=False)) == Config(channels_last=False)
 
 
