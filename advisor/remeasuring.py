@@ -25,7 +25,7 @@ from advisor.cache.record import (
     Winner,
 )
 from advisor.cache.records import Records
-from advisor.cache.shown import speedup, tells
+from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
@@ -275,7 +275,7 @@ def _compared(record: Record, use: str, now: Ratio) -> str:
     what = "" if use == record.use else f"{use}: "
     return (
         f"{what}{speedup(now.mean, now.low, now.high)} {record.key.task.baseline} now, "
-        f"{record.winner(use).speedup:.2f}x when it was tuned"
+        f"{times(record.winner(use).speedup)} when it was tuned"
     )
 
 
@@ -475,7 +475,7 @@ class _Again:
         from advisor.tuners.knobs import doubtful
 
         task = self._record.key.task
-        if not doubtful(config):
+        if not doubtful(config, self._record.baseline.config):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
@@ -670,5 +670,5 @@ class _Subject:
                 if CHANGED not in str(exc):
                     raise
                 raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            worker.baseline, worker.tolerance = record.baseline.config, task.tolerance
+            worker.baseline = record.baseline.config
             yield worker

@@ -39,6 +39,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Plan, Progress, suffices
+from advisor.unchanged import Asked
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -198,8 +199,15 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    asked = Asked(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
-        return tuning.run()
+        if not plan.force and (known := asked.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = asked.state()
+        tuned = tuning.run()
+        if tuned.finished:
+            asked.remember(tuned.record, before)
+        return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +259,6 @@ class _Tuning(ABC):
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
-        from advisor.tuners.environment import bf16_notice
-
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
@@ -263,8 +269,6 @@ class _Tuning(ABC):
             if before.known is not None:
                 known = self._known(before.known, subject)
                 return Tuned(record=known, known=True, finished=True)
-            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
-                self._progress.notice(said)
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
@@ -323,6 +327,7 @@ class _Tuning(ABC):
         self, subject: Subject, near: Sequence[Config], before: _Before
     ) -> tuple[Record, Found]:
         """Search and remember; nobody else measures this key meanwhile."""
+        from advisor.tuners.environment import bf16_notice
         from advisor.tuners.search.journal import open_study
         from advisor.tuners.search.tuner import Tuner
 
@@ -336,6 +341,8 @@ class _Tuning(ABC):
             scope = self._scope(subject, near, folder)
             tuner = Tuner(subject.place, subject.space, study, scope, self._progress)
             self._progress.started(facts, subject.key, subject.space, tuner.known)
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
             found = tuner.run()
             if subject.space.inputs and not found.interrupted:
                 found = self._with_loader(subject, found, tuner)
@@ -406,14 +413,14 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect, one_device
+        from advisor.tuners.environment import default_device, detect
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self.device = one_device(task.device or default_device())
+        self.device = task.device or default_device()
         self._environment = detect(self.device)
         self._task = task
 
@@ -442,7 +449,7 @@ class _OfTarget(_Tuning):
                     data = worker.describe_data(most_s)
                 situation, data = self._fed(situation, data)
             space = Space.of(situation)
-            worker.baseline, worker.tolerance = space.default, _tolerance(self._task)
+            worker.baseline = space.default
             yield Subject(
                 place=worker,
                 facts=facts,

@@ -31,9 +31,6 @@ LOOKS = (3, 5, 8, 12, 18)
 interval holds although it is looked at: in 97.6% of 4,000 simulated races that stop when they may
 (normal noise, AR(1) noise of blocks with r from 0.3 to 0.9, load in stretches), and at all five
 looks at once in 94.4%."""
-TRIMMED = 1 / 6
-"""Fraction of the turns that is left out at each end before their mean is taken: a load that comes
-or goes within a turn makes it up to 5 times too fast or too slow."""
 
 # Choosing --------------------------------------------------------------------------------------
 CLEARLY = 1.01
@@ -80,6 +77,9 @@ IDLE_TRIALS = 8
 """Visits of the sampler in a row without a better config after which the search ends."""
 
 # Loader ----------------------------------------------------------------------------------------
+STARVED = 0.25
+"""Fraction of its time that the best config waits for data from which the loader is tuned before
+anything else: workers gain a third and more then, which is what the first compute configs gain."""
 LOADER_TURN_S = 1.0
 """Seconds of a block while loader settings are compared: workers deliver in bursts."""
 FAST_STEP_S, SMALL_MODULES = 0.005, 100

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import fact, version
 
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
@@ -64,11 +66,11 @@ def detect(device: str) -> Environment:
             device=Device(
                 kind="cpu",
                 name=host_cpu(),
-                capability=torch.backends.cpu.get_cpu_capability(),
+                capability=str(fact("capability", lambda: torch.backends.cpu.get_cpu_capability())),
                 multiprocessors=_cores(),
                 memory_gib=round(_memory_bytes() / 2**30),
             ),
-            software=Software(driver="", cuda="", cudnn="", torch=str(torch.__version__)),
+            software=Software(driver="", cuda="", cudnn="", torch=version("torch")),
         )
     index = cuda_index(device)
     count = _cuda_count()
@@ -86,22 +88,6 @@ def detect(device: str) -> Environment:
         raise AdvisorError(
             f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
         ) from exc
-
-
-def one_device(named: str) -> str:
-    """The device that is named.
-
-    Raises:
-        UsageError: several are.
-    """
-    if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", named):
-        raise UsageError(f"device {named!r}: tune measures on one device; give one, as cuda:0")
-    return named
-
-
-def _shown(device: Device) -> str:
-    slice_ = f" MIG {device.mig}" if device.mig else ""
-    return f"{device.name}{slice_}, {device.memory_gib} GiB"
 
 
 def cuda_index(device: str) -> int:
@@ -182,7 +168,7 @@ def _called(process: int) -> str:
 def gpus() -> list[Gpu]:
     """The GPUs that CUDA gives this process, in its order; none where NVML does not answer."""
     nvml = _nvml()
-    if nvml is None or not torch.backends.cuda.is_built():
+    if nvml is None or not _built():
         return []
     try:
         return [
@@ -238,9 +224,13 @@ def cpu_has_bf16() -> bool:
     """
     if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
         return False
-    return not torch.backends.mkldnn.is_available() or bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return bool(fact("bf16", _kernels_have_bf16))
+
+
+def _kernels_have_bf16() -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
@@ -253,7 +243,7 @@ def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
 @functools.cache
 def own_threads() -> int:
     """CPU threads that torch used inside one operation before any advice was followed."""
-    return torch.get_num_threads()
+    return int(fact("threads", lambda: torch.get_num_threads()))
 
 
 def threads_set() -> bool:
@@ -277,9 +267,9 @@ def _ask(nvml: Any, index: int) -> Environment:
         ),
         software=Software(
             driver=_text(nvml.nvmlSystemGetDriverVersion()),
-            cuda=torch.version.cuda or "",
-            cudnn=_cudnn_version(),
-            torch=str(torch.__version__),
+            cuda=version("cuda"),
+            cudnn=str(fact("cudnn", _cudnn_version)),
+            torch=version("torch"),
             power_limit_w=round(milliwatts / 1000),
             clock_cap_mhz=_clock_cap(nvml, gpu.card),
         ),
@@ -287,8 +277,8 @@ def _ask(nvml: Any, index: int) -> Environment:
 
 
 def _what_there_is(count: int) -> str:
-    if not torch.backends.cuda.is_built():
-        return f"this torch ({torch.__version__}) is built without CUDA; use cpu"
+    if not _built():
+        return f"this torch ({version('torch')}) is built without CUDA; use cpu"
     if count == 0:
         return (
             "this process sees no CUDA device; use cpu, or check nvidia-smi and "
@@ -346,7 +336,7 @@ def _cuda_count() -> int:
 @functools.cache
 def _count(_asked: str | None) -> int:
     """The number of CUDA devices; asked once for each setting, as NVML takes milliseconds."""
-    if not torch.backends.cuda.is_built():
+    if not _built():
         return 0
     nvml = _nvml()
     if nvml is not None:
@@ -354,11 +344,29 @@ def _count(_asked: str | None) -> int:
             return len(_visible(nvml))
         except nvml.NVMLError:
             pass
+    if "torch" not in sys.modules and not version("hip") and not _has_driver():
+        return 0
     # ROCm, or a container without the library: torch may know better.
     try:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
     except ValueError:  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
         return 0
+
+
+def _built() -> bool:
+    """Whether torch is built for GPUs."""
+    return bool(fact("built", lambda: torch.backends.cuda.is_built()))
+
+
+def _has_driver() -> bool:
+    """Whether there is the library through which CUDA reaches a GPU."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True
 
 
 def _visible(nvml: Any) -> list[_Gpu]:

@@ -23,11 +23,13 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.key import fingerprint
+from advisor.tuners.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _log = logging.getLogger("advisor")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -71,7 +73,7 @@ def of_hooks(make_batch: Callable[..., Any] | None, loss: Callable[..., Any] | N
 def _hook(hook: Any) -> list[Any]:
     if hook is None:
         return []
-    if isinstance(hook, nn.Module):
+    if isinstance(hook, torch.nn.Module):
         # A loss of torch.nn states its settings nowhere but in its attributes.
         settings = [[n, _value(v)] for n, v in sorted(vars(hook).items()) if _is_plain(v)]
         return ["module", of_model(hook), settings]
@@ -257,7 +259,7 @@ def _value(value: Any) -> str:
 def _libraries() -> tuple[str, ...]:
     """Folders of Python's own modules, of torch, and of what tunes."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    places += [str(Path(nn.__file__).parents[1]), str(Path(__file__).resolve().parent)]
+    places += [str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent)]
     return tuple(f"{Path(place).resolve()}/" for place in places if place)
 
 
@@ -303,10 +305,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(
-            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+            model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel
         ):
             inner = model.module
-        if not isinstance(inner, nn.Module):
+        if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
 
@@ -316,7 +318,7 @@ def size(model: nn.Module) -> tuple[int, int]:
     model = unwrapped(model)
     return (
         sum(1 for _ in model.modules()),
-        sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
+        sum(0 if torch.nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
     )
 
 

@@ -595,6 +595,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_searches,
         needs=lambda _value: FLAGS,
         first_step=True,
+        # A search takes 10 to 20 s for each format and layout, and changes rounding only.
+        strict=False,
         compiled=False,
         lasting=True,
         guess="leader",
@@ -952,18 +954,18 @@ def is_captured(config: Mapping[str, Value]) -> bool:
     return any(captured is not None and captured(value) for captured, value in rows)
 
 
-def doubts(config: Config) -> set[tuple[str, Value]]:
-    """The values of a config that change what is computed, by knob."""
+def doubts(config: Config, default: Config = TORCH) -> set[tuple[str, Value]]:
+    """The values of a config that change what is computed otherwise than a default, by knob."""
     return {
         (name, value)
-        for name, value in config.changed(TORCH).items()
+        for name, value in config.changed(default).items()
         if name in BY_NAME and BY_NAME[name].numerics(value)
     }
 
 
-def doubtful(config: Config) -> bool:
-    """Whether a config changes what is computed, so that it must be held against strict fp32."""
-    return bool(doubts(config))
+def doubtful(config: Config, default: Config = TORCH) -> bool:
+    """Whether a config changes what is computed, so that it must be compared with strict fp32."""
+    return bool(doubts(config, default))
 
 
 def strict(default: Config) -> Config:

@@ -22,7 +22,7 @@ from rich.text import Text
 from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
 from advisor.cache.record import Trial
-from advisor.cache.shown import interval, tells
+from advisor.cache.shown import interval, tells, times
 from advisor.report.text import duration, outcome, rate
 from advisor.report.ticking import ticking
 from advisor.tuners.knobs import described
@@ -109,7 +109,7 @@ class Shown(Progress):
         self._rows.append(self._cells(trial, ratio, compared))
         if trial.config == best and best != self._default:
             checked = ", verified" if compared is not None and compared.ok else ""
-            self._best = f"best so far: {self._described(best)} {ratio.mean:.2f}x{checked}"
+            self._best = f"best so far: {self._described(best)} {times(ratio.mean)}{checked}"
         self._add(trial, ratio, compared)
         if self._live is not None:
             self._draw()
@@ -195,7 +195,7 @@ class Shown(Progress):
             told = f"({interval(ratio.low, ratio.high)})"
         if compared is not None:
             told += " trains like fp32" if compared.ok else f" {compared.outcome}"
-        return named, speed, waits, f"{ratio.mean:.2f}x", told.strip()
+        return named, speed, waits, times(ratio.mean), told.strip()
 
     def _draw(self) -> None:
         assert self._live is not None

@@ -72,7 +72,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     why = ("explain", record["id"], "--cache", "store", "--budget", "8s")
     told = advisor(folder, *why, "--data", "data.py")
     assert told.returncode == 0, told.stderr
-    assert "a sample costs" in told.stdout and "of a worker: Slow.read 9" in told.stdout
+    assert "a sample costs" in told.stdout and "of a worker: data.py:Slow.read 9" in told.stdout
     assert "workers with a core each would feed the step" in told.stdout
 
 

@@ -313,7 +313,7 @@ def test_a_time_to_tune_beside_a_target_is_refused(here: Path, tune: Any, why: s
     with pytest.warns(advisor.AdvisorWarning) as warned:
         advice = advisor.apply("model.py:Net", device="cpu", tune=tune)
     (one,) = warned
-    assert str(one.message).startswith(why)
+    assert str(one.message).startswith(f"advisor: {why}")
     assert advice.status == "miss"
     with pytest.raises(advisor.UsageError, match="tune"):
         advisor.apply("model.py:Net", device="cpu", tune=tune, strict=True)

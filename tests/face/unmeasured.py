@@ -19,7 +19,8 @@ from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
 from advisor.tuners.measure.worker import parent
-from advisor.tuners.measure.worker.child import code_of, recognise
+from advisor.tuners.measure.worker.bench import code_of
+from advisor.tuners.measure.worker.description import recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
 from advisor.tuning import _Tuning
 from tests.cache import examples

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
@@ -127,11 +128,14 @@ def left_behind() -> list[str]:
     }
     found = [name for name, table in tables.items() if table]
     there = torch.utils.data.dataloader
-    patched = (there._BaseDataLoaderIter.__next__, there.DataLoader.__iter__)
-    found += [one.__name__ for one in patched if one.__module__ != there.__name__]
-    found += ["backward"] * (Tensor.backward.__module__ != "torch._tensor")
+    patched: tuple[Any, ...] = (
+        there._BaseDataLoaderIter.__next__,
+        there.DataLoader.__iter__,
+        Tensor.backward,
+        torch.autograd.backward,
+    )
     # A wrapper bears the name of what it wraps.
-    return found + ["backward"] * hasattr(torch.autograd.backward, "__wrapped__")
+    return found + [one.__name__ for one in patched if hasattr(one, "__wrapped__")]
 
 
 @dataclass(frozen=True)

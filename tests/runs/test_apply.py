@@ -253,6 +253,27 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.xfail(strict=True, reason="it is told after ELSEWHERE steps in a row alone")
+@pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])
+@pytest.mark.usefixtures("known")
+def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) -> None:
+    advisor.apply()
+    first, second = Net(), nn.Linear(3, 5)
+    kept = trained(first, 24)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    with pytest.warns(advisor.AdvisorWarning) as said:
+        for _ in range(turns):
+            for _step in range(42 // turns):
+                second(torch.randn(2, 3)).sum().backward()
+                optimizer.step()
+            if turns > 1:
+                first(torch.randn(4, 3, 8, 8)).sum().backward()
+                kept.step()
+    assert [str(one.message) for one in said] == [
+        f"advisor: {UNADVISED}. Training goes on as it is"
+    ]
+
+
 @pytest.mark.usefixtures("known")
 def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch,

@@ -491,7 +491,10 @@ train(model=Net(8, 4))
         assert measured(run, own).ok
 
 
-def test_of_a_script_that_fails_by_itself_nothing_is_recorded(folder: Path) -> None:
+def test_of_a_script_that_fails_by_itself_nothing_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer_bf16(monkeypatch)  # what is tried has to come to the step that fails
     failing = FAILING.format(fails="raise ValueError('bad sample')")
     command = script(failing.replace("400", "600"))
     words = ("tune", "--no-compile", "--no-verify", "--budget", "8s", "--trials", "4")

@@ -25,13 +25,14 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import knobs
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.parts import Parts
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.pilot.switch import Switch, callable_module
 from advisor.tuners.act.pilot.trees import returned
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
@@ -297,11 +298,11 @@ def test_copies_are_free_of_the_pilot(
 
 def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     net = Net()
-    assert seat_of(net) is net
+    assert callable_module(net) is net
     wrapped = nn.DataParallel(net)
-    assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
+    assert callable_module(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
-    assert seat_of(wrapped) is None
+    assert callable_module(wrapped) is None
 
 
 @pytest.fixture
@@ -935,19 +936,19 @@ def test_a_patch_leaves_what_came_later() -> None:
         return lambda plain: lambda *args: f"{word} {plain(*args)}"
 
     own = vars(Owner)["name"]
-    ours, theirs = (hooks.Patch(Owner, "name", around(word)) for word in ("ours", "theirs"))
+    ours, theirs = (Patch(Owner, "name", around(word)) for word in ("ours", "theirs"))
     assert Owner().name() == "theirs ours own"
     ours.remove()
     assert Owner().name() == "theirs own"
     theirs.remove()
     assert Owner().name() == "own"
-    other = hooks.Patch(Owner, "name", around("other"))
+    other = Patch(Owner, "name", around("other"))
     ours.remove()
     assert Owner().name() == "other own"
     other.remove()
     assert Owner().name() == "own"
     one = Owner()
-    patch = hooks.Patch(one, "name", around("its"))
+    patch = Patch(one, "name", around("its"))
     assert (one.name(), Owner().name()) == ("its own", "own")
     patch.remove()
     assert not vars(one) and own

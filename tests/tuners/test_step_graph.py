@@ -636,6 +636,32 @@ class Deep:
         self.settings = {"inner": {"weight": 1.0}}
 
 
+@pytest.mark.parametrize("way", ["own", "list", "object"])
+def test_a_schedule_that_is_stepped_inside_is_named_before_the_rate_changes(way: str) -> None:
+    advice, model = Advice(Config(step_graph=True), device="cpu"), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
+    holder, schedules = Part(), [schedule]
+    holder.schedule = schedule  # type: ignore[attr-defined]
+
+    advance: Callable[[], Any] = {
+        "own": lambda: schedule.step(),
+        "list": lambda: schedules[0].step(),
+        "object": lambda: holder.schedule.step(),  # type: ignore[attr-defined]
+    }[way]
+
+    def train(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+        advice.step(loss, optimizer)
+        advance()
+        return loss
+
+    step = advice.capture(train, pair(0))
+    with pytest.warns(AdvisorWarning, match="changes .* in Python"):
+        for number in range(EARLY):
+            step(pair(number))
+
+
 def test_a_change_deeper_than_is_watched_is_found_by_a_later_comparison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -116,9 +116,9 @@ class Gate:
     Args:
         model: whose mode is part of a signature.
         seen: signatures of earlier calls in training, of which the frequent ones are admitted;
-            where there are none, the first call is.
+            where there are none, the first call with gradients is.
         sizes: whether there is code for each size of an input.
-        inference: whether calls without gradients are admitted too.
+        inference: whether calls without gradients are admitted too, as if they stood alone.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class Gate:
         self._wanted = (seen if sizes else seen.of_any_size()).frequent()
         self._refused = Signatures()
         self._admitted: set[Signature] = set()
+        self._begun = {True} if self._wanted else set()  # with gradients, and without
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,17 +154,18 @@ class Gate:
             self._calls += 1
             return self._compiled(*args, **kwargs)
         # What a backward pass calls again must be called as it was.
-        if recomputes() or not self._admits(one):
+        if recomputes() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
         with one_size() if self._sizes else contextlib.nullcontext():
             return self._compiled(*args, **kwargs)
 
-    def _admits(self, one: Signature) -> bool:
+    def _admits(self, one: Signature, gradients: bool) -> bool:
         self._calls += 1
         count = self._refused.add(one)
         frequent = count >= max(LEAST_CALLS, SHARE * self._calls)
-        if one in self._wanted or frequent or not (self._wanted or self._admitted):
+        if one in self._wanted or frequent or gradients not in self._begun:
             self._admitted.add(one)
+            self._begun.add(gradients)
         return one in self._admitted
 
 

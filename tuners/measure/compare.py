@@ -14,6 +14,7 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.orders import told
+from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
 from advisor.tuners.measure.compare_draws import Draws
 from advisor.tuners.measure.compare_exact import Exact
 from advisor.tuners.measure.place import UNVERIFIED, Compared
@@ -26,6 +27,23 @@ from advisor.tuners.measure.samples import sampled as sampled
 OPTIMIZER = 1e-4
 """Part of an update that an optimizer may make of its own: fused kernels round otherwise. AdamW's
 weight decay is five times that at a weight of 0.05, lr 1e-4."""
+
+
+def plain_of(candidate: Config, fp32: Config) -> Config:
+    """Strict fp32 with a config's number format and nothing else of it."""
+    return fp32.replace(**candidate.only(*FORMATS))
+
+
+def passes(config: Config) -> Config:
+    """What of a config decides what a forward and backward pass computes."""
+    return config.only(
+        *(
+            knob.name
+            for knob in KNOBS
+            if knob.stage != INPUT
+            and (knob.model or knob.layers or knob.autocast or knob.flag or knob.captured)
+        )
+    )
 
 
 class Way(Protocol):
@@ -78,7 +96,7 @@ class References:
         if plain not in self._formats:
             self._formats[plain] = self._way.check_format(plain)
         found = self._formats[plain]
-        if found.ok and candidate != plain:
+        if found.ok and passes(candidate) != passes(plain):
             found = self._way.check_code(candidate, plain)
         if not found.ok:
             return found

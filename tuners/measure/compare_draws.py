@@ -18,6 +18,8 @@ from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import (
     ERRORS,
     FORMAT_SLOPE,
+    FORMAT_TENSOR,
+    SENSITIVE,
     SLOPE,
     Named,
     Sample,
@@ -71,6 +73,7 @@ class _Off:
     Attributes:
         limit: that it may be off beside its standard error.
         tells: ERRORS standard errors that allow a verdict; infinite where it needs none.
+        beside: more figures of it, for people.
     """
 
     name: str
@@ -78,6 +81,7 @@ class _Off:
     error: float
     limit: float
     tells: float = math.inf
+    beside: str = ""
 
     @property
     def beyond(self) -> bool:
@@ -91,7 +95,9 @@ class _Off:
 
     def __str__(self) -> str:
         unsure = f"give or take {ERRORS * self.error:.1%}"
-        return f"{self.name} is {self.off:+.1%} off, {unsure}; {self.limit:.1%} allowed"
+        return (
+            f"{self.name} is {self.off:+.1%} off, {unsure}{self.beside}; {self.limit:.1%} allowed"
+        )
 
 
 class _Sums:
@@ -147,6 +153,8 @@ class Draws:
         self._energy: list[Tensor] = []
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], _Drawn] = {}
+        self._shares: dict[Config, Tensor] = {}
+        self._coarse: _Drawn | None = None
 
     def check_format(self, plain: Config) -> Compared:
         """See Way."""
@@ -163,17 +171,23 @@ class Draws:
 
     def _check(self, config: Config, plain: Config | None) -> Compared:
         """A verdict, by as many draws as it takes. What is off must be so in other draws too."""
-        blames, suspects = ("format" if plain is None else "code"), set[str]()
+        blames, suspects, began = ("format" if plain is None else "code"), set[str](), self._rounds
         while True:
             self._extend()
             drawn = self._of_format(config) if plain is None else self._draw(config)
             if not drawn.finite:
                 return not_finite(blames)
-            found = self._off(drawn, None if plain is None else self._of_format(plain))
+            found = self._off(drawn, config, plain)
             beyond = [one for one in found if one.beyond]
+            if beyond and plain is None and self._coarse is None:
+                # Rounding may take as much from fp32's own gradient.
+                self._coarse = self._draw(self._fp32, 2 * self._points)
+                continue
             if again := [one for one in beyond if one.name in suspects]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
-                return Compared(outcome="wrong", reason=self._said(worst), blames=blames)
+                reason = self._said(worst)
+                self._rounds = began
+                return Compared(outcome="wrong", reason=reason, blames=blames)
             worst = max(found, key=lambda one: one.doubt)
             if not beyond and worst.doubt <= 1:
                 return self._fine(found)
@@ -220,6 +234,7 @@ class Draws:
         self._halves = halves
         self._directions = [{name: (a[name] + b[name]) / 2 for name in a} for a, b in halves]
         self._signal = torch.stack([dots(a, b) for a, b in halves])
+        self._formats.clear()  # which were held against fewer
 
     def _see_rounding(self, sample: Sample, point: int, seed: int) -> None:
         """Which tensors are nothing but rounding, as the gradient of a bias before a BatchNorm."""
@@ -234,11 +249,27 @@ class Draws:
             self._formats[key] = self._draw(plain)
         return self._formats[key]
 
-    def _draw(self, config: Config) -> _Drawn:
+    def _share(self, plain: Config, drawn: _Drawn) -> Tensor:
+        """What a format does to each tensor, as a part of it; at most what it does to the means."""
+        if plain not in self._shares:
+            noise = self._noise
+            if plain != self._fp32:
+                # Of the same seeds, which most often draw the same masks.
+                noise = [
+                    norms(self._sampler.sample(plain, at, OWN_SEEDS + at).tensors, own.tensors) ** 2
+                    for at, own in enumerate(self._samples)
+                ]
+            energy = torch.stack(self._energy).sum(0).clamp(min=1e-30)
+            self._shares[plain] = (torch.stack(noise).sum(0) / energy).sqrt()
+        signal = self._signal.sum(0).clamp(min=1e-30)
+        return self._shares[plain].minimum((drawn.shift.clamp(min=0) / signal).sqrt())
+
+    def _draw(self, config: Config, offset: int = 0) -> _Drawn:
         sums, along = _Sums(self._points), []
         for number in range(self._rounds, 2 * self._rounds):
             for point in range(self._points):
-                sample = self._sampler.sample(config, point, number * self._points + point)
+                seed = number * self._points + point
+                sample = self._sampler.sample(config, point + offset, seed)
                 along.append(dots(sample.tensors, self._directions[point]))
                 sums.add(sample, point)
         shift = torch.zeros_like(along[0])
@@ -248,44 +279,76 @@ class Draws:
             shift += dots(ours, theirs)
         return sums.drawn(along, shift)
 
-    def _off(self, drawn: _Drawn, than: _Drawn | None) -> list[_Off]:
+    def _off(self, drawn: _Drawn, config: Config, plain: Config | None) -> list[_Off]:
         """Of all points' slopes; of those at the kept weights, and at the disturbed ones, as one
         of these alone shows what is stale; of the outputs' spread, and the loss."""
-        half, every = self._points // 2, range(self._points)
-        found = self._slopes(drawn, than, list(every), TELLS)
-        for group in (every[:half], every[half:]):
-            found += self._slopes(drawn, than, list(group), math.inf)
+        than = None if plain is None else self._of_format(plain)
+        share = self._share(plain or config, than or drawn)
+        half, every = self._points // 2, list(range(self._points))
+        if than is None:  # what is stale is no fault of a format
+            found = self._slopes(drawn, than, share, every[:half], TELLS)
+        else:
+            found = self._slopes(drawn, than, share, every, TELLS)
+            for group in (every[:half], every[half:]):
+                found += self._slopes(drawn, than, share, group, math.inf)
         return found + self._spreads(drawn) + self._loss(drawn)
 
     def _slopes(
-        self, drawn: _Drawn, than: _Drawn | None, points: list[int], tells: float
+        self, drawn: _Drawn, than: _Drawn | None, share: Tensor, points: list[int], tells: float
     ) -> list[_Off]:
+        """Without tensors that are nothing but rounding, or that the format takes far off."""
         signal = self._signal[points].sum(0).clamp(min=1e-30)
-        apart = drawn.along - (self._signal if than is None else than.along)
-        off = apart.mean(0)[points].sum(0) / signal
-        error = (apart.var(0) / len(apart))[points].sum(0).sqrt() / signal
-        # fp32's own mean is unsure too: its draws are as many, along the mean of half of them.
-        error = error * math.sqrt(3) if than is None else error
-        share = (than or drawn).shift.clamp(min=0).div(self._signal.sum(0).clamp(min=1e-30)).sqrt()
+        wanted = self._signal if than is None else than.along
+        off = (drawn.along - wanted).mean(0)[points].sum(0) / signal
+        error = ((drawn.along - wanted).var(0) / len(drawn.along))[points].sum(0).sqrt() / signal
+        if than is None:
+            # fp32's own mean is unsure too: its draws are as many, along the mean of half of them.
+            error *= math.sqrt(3)
         counts = torch.tensor([one.numel() for one in self._directions[0].values()])
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
-        limit = (FORMAT_SLOPE if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        limit = (FORMAT_TENSOR if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        if than is None and self._coarse is not None:
+            limit += SENSITIVE * (self._coarse.along.mean(0)[points].sum(0) / signal - 1).abs()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
-        element = (self._signal.sum(0).clamp(min=0) / counts).sqrt()
-        outputs = len(self._samples[0].outputs)
-        matters = element > MATTERS * element[outputs:].median()
-        matters[:outputs] = False
-        return [
+        matters = self._matters(counts)
+        alone = [drawn.along.mean(0)[points].sum(0) / signal - 1]
+        alone += [] if than is None else [than.along.mean(0)[points].sum(0) / signal - 1]
+        beside = ["".join(f", {float(one[at]):+.1%}" for one in alone) for at in range(len(off))]
+        whole = [] if than is not None else [self._whole(drawn, points, tells)]
+        return whole + [
             _Off(
                 name=f"the slope of {label(name, self._samples[0])}",
                 off=float(off[at]),
                 error=float(error[at]),
                 limit=float(limit[at]),
-                tells=tells if matters[at] else math.inf,
+                tells=tells if matters[at] and than is not None else math.inf,
+                beside="" if than is None else f" ({beside[at][2:]} from fp32 with and without it)",
             )
             for at, name in enumerate(self._directions[0])
             if not rounding[at] and share[at] <= 0.5
         ]
+
+    def _whole(self, drawn: _Drawn, points: list[int], tells: float) -> _Off:
+        """The slope of all gradients as one vector."""
+        first = len(self._samples[0].outputs)
+        signal = self._signal[points, first:].sum().clamp(min=1e-30)
+        apart = (drawn.along - self._signal)[:, points, first:].sum((1, 2)) / signal
+        error = float((apart.var() / len(apart)).sqrt()) * math.sqrt(3)
+        off = float(apart.mean())
+        limit = FORMAT_SLOPE
+        if off < 0 and self._coarse is not None:
+            left = float(self._coarse.along.mean(0)[points, first:].sum() / signal)
+            limit += SENSITIVE * max(0.0, 1 - left)
+        name = "the slope of all gradients"
+        return _Off(name=name, off=off, error=error, limit=limit, tells=tells)
+
+    def _matters(self, counts: Tensor) -> Tensor:
+        """Whether a tensor's mean gradient is not much smaller, per element, than usual."""
+        element = (self._signal.sum(0).clamp(min=0) / counts).sqrt()
+        outputs = len(self._samples[0].outputs)
+        found = element > MATTERS * element[outputs:].median()
+        found[:outputs] = False
+        return found
 
     def _spreads(self, drawn: _Drawn) -> list[_Off]:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
@@ -300,7 +363,7 @@ class Draws:
             errors = [float((one.var(0) / len(one)).sum().sqrt()) / self._points for one in logs]
             found.append(
                 _Off(
-                    name=f"the spread of the {name}",
+                    name=f"the variance of the {name} over draws, as a logarithm,",
                     off=float(logs[0].mean() - logs[1].mean()),
                     error=math.hypot(*errors),
                     limit=math.log1p(SPREAD),

@@ -15,6 +15,7 @@ from advisor.tuners.decisions import (
     HOPELESS,
     LOADER_TURN_S,
     SMALL_MODULES,
+    STARVED,
     TURN_S,
 )
 from advisor.tuners.search.space import Space
@@ -23,11 +24,18 @@ from advisor.tuners.search.visit import Visit
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A config to visit. `origin`: who proposes it; `turn_s`: seconds of a block."""
+    """A config to visit.
+
+    Attributes:
+        origin: who proposes it.
+        turn_s: seconds of a block.
+        compares: compare it though it does not lead, because others will stand on it.
+    """
 
     config: Config
     origin: str
     turn_s: float = TURN_S
+    compares: bool = False
 
 
 class Visits:
@@ -117,7 +125,7 @@ class Recipe:
         self._uses = space.uses
 
     def __iter__(self) -> Iterator[Proposal]:
-        yield from self._loader()
+        yield from self._loader(STARVED)
         stages = (
             (self._half, "recipe"),
             (self._compiled, "recipe"),
@@ -130,17 +138,18 @@ class Recipe:
         for stage, origin in stages:
             for config in stage():
                 if config is not None and self._is_new(config):
-                    yield Proposal(config, origin)
-                    yield from self._loader()
+                    yield Proposal(config, origin, compares=stage == self._half)
+                    yield from self._loader(STARVED)
+            if stage == self._compiled:
+                yield from self._loader()
 
     def _is_new(self, config: Config) -> bool:
         known = self._visits
         return self._space.holds(config) and config not in known and known.allowed(config)
 
     def _near(self, changes: Mapping[str, Value]) -> Config:
-        """The baseline with what of some changes is offered and not struck out."""
-        allowed = {n: v for n, v in changes.items() if (n, v) not in self._visits.struck}
-        return self._space.near(allowed).replace(**self._visits.feed)
+        """The baseline with what of some changes is offered."""
+        return self._space.near(changes).replace(**self._visits.feed)
 
     def _on(self, config: Config, changes: Mapping[str, Value]) -> Config | None:
         return self._space.on(config, changes)
@@ -161,6 +170,8 @@ class Recipe:
         return graphs is not None and graphs(value)
 
     def _runs(self, config: Config) -> bool:
+        if not self._visits.allowed(config):
+            return False
         visit = self._visits.get(config)
         wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
         return visit is None or (visit.ok and not wrong)
@@ -182,23 +193,24 @@ class Recipe:
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, eager, until one gains."""
-        known = self._visits
+        least = CLEARLY * score(self._visits.baseline)
         for config in self._recipes():
             yield config
-            visit = known.get(config)
-            if visit is not None and self._runs(config) and score(visit) >= CLEARLY * score(known.baseline):
+            visit = self._visits.get(config)
+            if visit is not None and self._runs(config) and score(visit) >= least:
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
         if self._small:
             yield from self._graphs_of_own()
-        for changes in knobs.COMPILED:
-            config = self._on(self._format, changes)
-            if config is None:
-                continue
-            yield config
-            if self._ran(config):
-                break
+        format_ = None
+        while format_ != self._format:  # another, where what was compiled showed that one wrong
+            format_ = self._format
+            for changes in knobs.COMPILED:
+                config = self._on(format_, changes)
+                yield config
+                if format_ != self._format or (config is not None and self._ran(config)):
+                    break
         if CAPTURE in self._uses:
             for changes in knobs.CAPTURED:
                 yield self._on(self._format, changes)
@@ -282,11 +294,12 @@ class Recipe:
             for changes in knobs.FRUGAL:
                 yield self._on(config, changes)
 
-    def _loader(self) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data, and fewer where more gain nothing."""
+    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data, for `least` of its time at least, and
+        fewer where more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if not best.waits:
+            if not best.waits or best.waited < least:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])

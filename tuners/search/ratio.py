@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS, TRIMMED
+from advisor.cache.turns import inner
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS
 
 WIDEST = 1e12
 """The end of an interval beyond which nothing was learned, and no record keeps it."""
@@ -102,15 +103,13 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
 
 def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
     """The trimmed mean, and half the width of its interval."""
-    count, ordered = len(logs), sorted(logs)
-    out = int(TRIMMED * count)
-    inner = ordered[out : count - out]
-    mean = statistics.fmean(inner)
-    held = [min(max(one, inner[0]), inner[-1]) for one in logs]
+    count, kept = len(logs), inner(logs)
+    mean = statistics.fmean(kept)
+    held = [min(max(one, kept[0]), kept[-1]) for one in logs]
     correlation = _neighbours(held) if count >= LOOKS[1] else 0.0
-    worth = len(inner) * (1 - correlation) / (1 + correlation)
-    spread = statistics.stdev(held) * math.sqrt((count - 1) / (len(inner) - 1))
-    return mean, _t99(len(inner) - 1) * spread / math.sqrt(worth)
+    worth = len(kept) * (1 - correlation) / (1 + correlation)
+    spread = statistics.stdev(held) * math.sqrt((count - 1) / (len(kept) - 1))
+    return mean, _t99(len(kept) - 1) * spread / math.sqrt(worth)
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:

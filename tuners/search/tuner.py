@@ -159,7 +159,7 @@ class Tuner:
             unverified = compared is not None and compared.outcome == UNVERIFIED
             timed_out = one.trial.measurement.outcome == "timed_out"
             if compared is not None and not unverified:
-                self._compared[config.at(self._space.batch)] = compared
+                self._compared[self._code(config)] = compared
                 self._strike(config, compared)
             if config != self._space.default and not unverified and not timed_out:
                 self._visits.add(_visit_of(one))
@@ -266,17 +266,19 @@ class Tuner:
         try:
             visit = self._visitor.visit(config, best, proposal.turn_s)
             self._visits.add(visit)
-            visit = self._verified(visit)
+            visit = self._verified(visit, always=proposal.compares)
         except BaseException:
             self._journal.pass_over(asked)
             raise
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
 
-    def _verified(self, visit: Visit) -> Visit:
-        """A visit with the comparison of what was timed, where it leads for some use."""
+    def _verified(self, visit: Visit, *, always: bool) -> Visit:
+        """A visit with the comparison of what was timed, where it leads for some use, or `always`
+        where its time is there."""
         config = visit.config
-        if not visit.ok or not self._is_doubtful(config) or not self._leads(visit):
+        asked = self._leads(visit) or (always and self._compare_s <= self.clock.left_s)
+        if not visit.ok or not self._is_doubtful(config) or not asked:
             return visit
         began = self.clock.now()
         compared = self._comparison_of(config)
@@ -295,15 +297,20 @@ class Tuner:
 
     def _comparison_of(self, config: Config) -> Compared:
         """The comparison of a config at the user's batch: a batch changes no number format."""
-        at_own = config.at(self._space.batch)
-        if at_own not in self._compared:
-            self._compared[at_own] = self._visitor.compare(at_own)
-        return self._compared[at_own]
+        code = self._code(config)
+        if code not in self._compared:
+            self._compared[code] = self._visitor.compare(config.at(self._space.batch))
+        return self._compared[code]
+
+    def _code(self, config: Config) -> Config:
+        """A config at the user's batch and with its loader: what a comparison is of."""
+        own = self._space.default.only(*knobs.FEEDS)
+        return config.at(self._space.batch).replace(**own)
 
     def _is_doubtful(self, config: Config) -> bool:
         if config not in self._doubtful:
-            changed = set(config.changed(self._space.default).items())
-            self._doubtful[config] = self._scope.compares and bool(knobs.doubts(config) & changed)
+            doubtful = knobs.doubtful(config, self._space.default)
+            self._doubtful[config] = self._scope.compares and doubtful
         return self._doubtful[config]
 
     def _leads(self, visit: Visit) -> bool:
@@ -334,7 +341,7 @@ class Tuner:
         return weigh(visit.config, score(visit) * rate) / own if own else score(visit)
 
     def _is_safe(self, visit: Visit) -> bool:
-        compared = self._compared.get(visit.config.at(self._space.batch))
+        compared = self._compared.get(self._code(visit.config))
         return not self._is_doubtful(visit.config) or (compared is not None and compared.ok)
 
     def _learn(self, visit: Visit) -> None:
@@ -345,6 +352,8 @@ class Tuner:
             self._strike(visit.config, visit.compared)
         leading = {self._visits.best(use, self._space.batch).config for use in self._uses}
         leading |= {self._space.default, *self._leaders()}
+        # Whatever its loader: what feeds the leader is chosen after its visit.
+        leading |= {max(self._visits.all, key=lambda one: one.ratio.mean * one.ok).config}
         for config in self._visitor.built:
             if config not in leading:
                 self._visitor.forget(config)
@@ -595,7 +604,7 @@ class Tuner:
             )
 
     def _why(self, visit: Visit, ratio: Ratio) -> str:
-        compared = self._compared.get(visit.config.at(self._space.batch))
+        compared = self._compared.get(self._code(visit.config))
         if compared is not None and not compared.ok:
             return compared.reason
         if compared is None and self._is_doubtful(visit.config) and self._leads(visit):

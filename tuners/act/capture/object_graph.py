@@ -6,7 +6,6 @@ attributes of its object that their code names, and what these hold.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import operator
@@ -27,6 +26,12 @@ SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch
 _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
 _MODULE = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+
+_TORCH = (
+    *(nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    torch.amp.GradScaler,
+)
+"""Objects whose own state is looked at wherever they are met."""
 
 Held = list[dict[Any, Any]]
 """What each place holds, by name."""
@@ -83,31 +88,25 @@ class Place:
 
 
 class _Look:
-    """The values of a place, quick to compare with what they are later."""
+    """The values of a place, to be compared with what they are later."""
 
     def __init__(self, place: Place, skipped: set[Any]) -> None:
         self._place, self._skipped = place, skipped
         self._before = self._read()
-        self._get: Callable[[Any], Any] = lambda _held: tuple(self._read().values())
+        self.fixed: tuple[dict[Any, Any], int, Callable[[Any], Any], Any] | None = None
         if isinstance(place.names, tuple) and self._before:
             # A model has hundreds of modules: these are read without Python.
-            self._get = operator.itemgetter(*self._before, next(iter(self._before)))
-        self._size = len(place.held) if isinstance(place.names, tuple) else 0
-        self._values = self._get(place.held)
+            get = operator.itemgetter(*self._before, next(iter(self._before)))
+            self.fixed = place.held, len(place.held), get, get(place.held)
 
     def _read(self) -> dict[Any, Any]:
         return {n: value for n, value in self._place.read().items() if n not in self._skipped}
 
     def changed(self) -> str:
         """The name of a value that is another now; '' where none is."""
-        held, before = self._place.held, self._before
-        if self._size and len(held) != self._size:
-            return self._place.called(next(reversed(held), ""))
-        with contextlib.suppress(KeyError):
-            values = self._get(held)
-            if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
-                return ""
-        now = self._read()
+        if self.fixed is not None and len(self._place.held) != self.fixed[1]:
+            return self._place.called(next(reversed(self._place.held), ""))
+        now, before = self._read(), self._before
         for name in before.keys() | now.keys():
             if name not in now or name not in before or not _same(now[name], before[name]):
                 return self._place.called(name)
@@ -203,14 +202,18 @@ class ObjectGraph:
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
             self._places.append(Place(label, value))
-            for part in [*(value.values() if isinstance(value, dict) else value)][:WIDE]:
-                if isinstance(part, nn.Module | torch.optim.Optimizer):
-                    self._meet(part, label)
+            self._parts(Place(label, value))
         elif isinstance(value, tuple):
             for part in value[:WIDE]:
                 self._meet(part, label)
         elif not isinstance(value, type | ModuleType) and not is_library(type(value).__module__):
             self._object(value, label)
+            self._parts(Place(label, getattr(value, "__dict__", {}), self._names))
+
+    def _parts(self, place: Place) -> None:
+        for name, part in place.read().items():
+            if isinstance(part, _TORCH):
+                self._meet(part, place.called(name))
 
     def _module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
@@ -273,7 +276,17 @@ class ObjectGraph:
 
     def differs(self) -> str:
         """What the script has changed since `settle`, between two steps; '' where nothing."""
-        return next(filter(None, (look.changed() for look in self._looks)), "")
+        for look in self._looks:
+            if look.fixed is not None:
+                held, size, get, values = look.fixed
+                try:
+                    if len(held) == size and all(map(operator.is_, get(held), values)):
+                        continue
+                except KeyError:
+                    pass  # deleted
+            if changed := look.changed():
+                return changed
+        return ""
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

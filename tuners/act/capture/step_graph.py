@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,20 +45,18 @@ _MEND = (
 )
 
 TrainStep = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 class StepGraph:
     """A training step that is replayed; called as the step itself, with one batch.
 
-    The first WARM_STEPS calls train without a graph; the next CHECKED ones train twice from the
-    same state, with it and without, and keep the latter; from then on a call copies its batch into
-    the graph's buffers and replays. A batch unlike the example, as the last of an epoch, runs
-    without a graph. A learning rate that the script changes between steps is taken over; any other
-    change of the optimizer's settings, of which weights train, or of an object of the step's own
-    captures anew. Whatever fails, the step trains without a graph, and one warning says why.
-
-    The step's Python code runs at captures only. One that changes values in Python, as a schedule
-    stepped inside or a counter, or draws Python's random numbers, is named and never replayed.
+    The first WARM_STEPS calls train without a graph. The next CHECKED ones train twice from the
+    same state, with it and without, and keep the latter. From then on a call copies its batch into
+    the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
+    changes between steps is taken over; another change of what the step reads captures anew. What
+    changes values in Python in the step, as a schedule or a counter, or cannot be captured for any
+    other reason, trains without a graph, and one warning says why.
 
     Args:
         train_step: takes a batch; returns tensors, such as the loss, in any nesting.
@@ -120,12 +118,8 @@ class StepGraph:
             return self._check(batch, leaves)
         self._wasted = 0
         self._replays += 1
-        try:
-            return self._replayed(leaves)
-        except RuntimeError as exc:
-            if not _no_memory(exc):
-                raise
-        return self._without("there is no memory to replay it", batch)
+        replayed = _if_memory(lambda: [self._replayed(leaves)])
+        return replayed[0] if replayed else self._without("there is no memory to replay it", batch)
 
     def _without(self, reason: str, batch: Any) -> Any:
         self._give_up(reason)
@@ -155,11 +149,8 @@ class StepGraph:
         buffers = [buffer for model in self._models for buffer in model.buffers()]
         kept, drawn = [buffer.clone() for buffer in buffers], self._recorder.random_state()
         with self._optimizers.counting() as stepped:
-            try:
-                return self._plainly(batch)
-            except RuntimeError as exc:
-                if stepped or not _no_memory(exc):
-                    raise
+            if (output := _if_memory(lambda: [self._plainly(batch)], stepped)) is not None:
+                return output[0]
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
         self._recorder.set_random_state(drawn)
@@ -167,15 +158,13 @@ class StepGraph:
 
     def _warm_up(self, batch: Any) -> Any:
         self._warm += 1
-        last = self._warm == WARM_STEPS
-        objects = self._look() if last else None
-        before, drawn = objects.read() if objects else [], self._drawn()
-        tensors = [*objects.tensors.values()] if objects else []
+        objects, drawn = self._look(), self._drawn()
+        before, tensors = objects.read(), [*objects.tensors.values()]
         versions = [_version(tensor) for tensor in tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
         self._stepped.append(stepped)
-        if objects is None:
+        if self._warm < WARM_STEPS:
             return output
         # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
         obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
@@ -256,40 +245,34 @@ class StepGraph:
 
     def _check(self, batch: Any, leaves: list[Any]) -> Any:
         """One step with the graph, undone, and one without; both must come to the same."""
-        objects, start = self._objects, None
+        objects, wrong = (
+            self._objects,
+            "there is no memory to compare a replay with the step itself",
+        )
         assert objects is not None
-        wrong = "there is no memory to compare a replay with the step itself"
-        try:
-            state, trained = self._state(), self._trained()
-            start = StateSnapshot(state, trained, self._recorder, objects)
-            wrong = self._disagreement(start, leaves)
-        except RuntimeError as exc:
-            if not _no_memory(exc):
-                raise
-        finally:
-            if start is not None:
-                start.restore()
+        state, trained = self._state(), self._trained()
+        start = _if_memory(lambda: StateSnapshot(state, trained, self._recorder, objects))
         if start is None:
             return self._without(wrong, batch)
-        drawn = self._drawn()
         try:
-            with self._optimizers.counting() as stepped:
-                output = self._plainly(batch)
-        except RuntimeError as exc:
-            if not _no_memory(exc):
-                raise
+            found = _if_memory(lambda: self._disagreement(start, leaves))
+        finally:
             start.restore()
-        else:
-            wrong = self._moved(objects, start.held, drawn) or wrong
-            if stepped != self._stepped[-1]:
-                wrong = "not every call steps the same optimizers"
-            self._checked += 1
-            self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
-            if wrong:
-                self._give_up(wrong)
-            return output
-        del start
-        return self._without("there is no memory for the step itself beside it", batch)
+        drawn = self._drawn()
+        with self._optimizers.counting() as stepped:
+            output = _if_memory(lambda: [self._plainly(batch)])
+        if output is None:
+            start.restore()
+            del start
+            return self._without("there is no memory for the step itself beside it", batch)
+        wrong = self._moved(objects, start.held, drawn) or (wrong if found is None else found)
+        if stepped != self._stepped[-1]:
+            wrong = "not every call steps the same optimizers"
+        self._checked += 1
+        self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
+        if wrong:
+            self._give_up(wrong)
+        return output[0]
 
     def _disagreement(self, start: StateSnapshot, leaves: list[Any]) -> str:
         """Where replays differ from steps, as the optimizers take them in a capture."""
@@ -396,6 +379,16 @@ def _version(tensor: Tensor) -> int:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf.detach() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _if_memory(run: Callable[[], T], past_repair: Collection[Any] = ()) -> T | None:
+    """What `run` returns; None where the device has no memory for it."""
+    try:
+        return run()
+    except RuntimeError as exc:
+        if past_repair or not _no_memory(exc):
+            raise
+    return None
 
 
 def _no_memory(exc: BaseException) -> bool:

@@ -80,6 +80,7 @@ class Trained:
     signatures: Signatures = field(default_factory=Signatures)
     steps: list[int] = field(default_factory=list)
     _since: int = 0
+    _batches: Counter[int] = field(default_factory=Counter)
 
     def size(self) -> int:
         """Of its parameters, in elements."""
@@ -100,12 +101,18 @@ class Trained:
         self.calls += 1
         self.samples += found
         self._since += found
+        self._batches[found] += 1
 
     def stepped(self) -> None:
         """An optimizer made a step."""
         self.steps.append(self._since)
         self._since = 0
         del self.steps[:-MOST_COUNTED]
+
+    def micro_batches(self, samples: int) -> int:
+        """The number of calls in a step with so many samples."""
+        most = self._batches.most_common(1)
+        return max(1, round(samples / max(1, most[0][0]))) if most else 1
 
     def batch(self, period: int) -> int:
         """The most frequent number of samples in a step of the script, which has `period` steps of

@@ -195,6 +195,10 @@ class Pilot:
             self._look(optimizer)
             return
         if not self._crew.includes(optimizer):
+            if self._another is not None and not self._order.steps and self._crew.joins(optimizer):
+                self._leave()
+                self._another()
+                return
             self._stepped_elsewhere(optimizer)
             return
         self._elsewhere = 0

@@ -164,8 +164,8 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
         for n, one in enumerate(main.inputs)
         if n or VARIES in one.shape[1:]
     ]
-    if main.inputs and samples != main.inputs[0].shape[0]:
-        parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} {MICRO}")
+    if (calls := main.micro_batches(samples)) > 1:
+        parts.append(f"{calls} {MICRO}")
     if len(crew.optimizers) > 1:
         parts.append(", ".join(_called(one) for one in crew.optimizers))
     return "; ".join(parts)[:500]

@@ -157,7 +157,7 @@ class Switch:
         self._calls: dict[nn.Module, Call] = {}
         self._unwatch: hooks.Remove = _nothing
         for one in trained:
-            seat = seat_of(one.outer)
+            seat = callable_module(one.outer)
             if seat is not None:
                 there = vars(seat).get("_compiled_call_impl")
                 call = Call(one, seat._call_impl if there is None else there, failed)
@@ -244,16 +244,6 @@ class Switch:
             call.act, call.parts, call.struck = call.plain, NONE, None
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that train."""
-        return list(self._optimizers)
-
-    def optimizer_changes(self, config: Config) -> dict[str, Any]:
-        """What a config sets in parameter groups of optimizers."""
-        found = Acting(config, self.own, self._device).optimizer()
-        return found | {"foreach": False} if found else {}
-
-    @property
     def calls(self) -> list[Call]:
         """What the trained models are called through."""
         return list(self._calls.values())
@@ -262,6 +252,11 @@ class Switch:
     def seats(self) -> list[nn.Module]:
         """The modules whose calls these are."""
         return list(self._calls)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The script's optimizers."""
+        return self._optimizers
 
     def began(self) -> None:
         """A step begins."""
@@ -387,14 +382,13 @@ class Switch:
                             lost(exc)
                         raise
                     raised = exc.with_traceback(None)
+                struck(raised)  # before the step is over, where another config may be set
                 groups = optimizer.param_groups
                 optimizer.param_groups = groups[done:]
                 try:
-                    found = _again(step, args, kwargs, raised)
+                    return _again(step, args, kwargs, raised)
                 finally:
                     optimizer.param_groups = groups
-                struck(raised)
-                return found
 
             return protected
 
@@ -520,7 +514,7 @@ def _nothing() -> None:
     """What takes no hook away."""
 
 
-def seat_of(outer: nn.Module) -> nn.Module | None:
+def callable_module(outer: nn.Module) -> nn.Module | None:
     """The module whose call is the pilot's: the user's own under DistributedDataParallel.
 
     What the script compiled itself is called as compiled. None where replicas are made of a
