@@ -70,6 +70,8 @@ class Scope:
         folder: takes the artifacts of what was chosen; None where none are kept.
         stage: of its trials, as in `Trial`.
         reserve_s: of the budget, kept for what comes after.
+        without: the baseline without one of the script's own settings each: measured once, told,
+            and never advised.
         worth: whether a visit is worth its seconds; a run that goes on asks for that.
     """
 
@@ -85,6 +87,7 @@ class Scope:
     folder: Path | None = None
     stage: str = knobs.COMPUTE
     reserve_s: float = 0.0
+    without: Sequence[Config] = ()
     worth: Callable[[float], bool] = lambda _seconds: True
 
 
@@ -147,6 +150,7 @@ class Tuner:
         self._compared: dict[Config, Compared] = {}
         self._compare_s = COMPARE_S
         self._passed_over: dict[Config, float] = {}
+        self._own_costs: list[str] = []
         self._doubtful: dict[Config, bool] = {}
         self.known = self._resume()
 
@@ -185,12 +189,15 @@ class Tuner:
     def _search(self) -> Rates:
         """Visit what fits, then race what leads; a place that is lost ends the search."""
         try:
+            self._look_without()
             for proposal in self._proposals():
                 self._consider(proposal)
             for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
                 self._sample(batch)
             return self._race(self._leaders())
         except (WorkerError, TargetFailed) as exc:
+            if len(self._visits.all) == 1:  # nothing was measured beside the baseline
+                raise
             self._progress.notice(f"the search ends here: {exc}")
             return {}
 
@@ -205,6 +212,20 @@ class Tuner:
             self._journal.pass_over(asked)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {exc}") from exc
         self._told(asked, visit, "baseline")
+
+    def _look_without(self) -> None:
+        """Measure what the script's own settings cost; said, and never advised."""
+        for config in self._scope.without:
+            if self._fits(config, self._expected_s(config)):
+                visit = self._visitor.visit(config, 1.0)
+                self._visitor.forget(config)
+                slower = visit.ok and all(turn.ratio >= CLEARLY for turn in visit.turns)
+                if slower and visit.ratio.mean >= MENTIONED:
+                    own = knobs.described(self._space.default, config)
+                    self._own_costs.append(
+                        f"your script's own {own} costs {_shown(visit.ratio)} here: without it a "
+                        f"step takes {visit.step_s:.3g} s; advisor never changes it"
+                    )
 
     def _proposals(self) -> Iterator[Proposal]:
         """What led in earlier runs, what is best for near records, then the recipe."""
@@ -581,6 +602,7 @@ class Tuner:
 
     def _remarks(self, chosen: set[Config], rates: Rates) -> Iterator[str]:
         """A line for each config that seemed to gain and is not advised; what limits the rest."""
+        yield from self._own_costs
         default, noise = self._space.default, self._visitor.noise
         gains = [v for v in self._visits.all if v.ok and v.ratio.mean >= MENTIONED]
         for visit in sorted(gains, key=lambda one: -one.ratio.mean):
