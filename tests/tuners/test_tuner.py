@@ -87,8 +87,17 @@ def test_more_budget_never_gives_less() -> None:
 def test_whatever_stops_it_keeps_the_best_so_far(stop: BaseException) -> None:
     whole = MadeUp(BASE)
     tuned(whole, SPACE, 90.0)
-    began = next(n for n, config in enumerate(whole.blocks) if config != BASE)
-    for number in range(began + 1, len(whole.blocks), 7):
+    first, second = (
+        whole.blocks.index(config) for config in list(dict.fromkeys(whole.blocks))[1:3]
+    )
+    place = MadeUp(BASE)
+    place.stops[first + 1] = stop
+    if isinstance(stop, KeyboardInterrupt):
+        assert advised(tuned(place, SPACE, 90.0)) == BASE
+    else:  # nothing was held against the baseline
+        with pytest.raises(type(stop)):
+            tuned(place, SPACE, 90.0)
+    for number in range(second + 1, len(whole.blocks), 7):
         place, heard = MadeUp(BASE), Heard()
         place.stops[number] = stop
         found = tuned(place, SPACE, 90.0, heard=heard)
