@@ -368,6 +368,7 @@ class _Tuning(ABC):
             length=plan.length(subject.task.batch),
             modules=subject.facts.modules,
             folder=folder if max_artifacts() else None,
+            without=self._without(subject.space),
             reserve_s=min(LOADER_S, LOADER_SHARE * plan.seconds) if loads else 0.0,
         )
 
@@ -378,6 +379,11 @@ class _Tuning(ABC):
         tuner.clock.release()
         step = next(one.choice.config for one in found.winners if (one.use, one.free) == LOOPS)
         return tuned_loader(subject.place, subject.space, step, found, tuner.clock, self._progress)
+
+    def _without(self, space: Space) -> list[Config]:
+        """The baseline without what is measured to tell what it costs; nothing by default."""
+        del space
+        return []
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -578,6 +584,18 @@ class OfRun(_Tuning):
                 "gains over these is not known; --force measures it"
             )
         return record
+
+    def _without(self, space: Space) -> list[Config]:
+        """The script without its own autocast, and without its own compilation."""
+        from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS
+
+        found = []
+        for name in (*FORMATS, COMPILE):
+            knob, own = BY_NAME[name], self._seen.own.get(name)
+            half = knob.autocast is not None and knob.autocast(own) is not None
+            if name in self._seen.kept and own is not None and (half or name == COMPILE):
+                found.append(space.default.replace(**{name: knob.default}))
+        return found
 
     def _try_options(self, run: Run, space: Space) -> None:
         """See that options set what they are to, before anything is measured for it.

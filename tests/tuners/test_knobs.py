@@ -24,10 +24,7 @@ from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
 REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
-OF_FULL = (
-    *("combo_kernels", "coordinate_descent_tuning"),
-    *("max-autotune-no-cudagraphs", "max-autotune"),
-)
+OF_FULL = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
 SHARING = ("file_descriptor", "file_system")
@@ -293,7 +290,6 @@ def test_what_holds_of_a_row() -> None:
     loading |= {"in_order", "sharing"}
     assert names(lambda knob: knob.stage == "input") == loading
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
-    assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
@@ -659,19 +655,17 @@ def test_the_domains_of_numbers() -> None:
     assert BY_NAME["threads"].domain == Domain(most=2**12)
 
 
-@pytest.mark.parametrize("recipe", [one for one, _why in knobs.RECIPES] + list(knobs.HALF))
-def test_recipes_can_be_run(recipe: dict[str, Value]) -> None:
-    for name, value in recipe.items():
-        assert value in BY_NAME[name].values(on_cuda())
-        if value == BY_NAME[name].default:
-            continue
-        for other, values in BY_NAME[name].conflicts.items():
-            assert recipe.get(other) not in values
+FIRST = (*knobs.RECIPE, *knobs.COMPILED, *knobs.CAPTURED, *knobs.GRAPHS, *knobs.FORMATS_TRIED)
 
 
-def test_no_recipe_twice() -> None:
-    configs = [Config(one) for one, _why in knobs.RECIPES]
-    assert len(set(configs)) == len(configs)
+@pytest.mark.parametrize("changes", [*FIRST, *knobs.FRUGAL])
+def test_what_is_tried_first_can_be_run(changes: dict[str, Value]) -> None:
+    here = on_cuda(varies=True, precisions=PRECISIONS, fp8=True, batches=(32, 64))
+    for name, value in changes.items():
+        assert value in (*BY_NAME[name].values(here), knobs.BLOCKS)
+        if value != BY_NAME[name].default:
+            for other, values in BY_NAME[name].conflicts.items():
+                assert changes.get(other) not in values
 
 
 def test_what_torch_does_for_a_task() -> None:
