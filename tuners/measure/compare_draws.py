@@ -360,7 +360,7 @@ class Draws:
     def _format_slopes(
         self, drawn: _Drawn, than: _Drawn, share: Tensor, points: list[int]
     ) -> list[_Off]:
-        """Of all gradients together, and of each tensor: as far off as rounded weights take them."""
+        """Of all gradients together, and of each tensor: as far as rounded weights take them."""
         first = len(self._samples[0].outputs)
         signal = self._signal[points].sum(0).clamp(min=1e-30)
         whole = signal[first:].sum()
