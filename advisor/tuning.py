@@ -139,7 +139,7 @@ def tune(
             max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
-        trials: search trials at most.
+        trials: configs visited at most.
         steps: of the job that the advice is for, at the user's batch; `duration`: its seconds, or
             '2h', instead. What is paid before the first step is counted in. Default: the steady
             state.
@@ -239,7 +239,7 @@ class _Before:
     Attributes:
         known: a record that answers already.
         fresh: what was tried before is left alone.
-        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+        unfinished: a call ended before it had measured anything; this one has its own time.
     """
 
     known: Record | None = None
@@ -307,7 +307,7 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
+            self._progress.notice(f"nothing was measured beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
         if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
@@ -651,7 +651,7 @@ def begun(
     log = _log_of(records, tuple(command))
     saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        f"starts the command several times and ends it; checkpoints {saved}, reports to wandb, "
+        f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
         "comet, mlflow and their like are off, other files are written"
     )
     if show is None:
