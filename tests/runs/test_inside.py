@@ -26,8 +26,8 @@ from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.measure.run.inside import Inside, Joined
 from advisor.tuners.measure.run.calls import KeptCalls
+from advisor.tuners.measure.run.inside import Inside, Joined
 from advisor.tuners.search.plan import suffices
 from tests.runs.forked import left_behind, space_of
 
@@ -268,7 +268,9 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
         listening.listen(1)
         searching = threading.Thread(target=search, args=[listening])
         searching.start()
-        charge.bring(Line(str(tmp_path / "pilot"), None, patience_s=WAIT_S), KeptCalls(careful=True))
+        charge.bring(
+            Line(str(tmp_path / "pilot"), None, patience_s=WAIT_S), KeptCalls(careful=True)
+        )
         train(net, data)
         searching.join(WAIT_S)
     charge.release()
