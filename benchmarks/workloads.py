@@ -22,11 +22,11 @@ TARGETS = {
     "mobilenet_v3_large": ("torchvision:mobilenet_v3_large", "64x3x224x224"),
     "vit_b_16": ("torchvision:vit_b_16", "64x3x224x224"),
     "efficientnet_v2_s": ("torchvision:efficientnet_v2_s", "32x3x224x224"),
-    "gpt2": ("examples/gpt2.py", "8x1024"),
+    "gpt2": ("examples/gpt2.py:GPT2", "8x1024"),
     "mnist": ("examples/mnist.py", "128x1x28x28"),
     "lstm": ("benchmarks/targets/lstm.py", "64x128x256"),
 }
-MORE = {"gpt2": ("--dtype", "int64", "--vocab", "50257", "--optimizer", "adamw")}
+MORE = {"gpt2": ("--dtype", "int64", "--vocab", "50304", "--optimizer", "adamw")}
 
 
 def tuned(name: str, budget: str, limit_s: float) -> dict[str, Any]:

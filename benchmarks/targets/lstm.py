@@ -1,4 +1,4 @@
-"""Two LSTM layers of 1,024 units over sequences of 128: a plain loop launches thousands of kernels."""
+"""Two LSTM layers of 1,024 units over sequences of 128: a step launches thousands of kernels."""
 
 from torch import Tensor, nn
 
