@@ -19,7 +19,7 @@ from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin
 from advisor.cache.name import command_part
-from advisor.cache.record import LOOP, PILOT, Provenance, Record, Target
+from advisor.cache.record import INTERRUPTED, LOOP, PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
@@ -139,7 +139,7 @@ def tune(
             max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
-        trials: search trials at most.
+        trials: configs visited at most.
         steps: of the job that the advice is for, at the user's batch; `duration`: its seconds, or
             '2h', instead. What is paid before the first step is counted in. Default: the steady
             state.
@@ -239,7 +239,7 @@ class _Before:
     Attributes:
         known: a record that answers already.
         fresh: what was tried before is left alone.
-        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+        unfinished: a call ended before it had measured anything; this one has its own time.
     """
 
     known: Record | None = None
@@ -307,7 +307,7 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
+            self._progress.notice(f"nothing was measured beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
         if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
@@ -347,6 +347,8 @@ class _Tuning(ABC):
             if subject.space.inputs and not found.interrupted:
                 found = self._with_loader(subject, found, tuner)
             made = self._provenance(facts, name, len(found.trials), tuner.clock.spent_s)
+            if found.interrupted:
+                made = dataclasses.replace(made, effort=INTERRUPTED)
             record = _record(subject, found, made)
             anew = before.fresh or before.unfinished
             store = keep(self._records, record, anew, self._progress)
@@ -649,7 +651,7 @@ def begun(
     log = _log_of(records, tuple(command))
     saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        f"starts the command several times and ends it; checkpoints {saved}, reports to wandb, "
+        f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
         "comet, mlflow and their like are off, other files are written"
     )
     if show is None:

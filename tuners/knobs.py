@@ -219,8 +219,7 @@ class Knob:
     frugal: bool = False
     """It gives speed for memory: tried only where a larger batch does not fit."""
     ahead: Callable[[Value], bool] = _never
-    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
-    before they are measured."""
+    """Whether what a value compiles is kept in caches on disk."""
     compiled: bool = True
     """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
     the choice among kernels of libraries alone does not."""
