@@ -86,7 +86,7 @@ def started(command: tuple[str, ...]) -> Iterator[tuple[Run, Seen, Config]]:
     """A run under measurement, what is seen of it, and the config that it has itself."""
     with Run(command, injected=INJECTED, log=Path("log")) as run:
         seen = run.describe()
-        run.own = space_of(seen).default
+        run.own, run.tolerance = space_of(seen).default, 0.02
         yield run, seen, run.own
 
 
@@ -267,10 +267,10 @@ def test_of_one_that_is_shown_no_file_is_named() -> None:
 
 
 def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "START_S", 0.5)
+    monkeypatch.setattr(running, "START_S", 1.0)
     done = advisor(folder, "tune", *QUICK, "--", "sleep", "98.76")
     assert done.returncode == 1
-    assert "no process of the command has imported torch; it has run for 0.5 s" in done.stderr
+    assert "no process of the command has imported torch; it has run for 1 s" in done.stderr
     assert processes("98.76") == []
 
 
@@ -504,7 +504,7 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
     tuning = ("tune", "--no-compile", "--show-output", "--budget", "60s", "--", *FIRST)
     (temporary := folder / "temporary").mkdir()
 
-    def stopped(number: int, *, once: str) -> tuple[int, str]:
+    def stopped(number: int, *, after: int) -> tuple[int, str]:
         log = folder / f"tuner{number}"
         with log.open("wb") as out:
             tuner = subprocess.Popen(
@@ -515,7 +515,7 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
                 # A runner started in the background ignores it, and so would its children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-        until(lambda: once in log.read_text() or tuner.poll() is not None)
+        until(lambda: log.read_text().count("trial ") >= after or tuner.poll() is not None)
         assert len(processes(folder)) > 1 and any(temporary.iterdir()), log.read_text()
         tuner.send_signal(number)
         code = tuner.wait()
@@ -523,12 +523,12 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
         assert list(temporary.iterdir()) == []
         return code, log.read_text()
 
-    code, said = stopped(signal.SIGKILL, once="trial 0:")
+    code, said = stopped(signal.SIGKILL, after=1)
     assert code == -signal.SIGKILL
     assert said.startswith("advisor: starts the command several times and ends it")
     assert "mode disabled" in said
-    code, said = stopped(signal.SIGINT, once="trial 1:")
-    assert code == 130 and "going on after" in said and "Traceback" not in said
+    code, said = stopped(signal.SIGINT, after=2)
+    assert code == 130 and "continues after 1 visits" in said and "Traceback" not in said
     (record,) = open_records(None).all()
     assert record.key.task.command == FIRST
     assert len({trial.number for trial in record.trials}) == len(record.trials) > 1
@@ -632,8 +632,8 @@ while True:
 
 
 def test_workers_are_tried_for_a_script_that_waits_for_its_data(folder: Path) -> None:
-    words = ("--no-compile", "--precisions", "default", "--budget", "6s", "--json")
-    done = advisor(folder, "tune", *words, "--", *script(WAITS))
+    words = ("--no-compile", "--precisions", "default", "--budget", "20s", "--trials", "2")
+    done = advisor(folder, "tune", *words, "--json", "--", *script(WAITS))
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)["record"]
     tried = [trial["config"]["num_workers"] for trial in record["trials"]]
