@@ -74,9 +74,7 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(
-        self: Any, subject: Any, near: Sequence[Config], before: Any
-    ) -> tuple[Record, Found]:
+    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> tuple[Record, Found]:
         measured.append(subject.key.task)
         made = examples.record(subject.key)
         plan = self._plan
