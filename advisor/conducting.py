@@ -56,6 +56,10 @@ class _OfRunInside(OfRun):
         found.leave_out(_replays)
         return found
 
+    def _without(self, space: Space) -> list[Config]:
+        """Nothing: a real run keeps its own settings."""
+        return []
+
     def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
         """Only visits are made that the rest of the run pays for: it is taken to last as long again
         as it may be tuned, and what compiles to save a third of that."""

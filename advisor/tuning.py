@@ -139,7 +139,7 @@ def tune(
             max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
-        trials: search trials at most.
+        trials: configs visited at most.
         steps: of the job that the advice is for, at the user's batch; `duration`: its seconds, or
             '2h', instead. What is paid before the first step is counted in. Default: the steady
             state.
@@ -239,7 +239,7 @@ class _Before:
     Attributes:
         known: a record that answers already.
         fresh: what was tried before is left alone.
-        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+        unfinished: a call ended before it had measured anything; this one has its own time.
     """
 
     known: Record | None = None
@@ -307,7 +307,7 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
+            self._progress.notice(f"nothing was measured beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
         if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
@@ -370,6 +370,7 @@ class _Tuning(ABC):
             length=plan.length(subject.task.batch),
             modules=subject.facts.modules,
             folder=folder if max_artifacts() else None,
+            without=self._without(subject.space),
             reserve_s=min(LOADER_S, LOADER_SHARE * plan.seconds) if loads else 0.0,
         )
 
@@ -380,6 +381,11 @@ class _Tuning(ABC):
         tuner.clock.release()
         step = next(one.choice.config for one in found.winners if (one.use, one.free) == LOOPS)
         return tuned_loader(subject.place, subject.space, step, found, tuner.clock, self._progress)
+
+    def _without(self, space: Space) -> list[Config]:
+        """The baseline without what is measured to tell what it costs; nothing by default."""
+        del space
+        return []
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -581,6 +587,18 @@ class OfRun(_Tuning):
             )
         return record
 
+    def _without(self, space: Space) -> list[Config]:
+        """The script without its own autocast, and without its own compilation."""
+        from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS
+
+        found = []
+        for name in (*FORMATS, COMPILE):
+            knob, own = BY_NAME[name], self._seen.own.get(name)
+            half = knob.autocast is not None and knob.autocast(own) is not None
+            if name in self._seen.kept and own is not None and (half or name == COMPILE):
+                found.append(space.default.replace(**{name: knob.default}))
+        return found
+
     def _try_options(self, run: Run, space: Space) -> None:
         """See that options set what they are to, before anything is measured for it.
 
@@ -633,7 +651,7 @@ def begun(
     log = _log_of(records, tuple(command))
     saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        f"starts the command several times and ends it; checkpoints {saved}, reports to wandb, "
+        f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
         "comet, mlflow and their like are off, other files are written"
     )
     if show is None:

@@ -119,7 +119,7 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
     `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step in a fresh process with empty caches, and `loaded_step_s` those with its artifacts loaded,
+    step where nothing was compiled before, and `loaded_step_s` those with its artifacts loaded,
     0 where that was not measured."""
 
     config: Config

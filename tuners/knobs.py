@@ -219,8 +219,7 @@ class Knob:
     frugal: bool = False
     """It gives speed for memory: tried only where a larger batch does not fit."""
     ahead: Callable[[Value], bool] = _never
-    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
-    before they are measured."""
+    """Whether what a value compiles is kept in caches on disk."""
     compiled: bool = True
     """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
     the choice among kernels of libraries alone does not."""
@@ -228,7 +227,7 @@ class Knob:
     """A process keeps what it chose under one value, whatever is set later: another value takes
     another process."""
     guess: Literal["alone", "leader", ""] = "alone"
-    """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
+    """Tried at first by itself, on what leads by then, or only where the search's order says so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only the first value here is sound."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None
@@ -595,6 +594,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_searches,
         needs=lambda _value: FLAGS,
         first_step=True,
+        # A search takes 10 to 20 s for each format and layout, and changes rounding only.
+        strict=False,
         compiled=False,
         lasting=True,
         guess="leader",
@@ -914,15 +915,6 @@ def follows(use: str, config: Config, default: Config) -> bool:
     return USES.index(use_of(config, default)) <= USES.index(use)
 
 
-def is_half(config: Config) -> bool:
-    """Whether a config computes in half precision."""
-    return any(
-        knob.autocast is not None and knob.autocast(config[knob.name]) is not None
-        for knob in KNOBS
-        if knob.name in config
-    )
-
-
 def caveats(config: Config) -> list[str]:
     """What must be known of its values, a sentence each."""
     rows = ((BY_NAME[name].caveat, value) for name, value in config.items() if name in BY_NAME)
@@ -933,12 +925,6 @@ def compiles(config: Config) -> bool:
     """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
     none."""
     return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
-
-
-def lasts(config: Config) -> bool:
-    """Whether what is chosen for a config, and nothing else can change, is kept by its process."""
-    rows = ((BY_NAME[name], value) for name, value in config.items() if name in BY_NAME)
-    return any(knob.lasting and value != knob.default for knob, value in rows)
 
 
 def code(config: Config) -> Config:
@@ -989,15 +975,6 @@ def burden(config: Config, default: Config) -> int:
     return sum(
         BY_NAME[name].weight(value) if name in BY_NAME else 1
         for name, value in config.changed(default).items()
-    )
-
-
-def heavy(config: Config, default: Config) -> bool:
-    """Whether a value asks more of a script than others do, as fp16's scaler."""
-    return any(
-        BY_NAME[name].weight(value) > 1
-        for name, value in config.changed(default).items()
-        if name in BY_NAME
     )
 
 

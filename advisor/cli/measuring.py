@@ -52,23 +52,23 @@ if TYPE_CHECKING:
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @loader_option
-@click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
+@click.option("--show-output", is_flag=True, help="Of a run: show what it prints, on stderr.")
 @click.option(
     "--keep-checkpoints",
     is_flag=True,
-    help="Of a run: it writes its checkpoints where it says, not to a scratch folder.",
+    help="Of a run: write its checkpoints where it says, not to a scratch folder.",
 )
 @click.option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Each trial as it ends, as a line of JSON behind what is in FILE.",
+    help="Append each trial as it ends to FILE, as a line of JSON.",
 )
 @click.option(
     "--for",
     "reader",
     metavar="URL",
-    help="What is printed to be copied is for elsewhere: the record will be in this store.",
+    help="Print commands for another machine, where the record will be in this store.",
 )
 @click.pass_context
 def tune(
@@ -85,12 +85,12 @@ def tune(
     reader: str | None,
     **options: Any,
 ) -> None:
-    """Measure TARGET, or your own run as it is, and remember the fastest safe config.
+    """Measure TARGET, or your own run, and remember the fastest safe config.
 
     TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
 
-    A run: advisor tune -- python train.py --epochs 1, the command as you would type it. It trains
-    on its own data; its steps are timed, and it is ended.
+    A run: advisor tune -- python train.py --epochs 100, the command as you would type it. Configs
+    are switched between its own steps, on its own data; then it is ended.
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
@@ -158,7 +158,7 @@ def _exit_code(found: Tuned, reader: str | None) -> int:
 
 
 def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
-    """Why nothing was raced, and what to give."""
+    """Why nothing was measured beside the baseline, and what to give."""
     from advisor.report.text import duration
 
     beside = f"beside {record.key.task.baseline}"

@@ -263,7 +263,7 @@ def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answ
     ran = length.rate(base.pace)
     gain = length.rate(best.pace) / ran if ran else float("inf")
     rates = "raced" if best.raced and base.raced else "each measured once"
-    started = "in a fresh process" if best.fresh and base.fresh else "as the slowest one seen"
+    started = "as measured" if best.fresh and base.fresh else "as the slowest one seen"
     doubt = unverified(record, best.config)
     return Answer(
         config=config,

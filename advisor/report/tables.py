@@ -261,7 +261,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
             duration(one.pace.first_step_s),
             duration(one.pace.step_s),
             ("raced" if one.raced else "measured once")
-            + (", started afresh" if one.fresh else ", slowest first step seen"),
+            + (", first step measured" if one.fresh else ", slowest first step seen"),
         )
     return table
 

@@ -331,7 +331,7 @@ class TestOverAJob:
         assert found == Answer(
             config=Config(COMPILED | PINNED),
             reason="1.98x torch's default over 100001 steps at batch 64, 32 s of first step "
-            "counted (in a fresh process; raced)",
+            "counted (as measured; raced)",
             gains={"loop": pytest.approx(6402 / 3232)},
             flags=BASE,
         )

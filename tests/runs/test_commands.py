@@ -612,7 +612,7 @@ def test_a_shell_script_is_tuned_and_then_served(tuned: tuple[Path, Done]) -> No
     task = found["key"]["task"]
     assert (task["command"], task["processes"]) == (list(FIRST), 1)
     said = done.stderr.splitlines()
-    assert said[0].startswith("advisor: starts the command several times and ends it")
+    assert said[0].startswith("advisor: starts the command and ends it")
     assert "mode disabled" in said
     assert "advisor: its output: " not in done.stderr  # it is shown
     take_over(folder)
@@ -637,7 +637,7 @@ def test_one_is_measured_again_by_the_line_that_asks_for_its_command(
         words = shlex.split(line)
         at = words.index("--")
         done = advisor(folder, *words[:at], "--budget", "8s", "--json", *words[at:])
-        assert done.stderr.startswith("advisor: starts the command several times and ends it")
+        assert done.stderr.startswith("advisor: starts the command and ends it")
         return dict(json.loads(done.stdout))
 
     # What a busy host says of it is its own: that it could not tell, or that it does not hold.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,15 @@ from advisor.tuners.measure.samples import NUDGE, SAMPLED
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")
 COMPILED, BOTH = FP32.replace(compile="default"), BF16.replace(compile="default")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of tensors this small threads wait for each other longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Encoder(nn.Module):

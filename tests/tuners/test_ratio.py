@@ -119,7 +119,7 @@ def test_two_turns_have_the_noise_of_the_baseline_and_their_own() -> None:
         ((1.005, 1.004, 1.006), False, True),
         ((1.05, 1.04, 1.06), True, True),
         ((1.05, 0.99, 1.11), False, True),
-        ((2.0, 1.5, 2.7), False, True),  # it may be twice as much
+        ((20.0, 9.0, 44.0), False, True),  # it may be anything
         ((2.0, 1.6, 2.5), True, True),
         ((0.98, 0.97, 0.99), False, False),
         ((0.98, 0.95, 1.01), False, True),

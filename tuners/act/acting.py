@@ -32,6 +32,8 @@ class Acting:
         graphs: whether the forward pass replays CUDA graphs.
         captured: whether the whole step is to be captured.
         compiles: whether the model is compiled; `any_size`: for inputs of any size at once.
+        undoes_autocast, undoes_compile: the script's own is off, which is measured and never
+            advised.
     """
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
@@ -45,6 +47,10 @@ class Acting:
         self.graphs = self._any(lambda knob: knob.graphs)
         self.captured = self._any(lambda knob: knob.captured)
         self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
+        known = [(k, v) for k, v in self.rows if k.name in default]
+        undone = [(k, default[k.name]) for k, value in known if value == k.default]
+        self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
+        self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
         self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)
 
     def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:

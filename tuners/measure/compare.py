@@ -18,11 +18,28 @@ from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
 from advisor.tuners.measure.compare_draws import Draws
 from advisor.tuners.measure.compare_exact import Exact
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import Named as Named
-from advisor.tuners.measure.samples import NoTime, Overflow, Sampler, Subject
-from advisor.tuners.measure.samples import Sample as Sample
-from advisor.tuners.measure.samples import move as move
-from advisor.tuners.measure.samples import sampled as sampled
+from advisor.tuners.measure.samples import (
+    Named,
+    NoTime,
+    Overflow,
+    Sample,
+    Sampler,
+    Subject,
+    move,
+    sampled,
+)
+
+__all__ = [
+    "Named",
+    "Overflow",
+    "References",
+    "Sample",
+    "Subject",
+    "move",
+    "passes",
+    "plain_of",
+    "sampled",
+]
 
 OPTIMIZER = 1e-4
 """Part of an update that an optimizer may make of its own: fused kernels round otherwise. AdamW's

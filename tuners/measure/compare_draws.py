@@ -8,7 +8,7 @@ that is known from the draws. More are made until a fault of a tenth in one laye
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from advisor.tuners.measure.samples import (
     ERRORS,
     FORMAT_SLOPE,
     FORMAT_TENSOR,
+    SENSITIVE,
     SLOPE,
     Named,
     Sample,
@@ -31,6 +32,9 @@ from advisor.tuners.measure.samples import (
 
 FEWEST, MOST = 16, 512
 """Draws of each config: as many at first, doubled up to the last."""
+SURE = 8
+"""Rounds from which standard errors are known well enough to trust twice ERRORS of them at once;
+else what is off must be so in other draws too."""
 TELLS = 0.07
 """ERRORS standard errors of a slope that let a fault of a tenth stand out of SLOPE."""
 SPREAD, SPREAD_TELLS = 0.25, 0.5
@@ -73,6 +77,7 @@ class _Off:
         limit: that it may be off beside its standard error.
         tells: ERRORS standard errors that allow a verdict; infinite where it needs none.
         beside: more figures of it, for people.
+        tensor: that it is of, where it is of one.
     """
 
     name: str
@@ -81,11 +86,17 @@ class _Off:
     limit: float
     tells: float = math.inf
     beside: str = ""
+    tensor: str = ""
 
     @property
     def beyond(self) -> bool:
         """It is off by more than chance."""
         return abs(self.off) > self.limit + ERRORS * self.error
+
+    @property
+    def far(self) -> bool:
+        """It is off by so much that other draws need not say so too."""
+        return abs(self.off) > self.limit + 2 * ERRORS * self.error
 
     @property
     def doubt(self) -> float:
@@ -97,6 +108,24 @@ class _Off:
         return (
             f"{self.name} is {self.off:+.1%} off, {unsure}{self.beside}; {self.limit:.1%} allowed"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A config that is held against another one, by the same seeds: masks that are the same in
+    both, as between number formats, leave little to chance.
+
+    Attributes:
+        format: whose rounding there is between them.
+        limit: that slopes may be off.
+        blames: what is wrong where they are.
+    """
+
+    config: Config
+    than: Config
+    format: Config
+    limit: float
+    blames: str
 
 
 class _Sums:
@@ -153,6 +182,7 @@ class Draws:
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], _Drawn] = {}
         self._shares: dict[Config, Tensor] = {}
+        self._coarse: _Drawn | None = None
 
     def check_format(self, plain: Config) -> Compared:
         """See Way."""
@@ -161,35 +191,48 @@ class Draws:
             return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
         if plain == self._fp32:
             return Compared(outcome="ok", reason="strict fp32")
-        return self._check(plain, None)
+        pair = _Pair(
+            config=plain, than=self._fp32, format=plain, limit=FORMAT_SLOPE, blames="format"
+        )
+        return self._check(pair)
 
     def check_code(self, candidate: Config, plain: Config) -> Compared:
         """See Way."""
-        return self._check(candidate, plain)
+        pair = _Pair(config=candidate, than=plain, format=plain, limit=SLOPE, blames="code")
+        return self._check(pair)
 
-    def _check(self, config: Config, plain: Config | None) -> Compared:
-        """A verdict, by as many draws as it takes. What is off must be so in other draws too."""
-        blames, suspects, began = ("format" if plain is None else "code"), set[str](), self._rounds
+    def _check(self, pair: _Pair) -> Compared:
+        """A verdict, by as many draws as it takes."""
+        suspects, began = set[str](), self._rounds
         while True:
             self._extend()
-            drawn = self._of_format(config) if plain is None else self._draw(config)
+            drawn = self._draw(pair.config)
+            if pair.blames == "format":
+                self._formats[pair.config, self._rounds] = drawn
             if not drawn.finite:
-                return not_finite(blames)
-            found = self._off(drawn, config, plain)
+                return not_finite(pair.blames)
+            found = self._off(drawn, pair)
             beyond = [one for one in found if one.beyond]
-            if again := [one for one in beyond if one.name in suspects]:
+            if beyond and pair.blames == "format" and self._coarse is None:
+                # Rounded weights may take as much from fp32's own gradient.
+                self._coarse = self._draw(self._fp32, 2 * self._points)
+                continue
+            sure = self._rounds >= SURE
+            if again := [one for one in beyond if one.name in suspects or (sure and one.far)]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + ERRORS * one.error))
                 reason = self._said(worst)
                 self._rounds = began
-                return Compared(outcome="wrong", reason=reason, blames=blames)
+                return Compared(outcome="wrong", reason=reason, blames=pair.blames)
             worst = max(found, key=lambda one: one.doubt)
             if not beyond and worst.doubt <= 1:
                 return self._fine(found)
             reason = self._said(beyond[0] if beyond else worst)
-            if why := self._no_more(config, 2 if beyond else max(2, worst.doubt**2)):
+            if why := self._no_more(pair.config, 2 if beyond else max(2, worst.doubt**2)):
                 return Compared(outcome=UNVERIFIED, reason=f"{reason}; {why}")
             suspects = {one.name for one in beyond}
-            self._rounds *= 2
+            # As many as it takes at once, but no more than twice too few: all are drawn anew.
+            times = 2 if beyond else max(2, 2 ** int(math.log2(max(1.0, worst.doubt**2))))
+            self._rounds = min(self._rounds * times, MOST // self._points)
 
     def _said(self, one: _Off) -> str:
         return f"{one}, over {self._rounds * self._points} draws"
@@ -258,11 +301,12 @@ class Draws:
         signal = self._signal.sum(0).clamp(min=1e-30)
         return self._shares[plain].minimum((drawn.shift.clamp(min=0) / signal).sqrt())
 
-    def _draw(self, config: Config) -> _Drawn:
+    def _draw(self, config: Config, offset: int = 0) -> _Drawn:
         sums, along = _Sums(self._points), []
         for number in range(self._rounds, 2 * self._rounds):
             for point in range(self._points):
-                sample = self._sampler.sample(config, point, number * self._points + point)
+                seed = number * self._points + point
+                sample = self._sampler.sample(config, point + offset, seed)
                 along.append(dots(sample.tensors, self._directions[point]))
                 sums.add(sample, point)
         shift = torch.zeros_like(along[0])
@@ -272,59 +316,78 @@ class Draws:
             shift += dots(ours, theirs)
         return sums.drawn(along, shift)
 
-    def _off(self, drawn: _Drawn, config: Config, plain: Config | None) -> list[_Off]:
+    def _off(self, drawn: _Drawn, pair: _Pair) -> list[_Off]:
         """Of all points' slopes; of those at the kept weights, and at the disturbed ones, as one
         of these alone shows what is stale; of the outputs' spread, and the loss."""
-        than = None if plain is None else self._of_format(plain)
-        share = self._share(plain or config, than or drawn)
+        than = self._of_format(pair.than)
+        share = self._share(pair.format, drawn if pair.config == pair.format else than)
         half, every = self._points // 2, list(range(self._points))
-        found = self._slopes(drawn, than, share, every, TELLS)
+        if pair.blames == "format":  # what is stale is no fault of a format
+            found = self._format_slopes(drawn, than, share, every[:half])
+            return found + self._spreads(drawn) + self._loss(drawn)
+        found = self._slopes(drawn, than, pair.limit, share, every)
         for group in (every[:half], every[half:]):
-            found += self._slopes(drawn, than, share, group, math.inf)
+            alone = self._slopes(drawn, than, pair.limit, share, group)
+            found += [replace(one, tells=math.inf) for one in alone]
         return found + self._spreads(drawn) + self._loss(drawn)
 
     def _slopes(
-        self, drawn: _Drawn, than: _Drawn | None, share: Tensor, points: list[int], tells: float
+        self, drawn: _Drawn, than: _Drawn, limit: float, share: Tensor, points: list[int]
     ) -> list[_Off]:
         """Without tensors that are nothing but rounding, or that the format takes far off."""
         signal = self._signal[points].sum(0).clamp(min=1e-30)
-        wanted = self._signal if than is None else than.along
-        off = (drawn.along - wanted).mean(0)[points].sum(0) / signal
-        error = ((drawn.along - wanted).var(0) / len(drawn.along))[points].sum(0).sqrt() / signal
-        if than is None:
-            # fp32's own mean is unsure too: its draws are as many, along the mean of half of them.
-            error *= math.sqrt(3)
+        apart = drawn.along - than.along
+        off = apart.mean(0)[points].sum(0) / signal
+        error = (apart.var(0) / len(apart))[points].sum(0).sqrt() / signal
+        ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
         counts = torch.tensor([one.numel() for one in self._directions[0].values()])
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
-        limit = (FORMAT_TENSOR if than is None else SLOPE) + ERRORS * share * (2 / counts).sqrt()
+        limits = limit + ERRORS * share * (2 / counts).sqrt()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
         matters = self._matters(counts)
-        alone = [drawn.along.mean(0)[points].sum(0) / signal - 1]
-        alone += [] if than is None else [than.along.mean(0)[points].sum(0) / signal - 1]
-        beside = ["".join(f", {float(one[at]):+.1%}" for one in alone) for at in range(len(off))]
-        whole = [] if than is not None else [self._whole(drawn, points, tells)]
-        return whole + [
+        return [
             _Off(
                 name=f"the slope of {label(name, self._samples[0])}",
+                tensor=name,
                 off=float(off[at]),
                 error=float(error[at]),
-                limit=float(limit[at]),
-                tells=tells if matters[at] and than is not None else math.inf,
-                beside="" if than is None else f" ({beside[at][2:]} from fp32 with and without it)",
+                limit=float(limits[at]),
+                tells=TELLS if matters[at] else math.inf,
+                beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
             )
             for at, name in enumerate(self._directions[0])
             if not rounding[at] and share[at] <= 0.5
         ]
 
-    def _whole(self, drawn: _Drawn, points: list[int], tells: float) -> _Off:
-        """The slope of all gradients as one vector."""
+    def _format_slopes(
+        self, drawn: _Drawn, than: _Drawn, share: Tensor, points: list[int]
+    ) -> list[_Off]:
+        """Of all gradients together, and of each tensor: as far as rounded weights take them."""
         first = len(self._samples[0].outputs)
-        signal = self._signal[points, first:].sum().clamp(min=1e-30)
-        apart = (drawn.along - self._signal)[:, points, first:].sum((1, 2)) / signal
-        error = float((apart.var() / len(apart)).sqrt()) * math.sqrt(3)
+        signal = self._signal[points].sum(0).clamp(min=1e-30)
+        whole = signal[first:].sum()
+        lost, lost_whole = torch.zeros_like(signal), 0.0
+        if self._coarse is not None:
+            left = (self._coarse.along - than.along).mean(0)[points].sum(0)
+            lost, lost_whole = (left / signal).abs(), -float(left[first:].sum() / whole)
+        apart = (drawn.along - than.along)[:, points, first:].sum((1, 2)) / whole
         off = float(apart.mean())
-        name = "the slope of all gradients"
-        return _Off(name=name, off=off, error=error, limit=FORMAT_SLOPE, tells=tells)
+        limit = FORMAT_SLOPE + SENSITIVE * max(0.0, lost_whole) * (off < 0)
+        found = [
+            _Off(
+                name="the slope of all gradients",
+                off=off,
+                error=float((apart.var() / len(apart)).sqrt()),
+                limit=limit,
+                tells=TELLS,
+            )
+        ]
+        alone = self._slopes(drawn, than, FORMAT_TENSOR, share, points)
+        more = dict(zip(self._directions[0], lost.tolist(), strict=True))
+        for one in alone:
+            limit = one.limit + SENSITIVE * more[one.tensor]
+            found.append(replace(one, tells=math.inf, limit=limit))
+        return found
 
     def _matters(self, counts: Tensor) -> Tensor:
         """Whether a tensor's mean gradient is not much smaller, per element, than usual."""

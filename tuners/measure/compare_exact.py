@@ -19,6 +19,7 @@ from advisor.tuners.measure.samples import (
     FORMAT_SLOPE,
     FORMAT_TENSOR,
     NUDGE,
+    SENSITIVE,
     SLOPE,
     Named,
     Sample,
@@ -37,6 +38,10 @@ ALWAYS = 1e-3
 
 
 T = TypeVar("T")
+
+
+ALL = -1
+"""In place of a tensor's number: all gradients as one vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +70,13 @@ class _Against:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A tensor beyond its limit by this factor."""
+    """A tensor beyond its limit by this factor; of ALL the slope is `whole`."""
 
     factor: float
     tensor: int
     point: int
     limit: float
+    whole: float = 1.0
 
 
 class Exact:
@@ -80,6 +86,7 @@ class Exact:
         self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
         self._points: list[_Point] = []
         self._plain: dict[Config, list[_Against]] = {}
+        self._rounded: list[_Against] = []
 
     def check_format(self, plain: Config) -> Compared:
         """See Way."""
@@ -92,14 +99,48 @@ class Exact:
         held = self._plain[plain] = self._held(plain)
         if not all(one.finite for one in held):
             return not_finite("format")
-        for one, seen in zip(held, self._points, strict=True):
-            whole = self._whole_slope(one, seen)
-            if abs(whole - 1) > FORMAT_SLOPE:
-                said = f"all gradients together are {whole:.3f} times as large along fp32's"
-                return Compared("wrong", f"{said}; {FORMAT_SLOPE:.0%} allowed", "format")
-        if worst := self._worst(self._off(held, None)):
+        kept = held[: max(1, count // 2)]
+        faults = list(self._off_format(kept, None))
+        if faults:
+            faults = list(self._off_format(kept, self._coarse(len(kept))))
+        if worst := self._worst(iter(faults)):
             return self._wrong(worst, plain, plain, "format")
         return self._loss(held, "format") or self._fine(held)
+
+    def _coarse(self, count: int) -> list[_Against]:
+        """fp32 at weights that are rounded about as a number format does."""
+        offset = 2 * self._sampler.subject.points
+        if not self._rounded:
+            samples = [self._sampler.sample(self._fp32, at + offset, at) for at in range(count)]
+            self._rounded = [
+                self._against(sample, point)
+                for sample, point in zip(samples, self._points, strict=False)
+            ]
+        return self._rounded
+
+    def _off_format(
+        self, kept: Sequence[_Against], coarse: Sequence[_Against] | None
+    ) -> Iterator[_Fault]:
+        """Slopes at the kept weights that a format may not have: of all gradients together, and of
+        each tensor. `coarse`: what rounded weights do to fp32's own."""
+        points = self._points[: len(kept)]
+        whole = statistics.fmean(map(self._whole_slope, kept, points))
+        lost = 1 - statistics.fmean(map(self._whole_slope, coarse, points)) if coarse else 0.0
+        least = 1 - FORMAT_SLOPE - SENSITIVE * max(0.0, lost)
+        if whole > 1 + FORMAT_SLOPE or whole < least:
+            factor = abs(whole - 1) / FORMAT_SLOPE
+            yield _Fault(factor, ALL, 0, 1 - least if whole < 1 else FORMAT_SLOPE, whole)
+        for tensor in range(len(self._names)):
+            share = max(
+                self._shares(one, point)[tensor] for one, point in zip(kept, points, strict=True)
+            )
+            if share > 0.5:
+                continue
+            slope = statistics.fmean(one.slopes[tensor] for one in kept)
+            lost = 1 - statistics.fmean(one.slopes[tensor] for one in coarse) if coarse else 0.0
+            allowed = FORMAT_TENSOR + SENSITIVE * abs(lost)
+            if abs(slope - 1) > allowed:
+                yield _Fault(abs(slope - 1) / allowed, tensor, 0, allowed)
 
     @staticmethod
     def _whole_slope(one: _Against, point: _Point) -> float:
@@ -132,19 +173,24 @@ class Exact:
         return _Point(sample=sample, tensors=tensors, size=size, noise=noise, floor=floor)
 
     def _held(self, config: Config) -> list[_Against]:
+        """A config's samples, held against fp32's."""
         found = []
         for at, point in enumerate(self._points):
-            if config == self._fp32:
-                sample, apart = point.sample, [0.0] * len(point.size)
-            else:
-                sample = self._sampler.sample(config, at, at)
-                apart = norms(sample.tensors, point.tensors).tolist()
-            along = dots(sample.tensors, point.tensors).tolist()
-            slopes = [
-                dot / size**2 if size else 1.0 for dot, size in zip(along, point.size, strict=True)
-            ]
-            found.append(_Against(slopes=slopes, apart=apart, loss=sample.loss))
+            own = config == self._fp32
+            sample = point.sample if own else self._sampler.sample(config, at, at)
+            found.append(self._against(sample, point))
         return found
+
+    @staticmethod
+    def _against(sample: Sample, point: _Point) -> _Against:
+        apart = [0.0] * len(point.size)
+        if sample is not point.sample:
+            apart = norms(sample.tensors, point.tensors).tolist()
+        along = dots(sample.tensors, point.tensors).tolist()
+        slopes = [
+            dot / size**2 if size else 1.0 for dot, size in zip(along, point.size, strict=True)
+        ]
+        return _Against(slopes=slopes, apart=apart, loss=sample.loss)
 
     def _shares(self, than: _Against, point: _Point) -> list[float]:
         """What the format, or rounding, does to each tensor, as parts of its size: at least the
@@ -154,26 +200,20 @@ class Exact:
         usual = statistics.median(shares)
         return [max(share, min(usual, 0.5)) for share in shares]
 
-    def _off(self, held: Sequence[_Against], than: Sequence[_Against] | None) -> Iterator[_Fault]:
-        """Tensors whose slopes are off from others, or from 1: over all points, at the kept weights
-        or at the disturbed ones, as one of these alone shows what is stale."""
+    def _off(self, held: Sequence[_Against], than: Sequence[_Against]) -> Iterator[_Fault]:
+        """Tensors whose slopes are off from others: over all points, at the kept weights or at the
+        disturbed ones, as one of these alone shows what is stale."""
         every = list(range(len(held)))
-        shares = [self._shares((than or held)[at], self._points[at]) for at in every]
+        shares = [self._shares(than[at], self._points[at]) for at in every]
         for group in (every, *_halves(every)):
             for tensor, name in enumerate(self._names):
                 share = max(shares[at][tensor] for at in group)
                 if share > 0.5:
                     continue
-                off = [
-                    held[at].slopes[tensor] - (1.0 if than is None else than[at].slopes[tensor])
-                    for at in group
-                ]
+                off = [held[at].slopes[tensor] - than[at].slopes[tensor] for at in group]
                 # Rounding has a part along the gradient by chance, the larger the fewer elements.
                 elements = self._points[0].tensors[name].numel() * len(group)
-                limit = FORMAT_TENSOR
-                if than is not None:
-                    own = abs(statistics.fmean(than[at].slopes[tensor] - 1 for at in group))
-                    limit = SLOPE + max(own, COHERENT * share)
+                limit = SLOPE + COHERENT * share
                 allowed = limit + ERRORS * share * math.sqrt(2 / elements)
                 if (mean := abs(statistics.fmean(off))) > allowed:
                     worst = max(group, key=lambda at: abs(off[group.index(at)]))
@@ -210,6 +250,9 @@ class Exact:
 
     def _wrong(self, fault: _Fault, candidate: Config, plain: Config, blames: str) -> Compared:
         """A verdict with the distances of the three from each other."""
+        if fault.tensor == ALL:
+            said = f"all gradients together are {fault.whole:.3f} times as large along fp32's"
+            return Compared("wrong", f"{said}; {fault.limit:.0%} off allowed", blames)
         name, point = self._names[fault.tensor], self._points[fault.point]
         theirs, ours = (
             self._sampler.subject.sample(one, fault.point, fault.point).tensors[name]

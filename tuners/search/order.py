@@ -24,11 +24,18 @@ from advisor.tuners.search.visit import Visit
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A config to visit. `origin`: who proposes it; `turn_s`: seconds of a block."""
+    """A config to visit.
+
+    Attributes:
+        origin: who proposes it.
+        turn_s: seconds of a block.
+        compares: compare it though it does not lead, because others will stand on it.
+    """
 
     config: Config
     origin: str
     turn_s: float = TURN_S
+    compares: bool = False
 
 
 class Visits:
@@ -37,6 +44,7 @@ class Visits:
     Attributes:
         struck: values of knobs that no config may have any more.
         feed: how data are loaded in configs to come.
+        codes: what was compiled, or captured, by `knobs.code`.
     """
 
     def __init__(self, space: Space) -> None:
@@ -44,6 +52,7 @@ class Visits:
         self._of: dict[Config, Visit] = {}
         self._needs: dict[Config, int] = {}
         self.struck: set[tuple[str, Value]] = set()
+        self.codes: set[Config] = set()
         self.feed = space.default.only(*knobs.FEEDS)
 
     def __contains__(self, config: object) -> bool:
@@ -58,6 +67,8 @@ class Visits:
         config, default = visit.config, self._space.default
         self._of[config] = visit
         self._needs[config] = USES.index(knobs.use_of(config, default))
+        if visit.turns:
+            self.codes.add(knobs.code(config))
 
     @property
     def all(self) -> Sequence[Visit]:
@@ -71,7 +82,7 @@ class Visits:
 
     def allowed(self, config: Config) -> bool:
         """Whether none of its values is struck out."""
-        return not any(pair in self.struck for pair in config.items())
+        return not (self.struck and any(pair in self.struck for pair in config.items()))
 
     def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
         """Visits to what a use can follow, the fastest first, as if all were fed."""
@@ -111,6 +122,7 @@ class Recipe:
 
     def __init__(self, space: Space, visits: Visits, modules: int) -> None:
         self._space, self._visits, self._modules = space, visits, modules
+        self._uses = space.uses
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
@@ -126,7 +138,7 @@ class Recipe:
         for stage, origin in stages:
             for config in stage():
                 if config is not None and self._is_new(config):
-                    yield Proposal(config, origin)
+                    yield Proposal(config, origin, compares=stage == self._half)
                     yield from self._loader(STARVED)
             if stage == self._compiled:
                 yield from self._loader()
@@ -180,24 +192,28 @@ class Recipe:
                 yield self._near(changes)
 
     def _half(self) -> Iterator[Config | None]:
-        """Number formats, eager, until one gains."""
+        """Number formats, eager, until one runs; without a GPU, which may hide what they gain,
+        until one gains."""
+        least = CLEARLY * score(self._visits.baseline)
+        hides = any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ())))
         for config in self._recipes():
             yield config
             visit = self._visits.get(config)
-            if visit is not None and self._runs(config) and score(visit) >= CLEARLY:
+            if visit is not None and self._runs(config) and (hides or score(visit) >= least):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
         if self._small:
             yield from self._graphs_of_own()
-        for changes in knobs.COMPILED:
-            config = self._on(self._format, changes)
-            if config is None:
-                continue
-            yield config
-            if self._ran(config):
-                break
-        if CAPTURE in self._space.uses:
+        format_ = None
+        while format_ != self._format:  # another, where what was compiled showed that one wrong
+            format_ = self._format
+            for changes in knobs.COMPILED:
+                config = self._on(format_, changes)
+                yield config
+                if format_ != self._format or (config is not None and self._ran(config)):
+                    break
+        if CAPTURE in self._uses:
             for changes in knobs.CAPTURED:
                 yield self._on(self._format, changes)
 
@@ -207,7 +223,7 @@ class Recipe:
             yield self._on(self._near({}), changes)
 
     def _toggles(self) -> Iterator[Config | None]:
-        for use in self._space.uses:
+        for use in self._uses:
             for name, value in self._guessed("leader"):
                 leader = self._visits.best(use, self._space.batch).config
                 config = self._on(leader, {name: value})
@@ -229,7 +245,7 @@ class Recipe:
             yield self._on(half, changes)
         for name, value in self._space.dear_values:
             yield self._on(half, {name: value})
-        for use in self._space.uses:
+        for use in self._uses:
             leader = self._visits.best(use, self._space.batch).config
             for changes in knobs.FORMATS_TRIED:
                 yield self._on(leader, changes)
@@ -246,8 +262,9 @@ class Recipe:
         them other formats and toggles, and what leads at the user's batch."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
-        likely = (visit for visit in ran if visit and score(visit) >= HOPELESS)
-        top = at_own = next(likely, self._visits.baseline)
+        baseline = self._visits.baseline
+        least = HOPELESS * score(baseline)
+        top = at_own = next((v for v in ran if v and score(v) >= least), baseline)
         for batch in sorted((one for one in self._space.batches if one > own), reverse=True):
             yield (config := at_own.config.at(batch))
             visit = self._visits.get(config)
@@ -259,7 +276,7 @@ class Recipe:
             return
         for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
             yield self._on(top.config, changes)
-        for use in self._space.uses:
+        for use in self._uses:
             yield from self._at(batch, self._visits.best(use, own).config)
 
     def _nearby(self) -> Iterator[Config | None]:
@@ -288,7 +305,10 @@ class Recipe:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
-            for side in (values[at + 1 :], values[:at][::-1]):
+            more = values[at + 1 :]
+            if name == knobs.WORKERS:
+                more = _doublings(_number(values[at]), more) or more
+            for side in (more, values[:at][::-1]):
                 improved = yield from self._along(best, name, side)
                 if improved is not best:
                     best = improved
@@ -319,6 +339,17 @@ class Recipe:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
+
+
+def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
+    """Of larger numbers those at least twice the one before, two at least: one worker beside a fast
+    step gains nothing over none, and more of them do."""
+    found: list[Value] = []
+    for value in more:
+        if _number(value) >= max(2, 2 * number):
+            found.append(value)
+            number = _number(value)
+    return found
 
 
 def _number(value: Value) -> int:

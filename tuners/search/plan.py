@@ -64,16 +64,16 @@ class Plan:
 
     effort: str = row(
         kinds.Choice(EFFORTS),
-        "quick: a minute, compiled only what that takes seconds for; normal: five minutes; "
-        "exhaustive: an hour, also what is known to be bad or takes minutes to compile.",
+        "quick: a minute, compiling only what takes seconds; normal: five minutes; exhaustive: an "
+        "hour, also what takes minutes to compile.",
         "normal",
         decides=False,
         asked=False,
     )
     budget_s: float | None = row(
         kinds.Seconds(),
-        "Wall time of all measuring, kept within 10%. Starting the command, or Python and the "
-        "model's first step, comes before it. Default: 1m, 5m or 1h by effort.",
+        "Wall time of all measuring, kept within 10%. It begins once the command, or Python and "
+        "the model, has made its first steps. Default: 1m, 5m or 1h by effort.",
         None,
         keyword="budget",
         decides=False,

@@ -70,6 +70,8 @@ class Scope:
         folder: takes the artifacts of what was chosen; None where none are kept.
         stage: of its trials, as in `Trial`.
         reserve_s: of the budget, kept for what comes after.
+        without: the baseline without one of the script's own settings each: measured once, told,
+            and never advised.
         worth: whether a visit is worth its seconds; a run that goes on asks for that.
     """
 
@@ -85,6 +87,7 @@ class Scope:
     folder: Path | None = None
     stage: str = knobs.COMPUTE
     reserve_s: float = 0.0
+    without: Sequence[Config] = ()
     worth: Callable[[float], bool] = lambda _seconds: True
 
 
@@ -147,6 +150,8 @@ class Tuner:
         self._compared: dict[Config, Compared] = {}
         self._compare_s = COMPARE_S
         self._passed_over: dict[Config, float] = {}
+        self._own_costs: list[str] = []
+        self._doubtful: dict[Config, bool] = {}
         self.known = self._resume()
 
     def _resume(self) -> int:
@@ -158,7 +163,7 @@ class Tuner:
             unverified = compared is not None and compared.outcome == UNVERIFIED
             timed_out = one.trial.measurement.outcome == "timed_out"
             if compared is not None and not unverified:
-                self._compared[config.at(self._space.batch)] = compared
+                self._compared[self._code(config)] = compared
                 self._strike(config, compared)
             if config != self._space.default and not unverified and not timed_out:
                 self._visits.add(_visit_of(one))
@@ -184,12 +189,15 @@ class Tuner:
     def _search(self) -> Rates:
         """Visit what fits, then race what leads; a place that is lost ends the search."""
         try:
+            self._look_without()
             for proposal in self._proposals():
                 self._consider(proposal)
             for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
                 self._sample(batch)
             return self._race(self._leaders())
         except (WorkerError, TargetFailed) as exc:
+            if len(self._visits.all) == 1:  # nothing was measured beside the baseline
+                raise
             self._progress.notice(f"the search ends here: {exc}")
             return {}
 
@@ -204,6 +212,20 @@ class Tuner:
             self._journal.pass_over(asked)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {exc}") from exc
         self._told(asked, visit, "baseline")
+
+    def _look_without(self) -> None:
+        """Measure what the script's own settings cost; said, and never advised."""
+        for config in self._scope.without:
+            if self._fits(config, self._expected_s(config)):
+                visit = self._visitor.visit(config, 1.0)
+                self._visitor.forget(config)
+                slower = visit.ok and all(turn.ratio >= CLEARLY for turn in visit.turns)
+                if slower and visit.ratio.mean >= MENTIONED:
+                    own = knobs.described(self._space.default, config)
+                    self._own_costs.append(
+                        f"your script's own {own} costs {_shown(visit.ratio)} here: without it a "
+                        f"step takes {visit.step_s:.3g} s; advisor never changes it"
+                    )
 
     def _proposals(self) -> Iterator[Proposal]:
         """What led in earlier runs, what is best for near records, then the recipe."""
@@ -265,17 +287,19 @@ class Tuner:
         try:
             visit = self._visitor.visit(config, best, proposal.turn_s)
             self._visits.add(visit)
-            visit = self._verified(visit)
+            visit = self._verified(visit, always=proposal.compares)
         except BaseException:
             self._journal.pass_over(asked)
             raise
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
 
-    def _verified(self, visit: Visit) -> Visit:
-        """A visit with the comparison of what was timed, where it leads for some use."""
+    def _verified(self, visit: Visit, *, always: bool) -> Visit:
+        """A visit with the comparison of what was timed, where it leads for some use, or `always`
+        where its time is there."""
         config = visit.config
-        if not visit.ok or not self._is_doubtful(config) or not self._leads(visit):
+        asked = self._leads(visit) or (always and self._compare_s <= self.clock.left_s)
+        if not visit.ok or not self._is_doubtful(config) or not asked:
             return visit
         began = self.clock.now()
         compared = self._comparison_of(config)
@@ -294,18 +318,26 @@ class Tuner:
 
     def _comparison_of(self, config: Config) -> Compared:
         """The comparison of a config at the user's batch: a batch changes no number format."""
-        at_own = config.at(self._space.batch)
-        if at_own not in self._compared:
-            self._compared[at_own] = self._visitor.compare(at_own)
-        return self._compared[at_own]
+        code = self._code(config)
+        if code not in self._compared:
+            self._compared[code] = self._visitor.compare(config.at(self._space.batch))
+        return self._compared[code]
+
+    def _code(self, config: Config) -> Config:
+        """A config at the user's batch and with its loader: what a comparison is of."""
+        own = self._space.default.only(*knobs.FEEDS)
+        return config.at(self._space.batch).replace(**own)
 
     def _is_doubtful(self, config: Config) -> bool:
-        return self._scope.compares and knobs.doubtful(config, self._space.default)
+        if config not in self._doubtful:
+            doubtful = knobs.doubtful(config, self._space.default)
+            self._doubtful[config] = self._scope.compares and doubtful
+        return self._doubtful[config]
 
     def _leads(self, visit: Visit) -> bool:
         """Whether it is better than the best verified config of some use that can follow it."""
         value = self._value(visit)
-        if value < CLEARLY:
+        if value < CLEARLY * self._value(self._visits.baseline):
             return False
         uses = [u for u in self._uses if knobs.follows(u, visit.config, self._space.default)]
         batch = visit.config.batch
@@ -330,7 +362,7 @@ class Tuner:
         return weigh(visit.config, score(visit) * rate) / own if own else score(visit)
 
     def _is_safe(self, visit: Visit) -> bool:
-        compared = self._compared.get(visit.config.at(self._space.batch))
+        compared = self._compared.get(self._code(visit.config))
         return not self._is_doubtful(visit.config) or (compared is not None and compared.ok)
 
     def _learn(self, visit: Visit) -> None:
@@ -341,6 +373,8 @@ class Tuner:
             self._strike(visit.config, visit.compared)
         leading = {self._visits.best(use, self._space.batch).config for use in self._uses}
         leading |= {self._space.default, *self._leaders()}
+        # Whatever its loader: what feeds the leader is chosen after its visit.
+        leading |= {max(self._visits.all, key=lambda one: one.ratio.mean * one.ok).config}
         for config in self._visitor.built:
             if config not in leading:
                 self._visitor.forget(config)
@@ -421,10 +455,10 @@ class Tuner:
         """Seconds until a config's first step is done: as long as the slowest of its kind took."""
         if not self._space.is_dear(config):
             return 0.0
-        code, guessed_s = knobs.code(config), self._guessed_s(config)
-        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
-        if any(v.turns and knobs.code(v.config) == code for v in ran):
+        if knobs.code(config) in self._visits.codes:
             return 0.0
+        guessed_s = self._guessed_s(config)
+        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
         alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
         return max(alike, default=guessed_s) or guessed_s
 
@@ -568,6 +602,7 @@ class Tuner:
 
     def _remarks(self, chosen: set[Config], rates: Rates) -> Iterator[str]:
         """A line for each config that seemed to gain and is not advised; what limits the rest."""
+        yield from self._own_costs
         default, noise = self._space.default, self._visitor.noise
         gains = [v for v in self._visits.all if v.ok and v.ratio.mean >= MENTIONED]
         for visit in sorted(gains, key=lambda one: -one.ratio.mean):
@@ -591,7 +626,7 @@ class Tuner:
             )
 
     def _why(self, visit: Visit, ratio: Ratio) -> str:
-        compared = self._compared.get(visit.config.at(self._space.batch))
+        compared = self._compared.get(self._code(visit.config))
         if compared is not None and not compared.ok:
             return compared.reason
         if compared is None and self._is_doubtful(visit.config) and self._leads(visit):

@@ -39,7 +39,7 @@ class Turn:
 
     Attributes:
         ratio: of samples/s, over the mean of the baseline's blocks on both sides.
-        fed: the same ratio if neither had waited for data.
+        fed: the same ratio if the config had not waited for data.
     """
 
     block: Block
@@ -78,7 +78,7 @@ class Visit:
 
     @property
     def fed(self) -> float:
-        """Its speed-up if no step had waited for data; 0 where it failed."""
+        """Its speed-up if its steps had not waited for data; 0 where it failed."""
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
         return math.exp(statistics.fmean(math.log(turn.fed) for turn in self.turns))
@@ -159,8 +159,8 @@ class Visitor:
         """
         began, baseline = self._clock.now(), self._place.baseline
         first_s, settle_s = self._settle(baseline)
-        before = self._beside()
-        turn = Turn(block=before, beside=self._beside(anew=True), ratio=1.0, fed=1.0)
+        before, after = self._beside(), self._beside(anew=True)
+        turn = Turn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
         return Visit(
             config=baseline,
             first_s=first_s,
@@ -239,7 +239,7 @@ class Visitor:
             block=block,
             beside=after,
             ratio=block.rate / math.sqrt(before.rate * after.rate),
-            fed=block.fed_rate / math.sqrt(before.fed_rate * after.fed_rate),
+            fed=block.fed_rate / math.sqrt(before.rate * after.rate),
         )
 
     def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:

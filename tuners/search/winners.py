@@ -1,4 +1,4 @@
-"""The winner for each use, by what the race measured and nothing else."""
+"""The winner for each use, by the turns of the race, or of the visits where none was run."""
 
 from __future__ import annotations
 

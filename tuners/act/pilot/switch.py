@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -422,6 +423,8 @@ class Switch:
         self, seat: nn.Module, call: Call, acting: Acting
     ) -> tuple[Callable[..., Any], Parts]:
         compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
+        if acting.undoes_compile:
+            return functools.partial(_eagerly, call.plain), NONE
         if not compiles:
             return call.plain, NONE
         self._recompile_limit.raise_it()
@@ -533,6 +536,12 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
+def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of what the script has compiled itself, uncompiled."""
+    with torch.compiler.set_stance("force_eager"):
+        return call(*args, **kwargs)
+
+
 def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32.
 
@@ -550,10 +559,10 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
     def call(*args: Any, **kwargs: Any) -> Any:
         if layouts:
             args, kwargs = mapped(placed, (args, kwargs))
-        if dtype is None:
+        if dtype is None and not acting.undoes_autocast:
             found = inner(*args, **kwargs)
         else:
-            with torch.autocast(device.type, dtype=dtype):
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found = inner(*args, **kwargs)
         return returned(handed_back, found)
 
