@@ -36,7 +36,7 @@ from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.measure.place import Place
+    from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
     from advisor.tuners.search.clock import Clock
     from advisor.tuners.search.ratio import Ratio
@@ -277,11 +277,11 @@ def _doubt(record: Record, use: str, now: Ratio) -> str:
 
 
 def _compared(record: Record, use: str, now: Ratio) -> str:
-    what = "" if use == record.use else f"{use}: "
-    return (
-        f"{what}{speedup(now.mean, now.low, now.high)} {record.key.task.baseline} now, "
-        f"{times(record.winner(use).speedup)} when it was tuned"
-    )
+    what, baseline = "" if use == record.use else f"{use}: ", record.key.task.baseline
+    gained = f"{speedup(now.mean, now.low, now.high)} {baseline}"
+    if not tells(now.low, now.high):
+        gained = f"about {times(now.mean)} {baseline}"
+    return f"{what}{gained} now, {times(record.winner(use).speedup)} when it was tuned"
 
 
 def _slower(then: Choice, rate: float, middle: float) -> str:
@@ -334,30 +334,27 @@ class _Again:
         from advisor.tuners.measure.place import ConfigFailed
         from advisor.tuners.search.race import race
 
-        reasons: dict[Config, str] = {}
+        reasons: dict[Config, ConfigFailed] = {}
 
         def lost(config: Config, exc: ConfigFailed) -> None:
-            reasons[config] = str(exc)
+            reasons[config] = exc
 
         try:
             rates = race(self._visitor, configs, lambda: self._clock.left_s, lost)
         except ConfigFailed as exc:
-            rates, reasons[configs[0]] = {}, str(exc)
+            rates, reasons[configs[0]] = {}, exc
         for config in needed:
             if not rates.get(config):
-                raise self._lost(config, reasons.get(config, ""))
+                raise self._lost(config, reasons.get(config))
         return rates
 
-    def _lost(self, config: Config, why: str) -> WorkerError:
+    def _lost(self, config: Config, why: ConfigFailed | None) -> WorkerError:
         from advisor.tuners.knobs import described
 
         named = described(config, self._base, nothing=self._record.key.task.baseline)
-        if not why:
-            return WorkerError(f"no time was left to measure {named}; give --budget more")
-        return WorkerError(
-            f"{named} does not run here any more: {why}; give --budget more, or tune again with "
-            "--force"
-        )
+        if why is None or why.outcome == "timed_out":
+            return WorkerError(f"no time was left to measure {named}; give a larger --budget")
+        return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
     def costs(self, seconds: float) -> Costs:
         """What a sample of the data costs a worker of its loader."""
@@ -468,7 +465,7 @@ class _Again:
             try:
                 self._visitor.block(one)
             except ConfigFailed as exc:
-                raise self._lost(one, str(exc)) from exc
+                raise self._lost(one, exc) from exc
         check = self.numerics(config)
         assert check is not None
         said = check.measurement

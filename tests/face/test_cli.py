@@ -110,7 +110,7 @@ def test_json_is_one_document_and_progress_is_lines(project: Path) -> None:
     assert 1 <= record["provenance"]["trials"] <= 5
     assert {t["config"]["batch_size"] for t in record["trials"]} <= {4, 8, 16}
     shown = (project / "stderr").read_text()
-    assert "trial 0:  torch default  batch 4" in shown
+    assert "trial 0:  torch default  " in shown
     assert "\x1b" not in shown and "hello" not in shown and "goodbye" not in shown
 
 
@@ -129,6 +129,19 @@ def test_force_measures_again(tuned: Path, first: dict[str, Any]) -> None:
     assert found["status"] == "tuned"
     assert found["record"]["id"] == first["id"]
     assert found["record"]["provenance"]["created"] > first["provenance"]["created"]
+
+
+@pytest.mark.parametrize("gain", [0.6, 1.0])
+def test_what_gains_nothing_was_tuned_all_the_same(tmp_path: Path, gain: float) -> None:
+    """However far behind all else is, there is nothing to measure again."""
+    (tmp_path / "model.py").write_text(MODEL)
+    few = ("--fixed-batch", "--no-compile", "--budget", "60s")
+    with made_up({("channels_last", True): gain}):
+        done = advisor(tmp_path, *TUNE, *few)
+        assert done.returncode == 0, done.stderr
+        assert "Nothing measured is clearly faster at your batch" in done.stdout
+        assert "Nothing to gain on this machine; train as usual." in done.stdout
+        assert advisor(tmp_path, *TUNE, *few).stdout.startswith("Already tuned, ")
 
 
 EVENT = ("number", "what", "batch", "samples_per_s", "ratio", "compared", "outcome", "origin")
