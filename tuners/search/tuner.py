@@ -527,8 +527,9 @@ class Tuner:
         """The turns of what would race, from their own visits: as if all were beside the same
         blocks of the baseline."""
         visits = [one for one in map(self._visits.get, self._leaders()) if one and one.turns]
-        most = max((one.turns for one in visits), key=len, default=self._visits.baseline.turns)
-        beside = [turn.beside.rate for turn in most]
+        most = max((one.turns for one in visits), key=len, default=())
+        # Where nothing came near the baseline, its own blocks are all there is to say.
+        beside = [turn.beside.rate for turn in most] or [b.rate for b in self._visitor.baseline]
         return {self._space.default: beside} | {
             one.config: [t.ratio * rate for t, rate in zip(one.turns, beside, strict=False)]
             for one in visits
