@@ -205,9 +205,7 @@ class Device(_Plain[str]):
     def checked(self, what: str, value: object) -> str:
         name = str(value)
         if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", name):
-            raise UsageError(
-                f"{what} {value!r}: tune measures on one device; give one, as cuda:0"
-            )
+            raise UsageError(f"{what} {value!r}: tune measures on one device; give one, as cuda:0")
         if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", name):
             raise UsageError(f"{what} {value!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
         return name

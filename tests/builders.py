@@ -115,7 +115,7 @@ class MadeUp:
         return self._gain(config) / self._gain(self.baseline) * config.batch / self.baseline.batch
 
     def _gain(self, config: Config) -> float:
-        larger = (config.batch / self.baseline.batch) ** -0.9
+        larger = math.pow(config.batch / self.baseline.batch, -0.9)
         return larger * math.prod(self.gains.get(pair, 1.0) for pair in config.items())
 
     def _seconds(self, config: Config) -> tuple[float, float]:

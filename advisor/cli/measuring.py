@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,6 +39,9 @@ from advisor.cli.options import (
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
+
+if TYPE_CHECKING:
+    from advisor.tuning import Tuned
 
 
 @click.command(cls=OrCommand)
@@ -122,7 +125,7 @@ def tune(
     if as_json:
         status = "known" if found.known else "tuned" if found.finished else "unfinished"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
-        ctx.exit(UNFINISHED if reader and not found.finished else DONE)
+        ctx.exit(_exit_code(found, reader))
     out = console()
     if found.known:
         made = age(found.record.provenance.created)
@@ -142,9 +145,16 @@ def tune(
             here = tables.start(record, cache, command)
             for line in tables.start_anywhere(record, reader) if reader else here:
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
-        ctx.exit(INTERRUPTED if found.interrupted else DONE)
-    out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
-    ctx.exit(UNFINISHED if reader else DONE)
+    elif not found.interrupted:
+        out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
+    ctx.exit(_exit_code(found, reader))
+
+
+def _exit_code(found: Tuned, reader: str | None) -> int:
+    """Of `tune`; who tunes for another reader learns that it has to go on."""
+    if found.interrupted:
+        return INTERRUPTED
+    return UNFINISHED if reader and not found.finished else DONE
 
 
 def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:

@@ -31,7 +31,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.orders import Lap, Order
-from advisor.tuners.act.pilot.pilot import ELSEWHERE, UNADVISED
+from advisor.tuners.act.pilot.pilot import ANEW, UNADVISED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.served import Served
 from advisor.tuners.environment import detect, tools
@@ -244,7 +244,7 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
         for width in (5, 6):
             model = nn.Linear(3, width)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(ELSEWHERE):
+            for _ in range(2 * ANEW):
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()
     assert [str(one.message) for one in said] == [
@@ -253,7 +253,6 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.xfail(strict=True, reason="it is told after ELSEWHERE steps in a row alone")
 @pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])
 @pytest.mark.usefixtures("known")
 def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) -> None:

@@ -217,7 +217,7 @@ def test_what_is_wrong_is_found_and_the_script_goes_on(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler here")
 def test_what_was_compiled_is_compared_without_compiling_again() -> None:
     guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
-    trained(Net(0.3), guide)
+    trained(Net(0.3), guide, steps=12)
     assert [one.outcome for one in guide.found] == ["ok"] * 3, guide.found
     assert guide.compiled[0] == guide.compiled[2]
 

@@ -234,7 +234,7 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
 # By knob and value: the use that can follow it, whether it is held against fp32, its weight.
 FOLLOWING = {
     ("precision", "default"): ("flags", False, 1),
-    ("precision", "tf32"): ("flags", False, 1),
+    ("precision", "tf32"): ("flags", True, 1),
     ("precision", "fp32"): ("flags", False, 1),
     ("precision", "bf16"): ("pilot", True, 1),
     ("precision", "fp16"): ("loop", True, 2),
@@ -244,7 +244,7 @@ FOLLOWING = {
     ("cudnn_deterministic", True): ("flags", False, 1),
     ("cudnn_enabled", False): ("flags", False, 1),
     (BATCH, 32): ("loop", False, 1),
-    ("fused_optimizer", True): ("pilot", False, 1),
+    ("fused_optimizer", True): ("pilot", True, 1),
     **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *OF_FULL)},
     ("dynamic_shapes", True): ("pilot", True, 1),
     ("activation_memory", 0.5): ("pilot", True, 1),
@@ -295,14 +295,14 @@ def test_what_holds_of_a_row() -> None:
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
         *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
     }
-    assert names(lambda knob: knob.by_rule) == {"sharing"}
+    assert names(lambda knob: knob.by_rule) == {"persistent_workers", "sharing"}
     assert (
         names(lambda knob: knob.feeds)
         == set(knobs.FEEDS)
         == {*("num_workers", "prefetch_factor", "pin_memory")}
     )
     assert names(lambda knob: knob.mapped) == {BATCH, "num_workers"}
-    assert names(lambda knob: knob.strict is not None) == {"precision"}
+    assert names(lambda knob: knob.strict is not None) == {"precision", "cudnn_benchmark"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
     assert names(lambda knob: knob.chosen) == {"threads"}
     assert BY_NAME["threads"].chosen is threads_set
@@ -723,7 +723,8 @@ def test_the_least_use(changes: dict[str, Value], use: str) -> None:
     [
         ({}, False),
         (dict(TORCH), False),
-        ({"precision": "tf32", "channels_last": True}, False),
+        ({"precision": "tf32", "channels_last": True}, True),
+        ({"fused_optimizer": True}, True),
         ({"precision": "bf16"}, True),
         ({"precision": "fp16"}, True),
         ({"compile": "none"}, False),
@@ -739,7 +740,8 @@ def test_doubtful(config: dict[str, Value], doubts: bool) -> None:
 
 
 def test_the_reference_is_strict() -> None:
-    assert knobs.strict(BASE) == BASE.replace(precision="fp32")
+    searching = BASE.replace(cudnn_benchmark=True)
+    assert knobs.strict(searching) == knobs.strict(BASE) == BASE.replace(precision="fp32")
     assert knobs.strict(Config(channels_last=False)) == Config(channels_last=False)
 
 

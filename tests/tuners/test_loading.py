@@ -433,12 +433,16 @@ def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
     assert timed.rate(loader(Local(), num_workers=1), 4, 0.1) > 0  # forked ones pickle nothing
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    """Over data whose workers sleep for good once a file is there."""
-    stuck = tmp_path / "stuck"
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a file has the workers of the data sleep for good."""
+    return tmp_path_factory.mktemp("stuck") / "stuck"
+
+
+@pytest.fixture(scope="module")
+def worker(stuck: Path) -> Iterator[Worker]:
     made = task(
-        tmp_path,
+        stuck.parent,
         f"""
         class Stuck(Samples):
             def __getitem__(self, i):
@@ -448,7 +452,6 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         """,
     )
     with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as found:
-        found.describe()
         yield found
 
 
@@ -456,9 +459,7 @@ STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
 """No knob of a loader among them."""
 
 
-def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
-    worker: Worker, tmp_path: Path
-) -> None:
+def test_in_a_worker_the_step_alone_the_loader_alone_and_both(worker: Worker, stuck: Path) -> None:
     assert worker.describe_data().samples == 100_000
     two = STEP | {"num_workers": 2, "prefetch_factor": 2}
     step = worker.block(STEP, 5, deadline_s=30.0)
@@ -474,7 +475,6 @@ def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
 
     # One that hangs costs its config, and no process is left of it; the next have their data.
     assert worker._process is not None
-    stuck = tmp_path / "stuck"
     stuck.touch()
     guard = worker._process.pid
     worker.deadline_s = 2.0
@@ -488,10 +488,10 @@ def test_in_a_worker_the_step_alone_the_loader_alone_and_both(
     assert worker.block(two, 2, deadline_s=30.0).waited_s > 0
 
 
-def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, tmp_path: Path) -> None:
+def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: Path) -> None:
     """kill -9 of the process that has them."""
     worker.describe_data()
-    (tmp_path / "stuck").touch()
+    stuck.touch()
     assert worker._process is not None
     guard = worker._process.pid
     seen: list[int] = []
@@ -516,24 +516,20 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, tmp_pat
     assert not any(Path(f"/proc/{one}").exists() for one in seen)
 
 
-def test_data_that_cannot_be_loaded_is_refused_before_anything_is_measured(
-    tmp_path: Path,
-) -> None:
-    made = task(tmp_path, UNEQUAL)
+def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
+    hangs = tmp_path / "hangs"
+    made = task(
+        tmp_path,
+        f"""
+        def make_dataset():
+            if os.path.exists({str(hangs)!r}): time.sleep(300)
+            os._exit(3)
+        """,
+    )
     with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
-        worker.describe()
-        with pytest.raises(TargetFailed, match="define make_collate"):
+        with pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died"):
             worker.describe_data()
-    gone = task(tmp_path, "def make_dataset(): os._exit(3)")
-    died = pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died")
-    with Worker(Job(task=gone, device="cpu", seed=0), deadline_s=30.0) as worker, died:
-        worker.describe_data()
-
-
-def test_data_that_hangs_is_given_up_and_that_is_said(tmp_path: Path) -> None:
-    hangs = task(tmp_path, "def make_dataset(): time.sleep(300)")
-    with Worker(Job(task=hangs, device="cpu", seed=0), deadline_s=30.0) as worker:
-        worker.describe()
+        hangs.touch()
         with pytest.raises(WorkerError, match=r"given up after 1 s.*larger --budget gives it up"):
             worker.describe_data(1.0)
 

@@ -799,7 +799,6 @@ def test_a_measured_workload_is_captured_once(tmp_path: Path, recorder: AtenReco
         Task(target=name, shapes=((4, 3),)),
         Advice(Config(step_graph=True), device="cpu"),
         Feed(batch=4, seed=0, count=3),
-        watch=True,
     )
     workload.start()
     for _ in range(20):

@@ -12,10 +12,14 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners import knobs
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.journal import open_study
+from advisor.tuners.search.loader import tuned_loader
 from advisor.tuners.search.order import Recipe
+from advisor.tuners.search.plan import Progress
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 SPACE = space()
@@ -83,8 +87,17 @@ def test_more_budget_never_gives_less() -> None:
 def test_whatever_stops_it_keeps_the_best_so_far(stop: BaseException) -> None:
     whole = MadeUp(BASE)
     tuned(whole, SPACE, 90.0)
-    began = next(n for n, config in enumerate(whole.blocks) if config != BASE)
-    for number in range(began + 1, len(whole.blocks), 7):
+    first, second = (
+        whole.blocks.index(config) for config in list(dict.fromkeys(whole.blocks))[1:3]
+    )
+    place = MadeUp(BASE)
+    place.stops[first + 1] = stop
+    if isinstance(stop, KeyboardInterrupt):
+        assert advised(tuned(place, SPACE, 90.0)) == BASE
+    else:  # nothing was held against the baseline
+        with pytest.raises(type(stop)):
+            tuned(place, SPACE, 90.0)
+    for number in range(second + 1, len(whole.blocks), 7):
         place, heard = MadeUp(BASE), Heard()
         place.stops[number] = stop
         found = tuned(place, SPACE, 90.0, heard=heard)
@@ -311,3 +324,20 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)
+
+
+@pytest.mark.parametrize(("batches_per_s", "workers"), [(30, 4), (1000, 0), (8, 8)])
+def test_the_loader_of_a_workload_feeds_the_step_that_was_chosen(
+    batches_per_s: float, workers: int
+) -> None:
+    """Each worker delivers so many batches a second; the step that leads makes 86."""
+    of = space(use="capture", workers=8, loaded=True, step_graph=False)
+    place = MadeUp(of.default)
+    found = tuned(place, of, 90.0)
+    place.waits_s = lambda config: 1 / (batches_per_s * max(1, knobs.workers(config)))
+    clock = Clock(60.0, now=place.now)
+    fed = tuned_loader(place, of, advised(found, "loop"), found, clock, Progress())
+    assert knobs.workers(fed.input) == workers
+    assert fed.winners == found.winners and clock.spent_s <= 63
+    assert {trial.stage for trial in fed.trials[len(found.trials) :]} == {knobs.INPUT}
+    assert any("the loader is the limit" in line for line in fed.remarks) is (batches_per_s == 8)

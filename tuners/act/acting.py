@@ -47,7 +47,8 @@ class Acting:
         self.graphs = self._any(lambda knob: knob.graphs)
         self.captured = self._any(lambda knob: knob.captured)
         self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
-        undone = [(k, default[k.name]) for k, value in self.rows if value == k.default]
+        known = [(k, v) for k, v in self.rows if k.name in default]
+        undone = [(k, default[k.name]) for k, value in known if value == k.default]
         self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
         self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)

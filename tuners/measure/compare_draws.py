@@ -230,7 +230,9 @@ class Draws:
             if why := self._no_more(pair.config, 2 if beyond else max(2, worst.doubt**2)):
                 return Compared(outcome=UNVERIFIED, reason=f"{reason}; {why}")
             suspects = {one.name for one in beyond}
-            self._rounds *= 2
+            # As many as it takes at once, but no more than twice too few: all are drawn anew.
+            times = 2 if beyond else max(2, 2 ** int(math.log2(max(1.0, worst.doubt**2))))
+            self._rounds = min(self._rounds * times, MOST // self._points)
 
     def _said(self, one: _Off) -> str:
         return f"{one}, over {self._rounds * self._points} draws"

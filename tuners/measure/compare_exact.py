@@ -213,8 +213,7 @@ class Exact:
                 off = [held[at].slopes[tensor] - than[at].slopes[tensor] for at in group]
                 # Rounding has a part along the gradient by chance, the larger the fewer elements.
                 elements = self._points[0].tensors[name].numel() * len(group)
-                own = abs(statistics.fmean(than[at].slopes[tensor] - 1 for at in group))
-                limit = SLOPE + max(own, COHERENT * share)
+                limit = SLOPE + COHERENT * share
                 allowed = limit + ERRORS * share * math.sqrt(2 / elements)
                 if (mean := abs(statistics.fmean(off))) > allowed:
                     worst = max(group, key=lambda at: abs(off[group.index(at)]))

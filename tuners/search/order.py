@@ -305,7 +305,10 @@ class Recipe:
                 return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
-            for side in (values[at + 1 :], values[:at][::-1]):
+            more = values[at + 1 :]
+            if name == knobs.WORKERS:
+                more = _doublings(_number(values[at]), more) or more
+            for side in (more, values[:at][::-1]):
                 improved = yield from self._along(best, name, side)
                 if improved is not best:
                     best = improved
@@ -336,6 +339,17 @@ class Recipe:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
+
+
+def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
+    """Of larger numbers those at least twice the one before, two at least: one worker beside a fast
+    step gains nothing over none, and more of them do."""
+    found: list[Value] = []
+    for value in more:
+        if _number(value) >= max(2, 2 * number):
+            found.append(value)
+            number = _number(value)
+    return found
 
 
 def _number(value: Value) -> int:

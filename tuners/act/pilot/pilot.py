@@ -47,7 +47,9 @@ LOOKED = 256
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
 ANEW = 8
-"""The same, of one like those that advice is in force for, which is then put in force anew."""
+"""Steps in a row of an optimizer like those that advice is in force for, after which it is put in
+force anew; and steps in all of others, after which the user is told once. An optimizer that makes
+fewer, as one that fits a few weights before the training, is not worth a warning."""
 MOST_CUTS = 3
 """Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
 its steps."""
@@ -120,7 +122,8 @@ class Pilot:
         self._switch: Switch | None = None
         self._order = Order(config=Config())
         self._period = 0
-        self._at = self._done = self._elsewhere = self._warm = self._graphs = 0
+        self._at = self._done = self._warm = self._graphs = 0
+        self._elsewhere = self._unadvised = 0
         self._began = self._first_s = self._waited_s = self._switched = 0.0
         self._blames, self._of_graphs = "", False
         self._cuts = 0
@@ -213,14 +216,17 @@ class Pilot:
             if self._elsewhere >= ELSEWHERE:
                 self._guide.failed(Over(ANOTHER))
                 self._leave()
-        elif self._another is not None:
-            if self._elsewhere == ANEW and self._crew.is_like(optimizer):
+        elif self._another is None or optimizer in LET_GO:
+            return
+        elif self._crew.is_like(optimizer):
+            if self._elsewhere >= ANEW:
                 LET_GO.update(self._crew.optimizers)
                 self._leave()
                 self._another()
-            elif self._elsewhere == ELSEWHERE:
+        else:
+            self._unadvised += 1
+            if self._unadvised == ANEW:
                 self._guide.failed(Over(UNADVISED))
-                self._another = None
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)

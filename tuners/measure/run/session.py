@@ -257,7 +257,7 @@ class Flight:
         """What to say of a command in which no steps were seen; `mend`: what to do about it."""
         note = self._command.note
         if note:
-            seen, mend = f"it failed before its first steps: {note}", MEND
+            seen, mend = f"it failed before a step could be measured: {note}", MEND
         elif note is not None:
             seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
         else:
