@@ -412,7 +412,7 @@ class Tuner:
         trial = Trial(
             number=asked.number,
             config=visit.config,
-            measurement=visit.measurement,
+            measurement=self._beside_baseline(visit),
             stage=self._scope.stage,
             origin=origin,
             seconds=visit.seconds,
@@ -423,6 +423,23 @@ class Tuner:
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         safe = self._best_safe(self._uses[0], visit.config.batch)
         self._progress.visited(trial, visit.ratio, visit.compared, safe.config, self.clock.left_s)
+
+    def _beside_baseline(self, visit: Visit) -> Measurement:
+        """A visit's measurement at the speed that the host had for the baseline's own, so that the
+        speeds of two trials have the ratio that their turns have."""
+        measured = visit.measurement
+        if not measured.ok or visit.config == self._space.default:
+            return measured
+        rate = self._visits.baseline.measurement.samples_per_s
+        scale = visit.ratio.mean * rate / measured.samples_per_s
+        return dataclasses.replace(
+            measured,
+            samples_per_s=scale * measured.samples_per_s,
+            low=scale * measured.low,
+            high=scale * measured.high,
+            step_s=measured.step_s / scale,
+            blocks=tuple(block / scale for block in measured.blocks),
+        )
 
     def _tell(self, config: Config, doing: str) -> None:
         best = self._visits.best() if self._space.default in self._visits else None
