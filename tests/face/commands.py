@@ -53,7 +53,6 @@ LAYERED = PACE + MODEL.replace(
 )
 """For which channels_last is twice as fast, and nothing else matters."""
 SHAPE = "4x3x8x8"
-QUICK = ("--budget", "6s", "--batches", "8", "--trials", "5")
 COMMAND = Path(sys.executable).with_name("advisor")
 
 Done = subprocess.CompletedProcess[str]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.tuners.knobs import KNOBS, Knob
+from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
 DYNAMIC_SHAPES = "dynamic_shapes"
 
@@ -67,7 +67,10 @@ class Acting:
 
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader."""
-        return _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+        found = _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+        if found.get(WORKERS) == 0:
+            found.pop("prefetch_factor", None)  # which a DataLoader without workers refuses
+        return found
 
 
 def _merged(parts: Iterator[dict[str, object]]) -> dict[str, Any]:

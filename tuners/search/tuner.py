@@ -412,7 +412,7 @@ class Tuner:
         trial = Trial(
             number=asked.number,
             config=visit.config,
-            measurement=visit.measurement,
+            measurement=self._beside_baseline(visit),
             stage=self._scope.stage,
             origin=origin,
             seconds=visit.seconds,
@@ -423,6 +423,23 @@ class Tuner:
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         safe = self._best_safe(self._uses[0], visit.config.batch)
         self._progress.visited(trial, visit.ratio, visit.compared, safe.config, self.clock.left_s)
+
+    def _beside_baseline(self, visit: Visit) -> Measurement:
+        """A visit's measurement at the speed that the host had for the baseline's own, so that the
+        speeds of two trials have the ratio that their turns have."""
+        measured = visit.measurement
+        if not measured.ok or visit.config == self._space.default:
+            return measured
+        rate = self._visits.baseline.measurement.samples_per_s
+        scale = visit.ratio.mean * rate / measured.samples_per_s
+        return dataclasses.replace(
+            measured,
+            samples_per_s=scale * measured.samples_per_s,
+            low=scale * measured.low,
+            high=scale * measured.high,
+            step_s=measured.step_s / scale,
+            blocks=tuple(block / scale for block in measured.blocks),
+        )
 
     def _tell(self, config: Config, doing: str) -> None:
         best = self._visits.best() if self._space.default in self._visits else None
@@ -527,8 +544,9 @@ class Tuner:
         """The turns of what would race, from their own visits: as if all were beside the same
         blocks of the baseline."""
         visits = [one for one in map(self._visits.get, self._leaders()) if one and one.turns]
-        most = max((one.turns for one in visits), key=len, default=self._visits.baseline.turns)
-        beside = [turn.beside.rate for turn in most]
+        most = max((one.turns for one in visits), key=len, default=())
+        # Where nothing came near the baseline, its own blocks are all there is to say.
+        beside = [turn.beside.rate for turn in most] or [b.rate for b in self._visitor.baseline]
         return {self._space.default: beside} | {
             one.config: [t.ratio * rate for t, rate in zip(one.turns, beside, strict=False)]
             for one in visits
@@ -567,7 +585,9 @@ class Tuner:
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
         folder, found = self._scope.folder, {}
-        for config in filter(knobs.compiles, chosen) if folder is not None else ():
+        # What has to be built again for it is compiled by whoever follows the advice.
+        built = [one for one in chosen if knobs.compiles(one) and one in self._visitor.built]
+        for config in built if folder is not None else ():
             assert folder is not None
             file = folder / config.digest
             with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
