@@ -74,7 +74,7 @@ def script(tmp_path: Path) -> Path:
 
 def begun(script: Path, *words: str, by: Sequence[str] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*by, sys.executable, script.name, *words],
+        [*by, "python", script.name, *words],
         cwd=script.parent,
         env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
