@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.variables import RUN, bringing, checkpoints
+from advisor.tuners.act.pilot.variables import ADDRESS, RUN, bringing, checkpoints
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -22,7 +22,10 @@ INJECTED = Path(__file__).with_name("injected")
 
 
 def attach() -> None:
-    """Attach a pilot, as the environment asks for; called once torch is loaded."""
+    """Attach a pilot, as the environment asks for; called once torch is loaded, which may be in the
+    middle of a module of advisor's where no pilot is asked for."""
+    if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
+        return
     from advisor.cache import settings
     from advisor.tuners.act.pilot import line
     from advisor.tuners.act.pilot.in_charge import IN_CHARGE
