@@ -23,7 +23,7 @@ from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
 from advisor.cache.record import Trial
 from advisor.cache.shown import interval, tells, times
-from advisor.report.text import duration, outcome, rate
+from advisor.report.text import OUTCOMES, duration, outcome, rate
 from advisor.report.ticking import ticking
 from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
@@ -121,14 +121,14 @@ class Shown(Progress):
         if self._events is None:
             return
         measured = trial.measurement
+        struck = OUTCOMES.get(compared.outcome, "") if compared is not None else ""
         line = {
             "number": trial.number,
             "what": self._described(trial.config),
             "batch": trial.config.batch or None,
             "samples_per_s": measured.samples_per_s if measured.ok else 0.0,
             "ratio": ratio.mean if measured.ok else 0.0,
-            "compared": compared.outcome if compared is not None else None,
-            "outcome": outcome(measured),
+            "outcome": outcome(measured) or struck,
             "origin": trial.origin,
         }
         with self._events.open("a") as file:

@@ -568,7 +568,9 @@ class Tuner:
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
         folder, found = self._scope.folder, {}
-        for config in filter(knobs.compiles, chosen) if folder is not None else ():
+        # What has to be built again for it is compiled by whoever follows the advice.
+        built = [one for one in chosen if knobs.compiles(one) and one in self._visitor.built]
+        for config in built if folder is not None else ():
             assert folder is not None
             file = folder / config.digest
             with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):

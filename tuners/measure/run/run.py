@@ -32,6 +32,8 @@ NEAR_BATCH = 0.25
 """A batch that differs by a smaller share is the one that was asked for: an epoch's last is less.
 """
 SHORT = "give it more to train on, as more epochs"
+TOO_SOON = "the command ends before a config is measured"
+MEND = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
@@ -135,6 +137,7 @@ class Run:
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
+            before = last
             try:
                 flight = self._ensured(config, until)
                 block = flight.block(self._within(config), self.own, steps, warm, until)
@@ -142,7 +145,7 @@ class Run:
                 last = exc
                 made = self._end(config)
                 if exc.outcome == "timed_out":
-                    raise ConfigFailed("timed_out", str(exc)) from exc
+                    raise self._timed_out(config, exc, before) from exc
                 self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
@@ -153,10 +156,18 @@ class Run:
                 if config.batch == self.own.batch:
                     self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
                 return block
-        raise WorkerError(
-            f"the command ends before a config is measured ({last}, {RESTARTS} times in a row); "
-            f"{SHORT}"
-        )
+        raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
+
+    def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
+        """What to raise where no time is left; `before`: how the start before this one ended, which
+        says more of an unmodified script than that another one had no time."""
+        if before is None:
+            return ConfigFailed("timed_out", str(ended))
+        if config != self.own:
+            return ConfigFailed("timed_out", "the budget was over before it had started again")
+        if before.own:
+            return TargetFailed(f"the script fails by itself ({before}): {MEND}", "")
+        return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """As `Place.compare`; the four steps that it needs are the script's next."""
@@ -224,9 +235,9 @@ class Run:
         except Ended as exc:
             self._end(self.own)
             if exc.code and exc.outcome in ("failed", "crashed"):
+                within = f"within {max(1, made)} steps"
                 raise TargetFailed(
-                    f"the script fails by itself within {max(1, made)} steps ({exc}): mend that, "
-                    "and the same command goes on with what was measured"
+                    f"the script fails by itself {within} ({exc}): {MEND}", ""
                 ) from exc
         else:
             self._survived = max(self._survived, flight.made)
