@@ -60,7 +60,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     shown = advisor(folder, "show", record["id"], "--cache", "store")
     assert "with the step" in shown.stdout and "0 loader workers" in shown.stdout
 
-    why = ("explain", record["id"], "--cache", "store", "--budget", "6s")
+    why = ("explain", record["id"], "--cache", "store", "--budget", "20s")
     told = advisor(folder, *why, "--data", "data.py")
     assert told.returncode == 0, told.stderr
     assert "a sample costs" in told.stdout and "of a worker: data.py:Slow.read 9" in told.stdout
