@@ -107,7 +107,7 @@ class Shown(Progress):
         self._ticking.close()
         self._began(left_s)
         self._rows.append(self._cells(trial, ratio, compared))
-        if trial.config == best and best != self._default:
+        if trial.config == best and best != self._default and ratio.faster:
             checked = ", verified" if compared is not None and compared.ok else ""
             self._best = f"best so far: {self._described(best)} {times(ratio.mean)}{checked}"
         self._add(trial, ratio, compared)

@@ -9,7 +9,7 @@ from pathlib import Path
 import optuna
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import LOOP
+from advisor.cache.record import LOOP, Trial
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.measure.place import Block, Compared, Place
@@ -73,7 +73,12 @@ def tuned_loader(
     return dataclasses.replace(
         found,
         input=Config(chosen),
-        trials=(*found.trials, *fed.trials),
+        trials=(*found.trials, *(_after(found, trial) for trial in fed.trials)),
         remarks=(*found.remarks, *fed.remarks),
         interrupted=fed.interrupted,
     )
+
+
+def _after(found: Found, trial: Trial) -> Trial:
+    """A trial, numbered after those of the step."""
+    return dataclasses.replace(trial, number=len(found.trials) + trial.number)

@@ -210,7 +210,8 @@ class Tuner:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
             self._journal.pass_over(asked)
-            raise WorkerError(f"{self._scope.baseline} could not be measured: {exc}") from exc
+            why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
+            raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._told(asked, visit, "baseline")
 
     def _look_without(self) -> None:
