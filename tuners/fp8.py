@@ -21,8 +21,6 @@ CAVEAT = (
     "fp8 was compared with fp32 on a few batches only. A long run may converge worse in "
     "it: hold its loss against that of a run in bf16, and go back to bf16 where they part."
 )
-OPERANDS = 2.0**-4
-"""Half a unit in the last place of e4m3, to which weights and inputs are rounded."""
 
 
 def installed() -> bool:

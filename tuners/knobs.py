@@ -873,10 +873,6 @@ class Advised(Config):
         return super().__getattr__(name)
 
 
-UNCHOSEN = Config(cudnn_enabled=False)
-"""With which a step leaves no choice in its process: cuDNN keeps the algorithm that a convolution's
-first one ran with, searched for or not (PyTorch's Conv_v8.cpp, benchmark_cache; on an H200, torch
-2.11, a first search took 60 ms, 0.25 ms after a step without)."""
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)

@@ -250,11 +250,6 @@ class Switch:
         return list(self._calls.values())
 
     @property
-    def seats(self) -> list[nn.Module]:
-        """The modules whose calls these are."""
-        return list(self._calls)
-
-    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The script's optimizers."""
         return self._optimizers
