@@ -120,14 +120,16 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(folder: Path) -> None:
         one["free"]: one["choice"]["batch"] for one in record["winners"] if one["use"] == "pilot"
     }
     assert won[False] == 4
-    assert won[True] in (4, 8, 16)  # a busy host may have no time for another start
+    if won[True] == 4:
+        pytest.skip("no larger batch was faster, or had time for a start of its own")
+    assert won[True] in (8, 16)
     assert record["key"]["task"]["map"] == BATCH
     shown = advisor(folder, "show", record["id"]).stdout
     assert "advisor run --map batch=--batch-size -- python train.py --batch-size 4" in shown
     asked = run(folder, *MAP, "--", "python", "train.py", "--epochs", "2")
     assert asked.stdout == f"batch {won[True]}\n"
     said = f"advisor: --batch-size {won[True]}, as record {record['id']} advises\n"
-    assert won[True] == 4 or asked.stderr == said
+    assert asked.stderr == said
     unasked = run(folder, "--", *TRAIN, "--epochs", "1")
     assert (unasked.stdout, unasked.stderr) == ("batch 4\n", "")
     again = advisor(folder, *plan, "--", *TRAIN)
