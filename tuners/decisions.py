@@ -40,8 +40,8 @@ GAIN = 1.03
 """A ratio from which more of something is worth it: a larger batch (ResNet-50 gains 3% from 512 to
 1024 for twice the memory), more workers, pinned memory, time that is spent waiting for data."""
 SURELY = 2.0
-"""The low end of an interval from which a config is advised however wide it is: a script that
-waited 92% of its time was 38 times as fast with workers, its interval from 12 to 120."""
+"""The low end of an interval from which more workers are advised however wide it is: a script that
+waited 92% of its time was 38 times as fast with them, its interval from 12 to 120."""
 TELLS = 1.0
 """An interval that reaches further than this fraction above its mean tells no speed-up: beside
 another tuning one network was said to gain 42 times (19.8-89.0), and 1.0 times in quiet. In 300

@@ -45,8 +45,7 @@ class Asking:
         return self._order()
 
     def next(self, lap: Lap) -> Order:
-        assert self.watch.compared is not None, lap
-        self.found.append(self.watch.compared)
+        self.found.append(Compared(lap.outcome, lap.reason, lap.blames))
         self.compiled.append(hooks.compiled())
         return self._order()
 
@@ -56,9 +55,7 @@ class Asking:
             return Order(config=own, own=own)
         candidate, fp32 = own.replace(**self._asked.pop(0)), knobs.strict(own)
         plain = plain_of(candidate, fp32)
-        asked = Comparison(
-            fp32=fp32, plain=plain, candidate=candidate, rounding=0.0, tolerance=0.02
-        )
+        asked = Comparison(fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0)
         # What the first comparison has kept serves the next ones.
         steps = 1 if self.found else STEPS
         return Order(config=own, own=own, steps=steps, careful=self._careful, compare=asked)

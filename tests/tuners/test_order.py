@@ -56,7 +56,7 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
                 "channels_last reduce-overhead bf16",
                 "channels_last bf16 step_graph",
                 "channels_last default bf16 step_graph",
-                "channels_last default cudnn_benchmark bf16 step_graph",
+                "channels_last default fused_optimizer bf16",
             ],
         ),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.cache.turns import inner
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, SURELY, TELLS
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS
 
 WIDEST = 1e12
 """The end of an interval beyond which nothing was learned, and no record keeps it."""
@@ -35,9 +35,8 @@ class Ratio:
 
     @property
     def faster(self) -> bool:
-        """Whether it is clearly more than 1, and about as much as it says, or twice at least."""
-        told = self.within(TELLS) or self.low >= SURELY
-        return self.mean >= CLEARLY and self.low > 1.0 and told
+        """Whether it is clearly more than 1, and about as much as it says."""
+        return self.mean >= CLEARLY and self.low > 1.0 and self.within(TELLS)
 
     @property
     def level(self) -> bool:

@@ -10,7 +10,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import GAIN
+from advisor.tuners.decisions import SURELY, GAIN
 from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 
@@ -105,8 +105,15 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
     return [
         choice
         for choice in choices.values()
-        if knobs.follows(use, choice.config, space.default) and ratio_of_choice(choice).faster
+        if knobs.follows(use, choice.config, space.default) and _is_faster(space, choice)
     ]
+
+
+def _is_faster(space: Space, choice: Choice) -> bool:
+    """Whether it is clearly faster than the baseline. What more workers give comes in bursts: it
+    may be anything above SURELY."""
+    fed = knobs.workers(choice.config) > knobs.workers(space.default)
+    return ratio_of_choice(choice).faster or (fed and choice.speedup_low >= SURELY)
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:

@@ -86,7 +86,9 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
     if collate not in entries:
         raise RuntimeError("its epoch is too short to tell what a sample costs")
     found: dict[Part, float] = defaultdict(float, {(COLLATE, ""): entries[collate].totaltime})
-    fetch = next(code for code in entries if code.co_filename.endswith(_FETCH))
+    fetch = next(
+        code for code in entries if code.co_filename.endswith(_FETCH) and code.co_name == "fetch"
+    )
     for sample, _ in _called(entries, fetch):
         if sample is not collate:
             found[f"{_name(sample)} itself", _file(sample)] += entries[sample].inlinetime
