@@ -368,7 +368,7 @@ class Draws:
         whole = signal[first:].sum()
         lost, lost_whole = torch.zeros_like(signal), 0.0
         if self._coarse is not None:
-            left = (self._coarse.along - than.along).mean(0)[points].sum(0)
+            left = (self._coarse.along.mean(0) - than.along.mean(0))[points].sum(0)
             lost, lost_whole = (left / signal).abs(), -float(left[first:].sum() / whole)
         apart = (drawn.along - than.along)[:, points, first:].sum((1, 2)) / whole
         off = float(apart.mean())
