@@ -10,7 +10,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import SURELY, GAIN
+from advisor.tuners.decisions import GAIN, SURELY
 from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 
