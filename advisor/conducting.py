@@ -7,7 +7,6 @@ The first line of its input says what to do; once the input ends, the script has
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,27 +14,26 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Value
+from advisor.cache.config import Config, Value
 from advisor.cache.record import PILOT, WITHIN, Provenance
 from advisor.errors import AdvisorError
 from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners import knobs
+from advisor.tuners.decisions import WORTH
 from advisor.tuners.measure.run.inside import Inside, Joined
 from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
 
 if TYPE_CHECKING:
-    from advisor.cache.key import Key
-    from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
+    from advisor.tuners.search.tuner import Scope
+    from advisor.tuning import Subject
 
 
 class _OfRunInside(OfRun):
@@ -53,14 +51,21 @@ class _OfRunInside(OfRun):
     def begun(self) -> Inside:
         return self.inside
 
-    def builder(self, run: Run, key: Key, seen: Seen, space: Space) -> AbstractContextManager[None]:
-        del run, key, seen, space
-        return contextlib.nullcontext()
-
     def space(self, situation: knobs.Situation) -> Space:
         found = super().space(situation)
         found.leave_out(_replays)
         return found
+
+    def _without(self, space: Space) -> list[Config]:
+        """Nothing: a real run keeps its own settings."""
+        return []
+
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
+        """Only visits are made that the rest of the run pays for: it is taken to last as long again
+        as it may be tuned, and what compiles to save a third of that."""
+        scope = super()._scope(subject, near, folder)
+        most_s = WORTH * self._plan.seconds
+        return dataclasses.replace(scope, worth=lambda seconds: seconds <= most_s)
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         made = super()._provenance(facts, study, trials, seconds)

@@ -11,7 +11,7 @@ AdvisorError
 ├── NoRecord              nothing tuned fits
 ├── RanksDiffer           the processes of one job would train differently, and hang
 ├── WorkerError           no worker could measure
-└── Busy                  another process tunes the same key
+└── Busy                  another process measures the same, or on this device
 AdvisorWarning            why `apply` changes nothing, or serves a stale record
 
 All but UsageError and its kind mean exit code 1. Each message is one line: value, rule, remedy.
@@ -91,7 +91,7 @@ class WorkerError(AdvisorError):
 
 
 class Busy(AdvisorError):
-    """Another process tunes the same key now."""
+    """Another process measures the same now, or on the same device."""
 
 
 class AdvisorWarning(UserWarning):

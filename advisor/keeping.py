@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
+from advisor.cache.key import fingerprint
 from advisor.cache.name import Name, called
 from advisor.cache.reader import Sought
 from advisor.cache.record import Record
 from advisor.cache.records import Records
+from advisor.cache.seal import own_folder
 from advisor.cache.settings import max_artifacts
 from advisor.cache.shown import size
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import beside, make_folder
 from advisor.errors import Busy, StoreDamaged, StoreError
 from advisor.tuners.search.plan import Progress
+
+HOST = "cpu"
+"""What the lock of a host's own cores is called."""
 
 
 def check_writable(records: Records, progress: Progress) -> None:
@@ -122,20 +129,75 @@ def forget_studies(records: Records, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
-    """While no other process measures the study `name`.
+def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> Iterator[None]:
+    """While no other process measures on these devices, or the same command or target.
+
+    Taken before anything is started or removed. A GPU's lock is this user's on this machine,
+    whatever store is used. The host's is the store's: its cores are everybody's anyway.
+
+    Args:
+        what: words of the command, or the target.
+        devices: as `lock_names` has them.
+
+    Raises:
+        Busy: another process does. UsageError: the store has no folder.
+    """
+    with contextlib.ExitStack() as held:
+        for device in sorted(set(devices)):
+            folder = records.studies if device == HOST else _of_machine() or records.studies
+            free = "wait for it" if device == HOST else "wait for it, or set CUDA_VISIBLE_DEVICES"
+            host = [] if device == HOST else [platform.node()]
+            on = "this host's CPU" if device == HOST else f"GPU {device}"
+            _hold(held, folder, [device, *host], f"measures on {on} now; {free}")
+        _hold(held, records.studies, list(what), "measures this very command now; wait for it")
+        yield
+
+
+def _hold(held: contextlib.ExitStack, folder: Path, parts: list[str], said: str) -> None:
+    # A folder that cannot be written is told of, in more words, before anything is measured.
+    with contextlib.suppress(StoreError):
+        held.enter_context(locked(folder, fingerprint(parts)[:12], said))
+
+
+def _of_machine() -> Path | None:
+    folder = own_folder()
+    return None if folder is None else folder / "devices"
+
+
+def lock_names(device: str | None = None) -> list[str]:
+    """The UUID of the GPU of this name, or HOST; None: of all that a command may use."""
+    from advisor.tuners.environment import cuda_index, gpus
+
+    if device == "cpu":
+        return [HOST]
+    found = [one.uuid for one in gpus()]
+    if device is None:
+        return found or [HOST]
+    index = cuda_index(device)
+    return [found[index] if index < len(found) else device]
+
+
+@contextlib.contextmanager
+def locked(
+    folder: Path, name: str, said: str = "measures this very key now; wait for it"
+) -> Iterator[None]:
+    """While no other process holds the lock `name`.
+
+    Args:
+        said: what the other one does, and what to do.
 
     Raises:
         Busy: one does. StoreError: the folder cannot be written, or a link lies in its place.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(beside(folder, f"{name}.lock"))
+    lock, holder = FileLock(beside(folder, f"{name}.lock")), beside(folder, f"{name}.pid")
     try:
         make_folder(folder)
         lock.acquire(timeout=0)
+        holder.write_text(str(os.getpid()))
     except Timeout as exc:
-        raise Busy("another advisor tune measures this very key now; wait for it") from exc
+        raise Busy(f"another advisor{_process(holder)} {said}") from exc
     except OSError as exc:
         raise StoreError(
             f"cache {folder.parent}: {exc.strerror or exc}; point --cache or ADVISOR_CACHE to "
@@ -144,4 +206,14 @@ def locked(folder: Path, name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        holder.unlink(missing_ok=True)
         lock.release()
+
+
+def _process(holder: Path) -> str:
+    """The process that a file names, as ' (process 123)'; '' where it names none."""
+    try:
+        number = holder.read_text()
+    except OSError:
+        return ""
+    return f" (process {number})" if number.isdecimal() else ""

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.variables import RUN, bringing
+from advisor.tuners.act.pilot.variables import ADDRESS, RUN, bringing, checkpoints
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -22,16 +22,23 @@ INJECTED = Path(__file__).with_name("injected")
 
 
 def attach() -> None:
-    """Attach a pilot, as the environment asks for; called once torch is loaded."""
+    """Attach a pilot, as the environment asks for; called once torch is loaded, which may be in the
+    middle of a module of advisor's where no pilot is asked for."""
+    if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
+        return
     from advisor.cache import settings
     from advisor.tuners.act.pilot import line
     from advisor.tuners.act.pilot.in_charge import IN_CHARGE
 
     guide = line.from_environment()
     if guide is not None:
-        from advisor.tuners.measure.run.repeated import Repeats
+        from advisor.tuners.measure.run.calls import KeptCalls
 
-        IN_CHARGE.bring(guide, Repeats())
+        if (folder := checkpoints()) is not None:
+            from advisor.tuners.act.pilot.checkpoints import Redirection
+
+            Redirection(folder).install()
+        IN_CHARGE.bring(guide, KeptCalls())
     elif (said := os.environ.get(RUN)) and not settings.disabled():
         told = json.loads(said)
         IN_CHARGE.bring(_Later(told), _watch(told["tune_s"]))
@@ -41,9 +48,9 @@ def _watch(tune_s: float) -> Watch | None:
     """What compares configs in a run that is tuned within itself."""
     if not tune_s:
         return None
-    from advisor.tuners.measure.run.repeated import Repeats
+    from advisor.tuners.measure.run.calls import KeptCalls
 
-    return Repeats(careful=True)
+    return KeptCalls(careful=True)
 
 
 class _Later:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache import settings
 from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import PILOT, WITHIN, Record
+from advisor.cache.record import EFFORTS, PILOT, Record
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
@@ -106,7 +106,7 @@ def tune_again(record: Record, cache: Cache = None) -> str:
 
     made = record.provenance
     plan = Plan(steps=made.steps or None, duration_s=made.duration_s or None)
-    if made.effort != WITHIN:
+    if made.effort in EFFORTS:
         plan = dataclasses.replace(plan, effort=made.effort)
     more = [*shell(plan), *(["--force"] if record.stale else []), *_elsewhere(cache)]
     return _tune(here(record), more)

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config, Value
 from advisor.cache.kinds import Seconds
@@ -19,28 +19,28 @@ from advisor.cache.record import (
     PILOT,
     RACED,
     Choice,
-    Measurement,
     Part,
     Record,
     Trial,
-    Winner,
 )
 from advisor.cache.records import Records
-from advisor.cache.shown import speedup, tells
+from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import locked
+from advisor.keeping import lock_names, measuring
 from advisor.opening import Cache, open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
-from advisor.tuning import COMPARE_S, COMPARE_STEPS, begun, key_of, memory_of
+from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.decide.race import Ratio
-    from advisor.tuners.decide.verdict import Tester
+    from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
+    from advisor.tuners.search.clock import Clock
+    from advisor.tuners.search.ratio import Ratio
+    from advisor.tuners.search.winners import Rates
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
 """What `verify` may find."""
@@ -57,13 +57,11 @@ MOST_APART = 1000
 """Ends of an interval: further apart they are not told."""
 COSTS, COSTS_S = 0.1, 5.0
 """Of explain's budget, at most so many seconds: what a sample costs."""
-NUMERICS_STEPS = 16
+SIMPLER, SIMPLER_S = 0.3, 4.0
+"""The same for the advice without what contributes nothing: three turns of three configs, 0.3 s
+each, and what switching takes."""
 DEADLINE_S = 300.0
 """For one measurement: compiling included, without max-autotune."""
-FIRST, SECOND, THIRD = 0.45, 0.5, 0.5
-"""Of what is left of explain's budget: knob by knob, through a DataLoader, and what is simpler."""
-RACE, LEAST_RACE = 0.7, 0.3
-"""Of verify's budget: the race's share, down to the least where a comparison needs the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +148,7 @@ def explain(
     _refuse(record, about("explain", record, cache), target, command)
     task = _loaded(record, data, data_args)
     subject = _Subject(records, record, target, command, options, progress or Progress(), task)
-    with subject.measured(budget_s) as again:
+    with subject.measured(budget_s, kept_s=min(SIMPLER_S, SIMPLER * budget_s)) as again:
         costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else None
         parts = again.parts(loaded=bool(task.data))
         idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
@@ -180,7 +178,7 @@ def verify(
 
     Args and errors as `explain`.
     """
-    from advisor.tuners.decide.race import paired
+    from advisor.tuners.search.ratio import paired
 
     budget_s = Seconds().checked("budget", budget)
     records = _records(cache)
@@ -191,13 +189,14 @@ def verify(
     with subject.measured(budget_s) as again:
         base, advised = record.baseline.config, record.winner(record.use).config
         winners = {use: record.winner(use).config for use in _uses(record)}
-        rates = again.race([base, *winners.values()], again.beside_comparison)
+        numerics, wrong = again.compared(advised)
+        configs = list(dict.fromkeys([base, *winners.values()]))
+        rates = again.race(configs, configs)
         now = {
             use: paired(rates[config], rates[base])
             for use, config in winners.items()
             if config != base
         }
-        numerics, wrong = again.compared(advised)
         verdict, reason = judged(record, now, rates[advised], rates[base], wrong)
         if verdict == UNTOLD:
             reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
@@ -278,11 +277,11 @@ def _doubt(record: Record, use: str, now: Ratio) -> str:
 
 
 def _compared(record: Record, use: str, now: Ratio) -> str:
-    what = "" if use == record.use else f"{use}: "
-    return (
-        f"{what}{speedup(now.mean, now.low, now.high)} {record.key.task.baseline} now, "
-        f"{record.winner(use).speedup:.2f}x when it was tuned"
-    )
+    what, baseline = "" if use == record.use else f"{use}: ", record.key.task.baseline
+    gained = f"{speedup(now.mean, now.low, now.high)} {baseline}"
+    if not tells(now.low, now.high):
+        gained = f"about {times(now.mean)} {baseline}"
+    return f"{what}{gained} now, {times(record.winner(use).speedup)} when it was tuned"
 
 
 def _slower(then: Choice, rate: float, middle: float) -> str:
@@ -311,89 +310,76 @@ def _idle(part: Part) -> bool:
     return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
 
 
-class _Noting:
-    """A Runner that notes why a config could not be measured."""
-
-    def __init__(self, runner: Tester) -> None:
-        self._runner = runner
-        self.reasons: dict[Config, str] = {}
-
-    def measure(self, config: Config, **how: Any) -> Measurement:
-        """As `Runner.measure`."""
-        measured = self._runner.measure(config, **how)
-        if not measured.ok:
-            self.reasons[config] = measured.reason
-        return measured
-
-    def release(self) -> None:
-        """As `Runner.release`."""
-        self._runner.release()
-
-
 class _Again:
-    """A record measured again, within a budget. `comparison_s`: as `Terms.compare_s`."""
+    """A record measured again at a place, within a budget.
 
-    def __init__(
-        self, record: Record, worker: Tester, budget_s: float, comparison_s: float = 0.0
-    ) -> None:
-        from advisor.tuners.search.plan import Clock
+    Args:
+        clock: of that budget.
+    """
 
-        self._record, self._worker = record, worker
-        self._clock = Clock(budget_s)
-        compares = not self._exempt(record.winner(record.use).config)
-        left = 1 - compares * comparison_s / budget_s
-        self.beside_comparison = max(LEAST_RACE, min(RACE, left))
+    def __init__(self, record: Record, place: Place, clock: Clock) -> None:
+        from advisor.tuners.search.visit import Visitor
 
-    def race(
-        self, configs: list[Config], share: float, stage: str = "compute"
-    ) -> dict[Config, list[float]]:
-        """Samples/s of each turn of configs measured in turn.
+        self._record, self._place, self._clock = record, place, clock
+        self._visitor = Visitor(place, clock, lambda _config, _doing: None)
+        self._base, self._advised = record.baseline.config, record.winner(record.use).config
+        self._rates: Rates = {}
+
+    def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
+        """Samples/s of each round of configs measured in turn, the first of them as reference.
 
         Raises:
-            WorkerError: one of them does not run any more.
+            WorkerError: one that is needed does not run any more, or there was no time for it.
         """
-        from advisor.tuners.decide.race import race
-        from advisor.tuners.knobs import described
-        from advisor.tuners.measure.runner import TOO_SOON
+        from advisor.tuners.measure.place import ConfigFailed
+        from advisor.tuners.search.race import race
 
-        configs = list(dict.fromkeys(configs))
-        part = self._clock.part(share)
-        runner = _Noting(self._worker)
-        rates = race(runner, configs, part, stage=stage, drop=False)
-        for config in configs:
+        reasons: dict[Config, ConfigFailed] = {}
+
+        def lost(config: Config, exc: ConfigFailed) -> None:
+            reasons[config] = exc
+
+        try:
+            rates = race(self._visitor, configs, lambda: self._clock.left_s, lost)
+        except ConfigFailed as exc:
+            rates, reasons[configs[0]] = {}, exc
+        for config in needed:
             if not rates.get(config):
-                if runner.reasons.get(config) == TOO_SOON:
-                    raise WorkerError(f"{TOO_SOON}; give it more to train on, as more epochs")
-                raise WorkerError(
-                    f"{described(config)} does not run here any more, or not within the budget; "
-                    "give --budget more, or tune again with --force"
-                )
+                raise self._lost(config, reasons.get(config))
         return rates
+
+    def _lost(self, config: Config, why: ConfigFailed | None) -> WorkerError:
+        from advisor.tuners.knobs import described
+
+        named = described(config, self._base, nothing=self._record.key.task.baseline)
+        if why is None or why.outcome == "timed_out":
+            return WorkerError(f"no time was left to measure {named}; give a larger --budget")
+        return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
     def costs(self, seconds: float) -> Costs:
         """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
-        assert isinstance(self._worker, Worker)  # a run has no data of its own
-        return self._worker.costs(seconds)
+        assert isinstance(self._place, Worker)  # a run has no data of its own
+        return self._place.costs(seconds)
 
     def parts(self, *, loaded: bool = False) -> list[Part]:
         """What each knob of the advice contributes, the most first; those of the loader where its
         data is `loaded`."""
-        from advisor.tuners.knobs import INPUT
-
-        record = self._record
-        chosen, default = record.winner(record.use).config, record.baseline.config
+        chosen, default = self._advised, self._base
         without = {
             name: chosen.replace(**{name: default[name]}) for name in chosen.changed(default)
         }
-        found = self._parts(chosen, without, "compute", FIRST)
-        if loaded:
-            whole = Config(chosen | record.input)
-            found += self._parts(whole, self._without_input(chosen), INPUT, SECOND)
+        found: list[Part] = []
+        if without:
+            self._rates = self.race([chosen, default, *without.values()], [chosen])
+            found += _parts(self._rates, chosen, without, "compute")
+        if loaded and (fed := self._without_input()):
+            whole = Config(chosen | self._record.input)
+            found += _parts(self.race([whole, *fed.values()], [whole]), whole, fed, "input")
         return sorted(found, key=lambda part: -part.ratio)
 
-    def _without_input(self, chosen: Config) -> dict[str, Config]:
+    def _without_input(self) -> dict[str, Config]:
         """The advice without each knob of its loader; without workers there are no others."""
         from advisor.tuners.knobs import WORKERS, Situation
         from advisor.tuners.search.space import Space
@@ -405,54 +391,28 @@ class _Again:
         ).default_input
         return {
             name: Config(
-                chosen
+                self._advised
                 | ({name: own[name]} if name == WORKERS else {**record.input, name: own[name]})
             )
             for name in record.input
             if name in own
         }
 
-    def _parts(
-        self, whole: Config, without: Mapping[str, Config], stage: str, share: float
-    ) -> list[Part]:
-        from advisor.tuners.decide.race import paired
-
-        if not without:
-            return []
-        rates = self.race([whole, *without.values()], share, stage)
-        found = []
-        for name, config in without.items():
-            ratio = paired(rates[whole], rates[config])
-            if not math.isfinite(ratio.high):
-                continue  # one turn tells no interval: a larger budget does
-            found.append(
-                Part(
-                    knob=Config({name: whole[name]}),
-                    ratio=ratio.mean,
-                    low=ratio.low,
-                    high=ratio.high,
-                    stage=stage,
-                )
-            )
-        return found
-
-    def simplified(self, record: Record, idle: list[str]) -> tuple[Record, tuple[str, ...]]:
+    def simplified(self, record: Record, idle: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
         """The record with these knobs at their default, all or else the one that matters least,
         and which; the record as it was where that is slower, or not sound."""
-        default, chosen = record.baseline.config, record.winner(record.use).config
-        tried: list[tuple[str, ...]] = [tuple(idle)] if idle else []
-        tried += [(idle[-1],)] if len(idle) > 1 else []
-        for names in tried:
-            simple = chosen.replace(**{name: default[name] for name in names})
-            choice = self._no_slower(record, simple)
+        self._clock.release()
+        for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
+            simple = self._advised.replace(**{name: self._base[name] for name in names})
+            choice = self._no_slower(simple)
             if choice is None:
                 continue
             check = self.numerics(simple)
             if check is not None and check.measurement.outcome == "wrong":
                 continue
             winners = tuple(
-                Winner(use=one.use, free=one.free, choice=choice)
-                if one.choice.config == chosen
+                dataclasses.replace(one, choice=choice)
+                if one.choice.config == self._advised
                 else one
                 for one in record.winners
             )
@@ -460,36 +420,52 @@ class _Again:
             return dataclasses.replace(record, winners=winners, trials=trials), names
         return record, ()
 
-    def _no_slower(self, record: Record, simple: Config) -> Choice | None:
-        from advisor.tuners.decide.race import beside
-        from advisor.tuners.decide.winners import CLEARLY, choice_of, ties
+    def _no_slower(self, simple: Config) -> Choice | None:
+        """The choice of a simpler config that is as fast as the advice; None if it is slower."""
+        from advisor.tuners.decisions import CLEARLY, PAIRS
+        from advisor.tuners.search.winners import beside, choice_of, ties
 
-        default, then = record.baseline.config, record.winner(record.use)
-        try:
-            rates = self.race([default, then.config, simple], THIRD)
-        except WorkerError:
+        record, base, chosen = self._record, self._base, self._advised
+        rates = self._rates
+        if simple not in rates:
+            try:
+                rates = self.race([base, chosen, simple], [base, chosen, simple])
+            except WorkerError:
+                return None
+        if base not in rates or len(rates[base]) < PAIRS:
             return None
         peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
         ours, theirs = (
-            choice_of(config, rates[config], rates[default], peaks)
-            for config in (simple, then.config)
+            choice_of(config, rates[config], rates[base], peaks) for config in (simple, chosen)
         )
         if not ties(ours, theirs):
             return None
-        if simple == default:
+        if simple == base:
             return record.baseline
         # The record keeps one race: beside the turns of the default that it has.
         held = list(record.baseline.rounds)
-        choice = choice_of(simple, beside(ours.rounds, rates[default], held), held, peaks)
+        choice = choice_of(simple, beside(ours.rounds, rates[base], held), held, peaks)
         if choice.speedup < CLEARLY or choice.speedup_low <= 1:
             return None
         # Fewer knobs take no longer before the first step.
-        return dataclasses.replace(choice, first_step_s=then.first_step_s)
+        then = record.winner(record.use).first_step_s
+        return dataclasses.replace(choice, first_step_s=then)
 
     def compared(self, config: Config) -> tuple[str, str]:
-        """(Whether a config was held against strict fp32 now, why it no longer holds, or '')."""
+        """(Whether a config was held against strict fp32 now, why it no longer holds, or '').
+
+        Raises:
+            WorkerError: it does not run any more.
+        """
+        from advisor.tuners.measure.place import ConfigFailed
+
         if why := self._exempt(config):
             return f"not compared with fp32: {why}", ""
+        for one in (self._base, config):  # what is compared is the code that was timed
+            try:
+                self._visitor.block(one)
+            except ConfigFailed as exc:
+                raise self._lost(one, exc) from exc
         check = self.numerics(config)
         assert check is not None
         said = check.measurement
@@ -504,7 +480,7 @@ class _Again:
         from advisor.tuners.knobs import doubtful
 
         task = self._record.key.task
-        if not doubtful(config):
+        if not doubtful(config, self._base):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
@@ -512,26 +488,38 @@ class _Again:
 
     def numerics(self, config: Config) -> Trial | None:
         """Held against strict fp32, where a change of numbers asks for it and the task permits."""
-        from advisor.tuners.knobs import strict
+        from advisor.tuners.search.tuner import measurement_of
 
         if self._exempt(config):
             return None
-        began = time.monotonic()
-        measured = self._worker.verify(
-            config,
-            against=strict(self._record.baseline.config),
-            steps=NUMERICS_STEPS,
-            tolerance=self._record.key.task.tolerance,
-            deadline_s=self._clock.part().deadline_s,
-        )
+        began = self._clock.now()
+        compared = self._visitor.compare(config)
         return Trial(
             number=len(self._record.trials),
             config=config,
-            measurement=measured,
+            measurement=measurement_of(compared),
             stage="numerics",
             origin="fp32",
-            seconds=time.monotonic() - began,
+            seconds=self._clock.now() - began,
         )
+
+
+def _parts(
+    rates: Rates, whole: Config, without: Mapping[str, Config], stage: str
+) -> Iterator[Part]:
+    """What each knob contributes; none of one that fails without it, or was not measured twice."""
+    from advisor.tuners.search.ratio import paired
+
+    for name, config in without.items():
+        ratio = paired(rates[whole], rates.get(config, []))
+        if math.isfinite(ratio.high):
+            yield Part(
+                knob=Config({name: whole[name]}),
+                ratio=ratio.mean,
+                low=ratio.low,
+                high=ratio.high,
+                stage=stage,
+            )
 
 
 def _loaded(record: Record, data: str, data_args: Mapping[str, Value] | None) -> Task:
@@ -655,25 +643,29 @@ class _Subject:
     task: Task
 
     @contextlib.contextmanager
-    def measured(self, budget_s: float) -> Iterator[_Again]:
-        """It runs, while nobody else measures this key."""
+    def measured(self, budget_s: float, kept_s: float = 0.0) -> Iterator[_Again]:
+        """It runs, while nobody else measures it, or on its device.
+
+        Args:
+            kept_s: of the budget, what is kept until `_Again.simplified`.
+        """
+        from advisor.tuners.search.clock import Clock
+
         record = self.record
+        what = self.command or [_target(record, self.target)]
         running = self._run() if self.command else self._worker()
-        with (
-            locked(self.records.studies, f"{record.key.id}-{record.batch}"),
-            running as (tester, comparison_s),
-        ):
-            yield _Again(record, tester, budget_s, comparison_s)
+        devices = lock_names(None if self.command else _device(record))
+        with measuring(self.records, what, devices), running as place:
+            yield _Again(record, place, Clock(budget_s, reserve_s=kept_s))
 
     @contextlib.contextmanager
-    def _run(self) -> Iterator[tuple[Tester, float]]:
-        """The command at its first steps, and the least seconds of a comparison with fp32."""
+    def _run(self) -> Iterator[Place]:
+        """The command at its first steps."""
         record = self.record
         with begun(
             self.command,
             self.records,
             self.progress,
-            deadline_s=DEADLINE_S,
             options=self.options,
         ) as run:
             seen = run.describe()
@@ -686,12 +678,12 @@ class _Subject:
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
             _refuse_fed_otherwise(record, seen, run.mapped)
             run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
-            steps_s = COMPARE_STEPS * record.batch / record.baseline.samples_per_s
-            yield run, COMPARE_S + steps_s
+            run.tolerance = record.key.task.tolerance
+            yield run
 
     @contextlib.contextmanager
-    def _worker(self) -> Iterator[tuple[Tester, float]]:
-        """The record's own workload in a worker, which says itself how long a comparison takes."""
+    def _worker(self) -> Iterator[Place]:
+        """The record's own workload in a worker."""
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import CHANGED, Job
 
@@ -707,4 +699,5 @@ class _Subject:
                 if CHANGED not in str(exc):
                     raise
                 raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            yield worker, 0.0
+            worker.baseline = record.baseline.config
+            yield worker

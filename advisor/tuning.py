@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,36 +19,45 @@ from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin
 from advisor.cache.name import command_part
-from advisor.cache.record import PILOT, Provenance, Record, Target
+from advisor.cache.record import INTERRUPTED, LOOP, PILOT, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task, rows
-from advisor.errors import TargetFailed, UsageError, WorkerError
+from advisor.errors import UsageError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import check_writable, keep, keep_artifacts, locked
+from advisor.keeping import (
+    check_writable,
+    keep,
+    keep_artifacts,
+    lock_names,
+    locked,
+    measuring,
+)
 from advisor.opening import Cache, open_records
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
-from advisor.tuners.search.plan import LOADER, Clock, Plan, Progress, suffices
+from advisor.tuners.search.plan import Plan, Progress, suffices
+from advisor.unchanged import Asked
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.decide.verdict import Decided, Terms, Tester
     from advisor.tuners.knobs import Situation
+    from advisor.tuners.measure.place import Place
     from advisor.tuners.measure.run.run import Run
-    from advisor.tuners.measure.runner import Builder
-    from advisor.tuners.measure.worker.fleet import Fleet
     from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import DataFacts, Facts, Job
+    from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.room import Batch
     from advisor.tuners.search.space import Space
+    from advisor.tuners.search.tuner import Found, Scope, Tuner
 
-COMPARE_S, COMPARE_STEPS = 4.0, 40
-"""What a comparison within a run takes, compiling aside: kernels that are called for the first
-time, and as long as so many steps. ResNet-50's took as long as 20 on an H200 with one draw less."""
+LOADER_S, LOADER_SHARE = 25.0, 0.25
+"""Kept for the loader of a workload's own data: two turns of a second for some ten settings; and no
+more than this share of the budget."""
 DATA_LEAST_S = 60.0
 """A dataset is made in so many seconds, or twice the budget if that is more."""
+LOOPS = (LOOP, False)
 MOST_KIN = 2
 """Configs of near records that are tried first."""
 
@@ -58,13 +68,17 @@ class Tuned:
 
     Attributes:
         known: it was there already and nothing was measured.
-        finished: something was raced beside torch's default, or there is nothing else to race. If
-            not, time ran out before it, and the same call goes on.
+        finished: something was measured beside the baseline, or there is nothing else to measure.
+            If not, time ran out before it, and the same call goes on.
+        interrupted: by Ctrl-C; the record has the best so far.
+        remarks: lines on what was faster and is not advised, and on what limits the rest.
     """
 
     record: Record
     known: bool
     finished: bool
+    interrupted: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 def tune(
@@ -105,8 +119,7 @@ def tune(
             whose inputs alternate between them: they are measured as one mix, at these batches.
         dtype: of the input, default 'float32'. `vocab` bounds integer inputs.
         mode: 'train' or 'infer'.
-        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU. 'cuda:0-3',
-            'cuda:0,2' or 'all': one study on several GPUs that are alike.
+        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         model_args: keyword arguments of the factory.
         data: what it trains on, as data.py:make_dataset, package.module:function or
@@ -126,7 +139,7 @@ def tune(
             max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
-        trials: search trials at most.
+        trials: configs visited at most.
         steps: of the job that the advice is for, at the user's batch; `duration`: its seconds, or
             '2h', instead. What is paid before the first step is counted in. Default: the steady
             state.
@@ -138,7 +151,7 @@ def tune(
     Raises:
         UsageError: an argument is wrong. TargetFailed: the user's code raised.
         WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
-        Busy: another process tunes the same key.
+        Busy: another process measures the same, or on this device.
     """
     given = dict(locals())
     task_keywords = {row.keyword for row in rows(Task).values() if row.given} - {"target"}
@@ -158,7 +171,9 @@ def measured(
     set_up_logging()
     # What can be refused without torch, which takes seconds to import, is refused before.
     records = open_records(cache, fallback=True)
-    return _OfTarget(task, plan, records, progress or Progress()).run()
+    tuning = _OfTarget(task, plan, records, progress or Progress())
+    with measuring(records, [task.target], lock_names(tuning.device)):
+        return tuning.run()
 
 
 def measured_run(
@@ -183,25 +198,27 @@ def measured_run(
     """
     set_up_logging()
     records = open_records(cache, fallback=True)
-    return OfRun(command, permitted, plan, records, progress or Progress(), show).run()
+    tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
+    asked = Asked(records, tuple(command), permitted, plan)
+    with measuring(records, command, lock_names()):
+        if not plan.force and (known := asked.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = asked.state()
+        tuned = tuning.run()
+        if tuned.finished:
+            asked.remember(tuned.record, before)
+        return tuned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """What is tuned, as its worker describes it; `builder` as in `Scope`, `fleet` as in `Search`,
-    `process_s`: what starting that took, `compare_s` and `compare_steps` as in `Terms`, `data`:
-    what its loader loads."""
+class Subject:
+    """What is tuned, where its configs are visited, and what its loader loads."""
 
-    worker: Tester
+    place: Place
     facts: Facts
     key: Key
     target: Target
     space: Space
-    process_s: float
-    compare_s: float = 0.0
-    compare_steps: int = 0
-    builder: Builder | None = None
-    fleet: Fleet | None = None
     data: DataFacts | None = None
 
     @property
@@ -211,9 +228,7 @@ class _Subject:
     @property
     def study(self) -> str:
         """The name of its study: what made-up data gave is no trial of a run."""
-        digest = self.space.digest
-        if self.task.command:
-            digest = fingerprint([self.task.baseline, digest])[:12]
+        digest = fingerprint([self.task.baseline, self.space.digest])[:12]
         return f"{self.key.id}@{self.task.batch}-{digest}"
 
 
@@ -224,7 +239,7 @@ class _Before:
     Attributes:
         known: a record that answers already.
         fresh: what was tried before is left alone.
-        unfinished: a call ended before it had raced anything; this one has its own time to go on.
+        unfinished: a call ended before it had measured anything; this one has its own time.
     """
 
     known: Record | None = None
@@ -240,7 +255,7 @@ class _Tuning(ABC):
         self._records, self._progress = records, progress
 
     @abstractmethod
-    def _subject(self) -> AbstractContextManager[_Subject]:
+    def _subject(self) -> AbstractContextManager[Subject]:
         """What is tuned, once it has run a step; what measures it ends with the context."""
 
     def run(self) -> Tuned:
@@ -257,23 +272,24 @@ class _Tuning(ABC):
             if "fp8" in subject.task.precisions:
                 self._progress.notice(_of_fp8(subject))
             near = _first_guesses(subject, akin, self._progress)
-            record = self._tune(subject, near, before)
-            finished = record.compares or not subject.space.is_choice
-            return Tuned(record=record, known=False, finished=finished)
-
-    @property
-    def _deadline_s(self) -> float:
-        return max(30.0, self._plan.seconds / 3)
+            record, found = self._tune(subject, near, before)
+            return Tuned(
+                record=record,
+                known=False,
+                finished=record.compares or not subject.space.is_choice,
+                interrupted=found.interrupted,
+                remarks=found.remarks,
+            )
 
     @abstractmethod
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         """Whether a record of the same key and batch was measured as this call would measure it."""
 
     @abstractmethod
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """What is given of a record that answers and may have been tuned under another name."""
 
-    def _before(self, subject: _Subject, akin: Sequence[Kin]) -> _Before:
+    def _before(self, subject: Subject, akin: Sequence[Kin]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
         own = f"{key.id}@{key.task.batch}"
@@ -291,7 +307,7 @@ class _Tuning(ABC):
             self._progress.notice(f"marked stale ({known.stale}); measured again")
             return _Before(fresh=True)
         if not known.compares and subject.space.is_choice:
-            self._progress.notice(f"nothing was raced beside {key.task.baseline} yet; goes on")
+            self._progress.notice(f"nothing was measured beside {key.task.baseline} yet; goes on")
             return _Before(unfinished=True)
         if key.task.data and _loaded(key.task) != _loaded(known.key.task):
             self._progress.notice("tuned without this data; goes on with its loader")
@@ -307,71 +323,69 @@ class _Tuning(ABC):
             self._progress.notice("tuned for a job of another length; the choice is made again")
         return _Before()
 
-    def _tune(self, subject: _Subject, near: Sequence[Config], before: _Before) -> Record:
-        """Search, race and remember; nobody else measures this key meanwhile."""
-        from advisor.tuners.decide.verdict import decide
+    def _tune(
+        self, subject: Subject, near: Sequence[Config], before: _Before
+    ) -> tuple[Record, Found]:
+        """Search and remember; nobody else measures this key meanwhile."""
+        from advisor.tuners.environment import bf16_notice
         from advisor.tuners.search.journal import open_study
-        from advisor.tuners.search.study import Scope, Search
+        from advisor.tuners.search.tuner import Tuner
 
-        facts, plan, studies = subject.facts, self._plan, self._records.studies
-        space = subject.space
+        facts, studies = subject.facts, self._records.studies
         self._refuse_too_small(facts)
         name = subject.study
-        with locked(studies, name):
+        with locked(studies, name), Scratch() as folder:
             study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)
-            scope = Scope(
-                clock=Clock(plan.seconds, kept_s=LOADER * plan.seconds * bool(space.inputs)),
-                baseline=subject.task.baseline,
-                trials=plan.trials,
-                memory=_memory(subject),
-                first=near,
-                seed=plan.seed,
-                builder=subject.builder,
-            )
-            search = Search(subject.worker, space, study, scope, self._progress, subject.fleet)
-            self._progress.started(facts, subject.key, space, len(search.trials))
-            with Scratch() as folder:
-                try:
-                    tried = len(search.run())
-                    terms = self._terms(subject, folder)
-                    decided = decide(subject.worker, space, search, terms, self._progress)
-                    for line in search.left_out:
-                        self._progress.notice(line)
-                except WorkerError:
-                    search.settle()
-                    raise
-                except TargetFailed:
-                    search.give_up()
-                    raise
-                made = self._provenance(facts, name, tried, scope.clock.spent_s)
-                record = _record(subject, decided, made)
-                if not record.compares:
-                    search.settle()
-                anew = before.fresh or before.unfinished
-                store = keep(self._records, record, anew, self._progress)
-                keep_artifacts(self._records, record, decided.artifacts, store, self._progress)
-        return record
+            scope = self._scope(subject, near, folder)
+            tuner = Tuner(subject.place, subject.space, study, scope, self._progress)
+            self._progress.started(facts, subject.key, subject.space, tuner.known)
+            if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
+                self._progress.notice(said)
+            found = tuner.run()
+            if subject.space.inputs and not found.interrupted:
+                found = self._with_loader(subject, found, tuner)
+            made = self._provenance(facts, name, len(found.trials), tuner.clock.spent_s)
+            if found.interrupted:
+                made = dataclasses.replace(made, effort=INTERRUPTED)
+            record = _record(subject, found, made)
+            anew = before.fresh or before.unfinished
+            store = keep(self._records, record, anew, self._progress)
+            keep_artifacts(self._records, record, found.artifacts, store, self._progress)
+        return record, found
 
-    def _terms(self, subject: _Subject, folder: Path) -> Terms:
-        from advisor.tuners.decide.verdict import Terms
-        from advisor.tuners.room import Batch
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
+        from advisor.tuners.search.tuner import Scope
 
-        return Terms(
-            length=self._plan.length(subject.task.batch),
-            tolerance=_tolerance(subject.task),
-            process_s=subject.process_s,
-            memory=_memory(subject),
-            compare_s=subject.compare_s,
-            compare_steps=subject.compare_steps,
-            # What is built ahead is built to be compared, too, but for a run.
-            draws=subject.facts.draws and (subject.builder is None or bool(subject.task.command)),
+        plan = self._plan
+        loads = bool(subject.space.inputs)
+        return Scope(
+            budget_s=plan.seconds,
+            compares=_tolerance(subject.task) > 0,
             baseline=subject.task.baseline,
+            trials=plan.trials,
+            first=near,
+            seed=plan.seed,
+            length=plan.length(subject.task.batch),
+            modules=subject.facts.modules,
             folder=folder if max_artifacts() else None,
-            samples=subject.data.samples if subject.data else 0,
-            loaded=_batch(subject.data) if subject.data else Batch(),
+            without=self._without(subject.space),
+            reserve_s=min(LOADER_S, LOADER_SHARE * plan.seconds) if loads else 0.0,
         )
+
+    def _with_loader(self, subject: Subject, found: Found, tuner: Tuner) -> Found:
+        """The loader that feeds the loop's winner, searched for in the same way."""
+        from advisor.tuners.search.loader import tuned_loader
+
+        tuner.clock.release()
+        step = next(one.choice.config for one in found.winners if (one.use, one.free) == LOOPS)
+        return tuned_loader(subject.place, subject.space, step, found, tuner.clock, self._progress)
+
+    def _without(self, space: Space) -> list[Config]:
+        """The baseline without what is measured to tell what it costs; nothing by default."""
+        del space
+        return []
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         from advisor.tuners.environment import host_cpu
@@ -407,45 +421,32 @@ class _OfTarget(_Tuning):
     """A model on made-up data, in a worker."""
 
     def __init__(self, task: Task, plan: Plan, records: Records, progress: Progress) -> None:
-        from advisor.tuners.environment import default_device, detect, devices
+        from advisor.tuners.environment import default_device, detect
         from advisor.tuners.target import parse
 
         super().__init__(plan, records, progress)
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self._devices = devices(task.device or default_device())
-        self._device = self._devices[0]
-        self._environment = detect(self._device)
-        if len(self._devices) > 1:  # the record is that of one of them
-            own = "" if self._device == default_device() else self._device
-            task = dataclasses.replace(task, device=own)
+        self.device = task.device or default_device()
+        self._environment = detect(self.device)
         self._task = task
 
     @contextlib.contextmanager
-    def _subject(self) -> Iterator[_Subject]:
-        from advisor.tuners.measure.worker.ahead import Ahead
-        from advisor.tuners.measure.worker.fleet import Fleet
+    def _subject(self) -> Iterator[Subject]:
         from advisor.tuners.measure.worker.parent import DATA_S
         from advisor.tuners.search.space import Space
 
-        with contextlib.ExitStack() as started:
-            members = {name: started.enter_context(self._worker(name)) for name in self._devices}
-            worker = members[self._device]
-            fleet = started.enter_context(Fleet(members, self._progress.notice))
-            began = time.monotonic()
-            described = fleet.describe()
-            process_s = time.monotonic() - began
-            for name, one in described.items():
-                _same_device(name, one.device_uuid)
-            facts = described[self._device]
+        with self._worker() as worker:
+            facts = worker.describe()
+            _same_device(self.device, facts.device_uuid)
             key = Key(
                 environment=self._environment,
                 model=facts.model,
                 hooks=facts.hooks,
                 task=self._task,
                 libraries=facts.libraries,
-                threads=facts.threads if self._device == "cpu" else 0,
+                threads=facts.threads if self.device == "cpu" else 0,
             )
             batches = _batches(self._task, facts, self._environment.device.memory_gib)
             situation = _situation(key, self._plan, facts, batches)
@@ -454,59 +455,43 @@ class _OfTarget(_Tuning):
                 most_s = min(DATA_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
                 with self._progress.making(self._task.data, most_s):
                     data = worker.describe_data(most_s)
-                workers, by_name, lines = fed_by(data)
-                situation = dataclasses.replace(
-                    situation,
-                    loaded=True,
-                    workers=workers,
-                    by_name=by_name,
-                    any_order=self._task.any_order,
-                )
-                if by_name:
-                    data = dataclasses.replace(data, tensors=0)
-                for line in lines:
-                    self._progress.notice(line)
-            yield _Subject(
-                worker=worker,
+                situation, data = self._fed(situation, data)
+            space = Space.of(situation)
+            worker.baseline = space.default
+            yield Subject(
+                place=worker,
                 facts=facts,
                 key=key,
                 target=Target(name=facts.name, origin=self._spec.origin, code=facts.code),
-                space=Space.of(situation),
-                process_s=process_s,
-                builder=Ahead(
-                    self._job(self._device),
-                    worker,
-                    compared=facts.draws and _tolerance(self._task) > 0,
-                    tell=self._progress.building,
-                ),
-                fleet=fleet if len(described) > 1 else None,
+                space=space,
                 data=data,
             )
 
-    def _worker(self, device: str) -> Worker:
+    def _fed(self, situation: Situation, data: DataFacts) -> tuple[Situation, DataFacts]:
+        """What the loader of the data may have, said where that is less than the host has."""
+        workers, by_name, lines = fed_by(data)
+        for line in lines:
+            self._progress.notice(line)
+        situation = dataclasses.replace(
+            situation,
+            loaded=True,
+            workers=workers,
+            by_name=by_name,
+            any_order=self._task.any_order,
+        )
+        return situation, dataclasses.replace(data, tensors=0) if by_name else data
+
+    def _worker(self) -> Worker:
         from advisor.tuners.measure.worker.parent import Worker
-
-        return Worker(self._job(device), deadline_s=self._deadline_s)
-
-    def _job(self, device: str) -> Job:
-        """What a worker on this device is to measure: it takes the place of the first one there."""
-        from advisor.tuners.environment import in_place_of
         from advisor.tuners.measure.worker.wire import Job
 
-        first = self._device
-        visible = in_place_of(first, device) if device != first else ""
-        return Job(
-            task=self._task,
-            device=first,
-            seed=self._plan.seed,
-            visible=visible,
-            shares_host=len(self._devices) > 1,
-        )
+        job = Job(task=self._task, device=self.device, seed=self._plan.seed)
+        return Worker(job, deadline_s=max(30.0, self._plan.seconds))
 
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         return not record.key.task.command
 
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """The record under the name that it was asked for by, as apply() finds it by that: another
         name, or other code, of what is the same model and the same task."""
         target, asked = subject.target, subject.task
@@ -542,13 +527,11 @@ class OfRun(_Tuning):
         self._command, self._permitted, self._show = tuple(command), dict(permitted), show
 
     @contextlib.contextmanager
-    def _subject(self) -> Iterator[_Subject]:
+    def _subject(self) -> Iterator[Subject]:
         from advisor.tuners import knobs
 
         with self.begun() as run:
-            began = time.monotonic()
             self._seen = seen = run.describe()
-            process_s = time.monotonic() - began
             for line in seen.lines():
                 self._progress.notice(line)
             key = key_of(seen, self._command, self._permitted)
@@ -570,27 +553,23 @@ class OfRun(_Tuning):
             )
             space = self.space(situation)
             run.own, run.memory = space.default, facts.memory_bytes
+            run.tolerance = _tolerance(task)
             self._try_options(run, space)
-            with self.builder(run, key, seen, space) as builder:
-                yield _Subject(
-                    worker=run,
-                    facts=facts,
-                    key=key,
-                    target=Target(name=task.target, origin=""),
-                    space=space,
-                    process_s=process_s,
-                    compare_s=COMPARE_S,
-                    compare_steps=COMPARE_STEPS,
-                    builder=builder,
-                )
+            yield Subject(
+                place=run,
+                facts=facts,
+                key=key,
+                target=Target(name=task.target, origin=""),
+                space=space,
+            )
 
-    def _answers(self, record: Record, subject: _Subject) -> bool:
+    def _answers(self, record: Record, subject: Subject) -> bool:
         """What is put into the words of a command is known of that command alone."""
         command = record.key.task.command
         alike = not subject.task.map or command_part(command) == command_part(self._command)
         return bool(command) and alike
 
-    def _known(self, record: Record, subject: _Subject) -> Record:
+    def _known(self, record: Record, subject: Subject) -> Record:
         """The record as it is: what another command gave is told as that one's. Whoever runs this
         one finds it by the model."""
         from advisor.tuners.knobs import WORKERS, described, workers
@@ -607,6 +586,18 @@ class OfRun(_Tuning):
                 "gains over these is not known; --force measures it"
             )
         return record
+
+    def _without(self, space: Space) -> list[Config]:
+        """The script without its own autocast, and without its own compilation."""
+        from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS
+
+        found = []
+        for name in (*FORMATS, COMPILE):
+            knob, own = BY_NAME[name], self._seen.own.get(name)
+            half = knob.autocast is not None and knob.autocast(own) is not None
+            if name in self._seen.kept and own is not None and (half or name == COMPILE):
+                found.append(space.default.replace(**{name: knob.default}))
+        return found
 
     def _try_options(self, run: Run, space: Space) -> None:
         """See that options set what they are to, before anything is measured for it.
@@ -628,25 +619,9 @@ class OfRun(_Tuning):
             self._command,
             self._records,
             self._progress,
-            deadline_s=self._deadline_s,
             options=self._permitted.get("map"),
             show=self._show,
         )
-
-    def builder(
-        self, run: Run, key: Key, seen: Seen, space: Space
-    ) -> AbstractContextManager[Builder | None]:
-        """What builds configs beside the run, if there are any: not where shapes vary, as those of
-        another step are compiled to other code."""
-        from advisor.tuners import knobs
-        from advisor.tuners.measure.run.ahead import HandedAhead
-        from advisor.tuners.measure.worker.wire import Job
-
-        dear = (Config({name: v}) for name in space.dear for v in space.choices[name])
-        if seen.varies or not any(map(knobs.compiles, dear)):
-            return contextlib.nullcontext()
-        job = Job(task=key.task, device=seen.device, seed=self._plan.seed)
-        return HandedAhead.beside(run, job, self._progress.notice, self._progress.building)
 
     def space(self, situation: Situation) -> Space:
         """What may be tried."""
@@ -660,7 +635,6 @@ def begun(
     records: Records,
     progress: Progress,
     *,
-    deadline_s: float,
     options: Mapping[str, Value] | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Run:
@@ -675,15 +649,14 @@ def begun(
 
     measurable(command)
     log = _log_of(records, tuple(command))
+    saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
     progress.notice(
-        "starts the command several times and ends it; checkpoints and logs that it saves "
-        "itself are saved, reports to wandb, comet, mlflow and their like are off"
+        f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
+        "comet, mlflow and their like are off, other files are written"
     )
     if show is None:
         progress.notice(f"its output: {log}")
-    return Run(
-        command, injected=INJECTED, log=log, deadline_s=deadline_s, show=show, options=options
-    )
+    return Run(command, injected=INJECTED, log=log, show=show, options=options)
 
 
 def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
@@ -768,7 +741,7 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
     )
 
 
-def _of_fp8(subject: _Subject) -> str:
+def _of_fp8(subject: Subject) -> str:
     """Whether fp8, where it is permitted, is tried, or why not."""
     from advisor.tuners import fp8
 
@@ -837,18 +810,12 @@ def _batch(data: DataFacts) -> Batch:
     return Batch(bytes=data.batch_bytes, tensors=data.tensors)
 
 
-def _memory(subject: _Subject) -> int:
-    """Bytes that a config may take; 0 where that is not known."""
-    limits = [one for one in (subject.task.max_memory, subject.facts.memory_bytes) if one]
-    return min(limits, default=0)
-
-
 def _tolerance(task: Task) -> float:
     """Of the comparison with fp32; 0 for none."""
     return task.tolerance if task.mode == "train" else 0.0
 
 
-def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
+def _record(subject: Subject, decided: Found, made: Provenance) -> Record:
     return Record(
         key=subject.key,
         target=subject.target,
@@ -862,7 +829,7 @@ def _record(subject: _Subject, decided: Decided, made: Provenance) -> Record:
     )
 
 
-def _first_guesses(subject: _Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
+def _first_guesses(subject: Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
     chosen: dict[Config, Kin] = {}
     key = subject.key

@@ -3,7 +3,7 @@
     python benchmarks/loop_overhead.py examples/mnist.py --shape 8x1x28x28
 
 A small model at a small batch is bound by the host, where every microsecond of Python shows.
-Prints the loop through Advice as a multiple of the loop by hand, with its 95% interval, and the
+Prints the loop through Advice as a multiple of the loop by hand, with its 99% interval, and the
 same for a second loop by hand: what this machine's noise alone makes of no difference.
 """
 
@@ -24,8 +24,8 @@ from torch.nn import functional
 from advisor.cache.config import Config
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.decide.race import paired_ratio
 from advisor.tuners.environment import default_device
+from advisor.tuners.search.ratio import paired
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {"precision": "default"},
@@ -126,7 +126,7 @@ def main() -> None:
             for which in order:
                 spent = sum(timed(epochs[which], device) for _ in range(epoch_count))
                 turns[which].append(spent / epoch_count / len(made))
-        ours, control = (paired_ratio(seen, turns[0]) for seen in turns[1:])
+        ours, control = (paired(seen, turns[0]) for seen in turns[1:])
         rows[name] = {
             "by_hand_step_s": statistics.median(turns[0]),
             "x_by_hand": ours.mean,

@@ -198,19 +198,16 @@ class Fraction(_Plain[float]):
 
 
 class Device(_Plain[str]):
-    """'cpu', 'cuda' or 'cuda:N'; several: 'cuda:0-3', 'cuda:0,2', 'cuda:all' or 'all'; '' where
-    nothing is said."""
+    """'cpu', 'cuda' or 'cuda:N'; '' where nothing is said."""
 
     metavar = "cuda:N|cpu"
 
     def checked(self, what: str, value: object) -> str:
         name = str(value)
-        part = "[0-9]{1,4}(-[0-9]{1,4})?"
-        if not re.fullmatch(rf"cpu|(cuda:)?all|cuda(:{part}(,{part})*)?", name):
-            raise UsageError(
-                f"{what} {value!r}: expected cpu, cuda or cuda:N, e.g. cuda:0; several that are "
-                "tuned on as cuda:0-3, cuda:0,2 or all"
-            )
+        if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", name):
+            raise UsageError(f"{what} {value!r}: tune measures on one device; give one, as cuda:0")
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", name):
+            raise UsageError(f"{what} {value!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
         return name
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from advisor.cache import sizes
 from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, fingerprint
 from advisor.cache.key import of_environment as environment_fields
 from advisor.cache.record import Record
@@ -18,6 +19,8 @@ Kind = Literal["exact", "compatible", "miss"]
 
 NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
 """Permissions: a record of more than is asked for can answer, from its trials."""
+SIZES = ("shapes", "others")
+"""Fields with the sizes of a run's inputs."""
 _DEVICES = tuple(name for name in PLACE if name.startswith("device."))
 _NEARNESS: Mapping[Kind, int] = {"exact": 0, "compatible": 1}
 _MISS = 4
@@ -116,7 +119,8 @@ def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ..
 def compared(
     want: Mapping[str, Field], have: Mapping[str, Field]
 ) -> tuple[Kind, tuple[Difference, ...]]:
-    """As `compare`, of fields by name: what is wanted of them, and those of a key."""
+    """As `compare`, of fields by name: what is wanted of them, and those of a key. Sizes that one
+    of them does not know make a record compatible, and no difference that is reported."""
 
     def differing(names: Iterable[str]) -> list[Difference]:
         return [
@@ -126,6 +130,9 @@ def compared(
         ]
 
     place = differing(PLACE)
+    unknown = any(one.field in SIZES for one in place) and sizes.fit(want, have)
+    if unknown:
+        place = [one for one in place if one.field not in SIZES]
     for decisive in ("device.name", "device.kind"):
         if any(difference.field == decisive for difference in place):
             place = [d for d in place if d.field == decisive or d.field not in _DEVICES]
@@ -133,7 +140,7 @@ def compared(
     if place:
         return "miss", tuple(place)
     variant = differing(VARIANT)
-    return ("compatible" if variant else "exact"), tuple(variant)
+    return ("compatible" if variant or unknown else "exact"), tuple(variant)
 
 
 def place_of(key: Key) -> str:

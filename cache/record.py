@@ -30,8 +30,9 @@ STAGES = ("compute", "input", "loader", "numerics")
 
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""
-WITHIN = "within"
-"""The effort of what was tuned within a run that went on: less than any."""
+WITHIN, INTERRUPTED = "within", "interrupted"
+"""The efforts of what was tuned within a run that went on, and of what Ctrl-C ended: less than
+any."""
 
 USES = ("flags", "pilot", "loop", "capture")
 """What a script lets advice do, the least first; what one can follow the next can too."""
@@ -118,7 +119,7 @@ class Trial:
 class Choice:
     """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
     `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step in a fresh process with empty caches, and `loaded_step_s` those with its artifacts loaded,
+    step where nothing was compiled before, and `loaded_step_s` those with its artifacts loaded,
     0 where that was not measured."""
 
     config: Config
@@ -196,7 +197,8 @@ class Provenance:
     @property
     def how(self) -> str:
         """The effort, for people."""
-        return "within its own run" if self.effort == WITHIN else f"with --effort {self.effort}"
+        lesser = {WITHIN: "within its own run", INTERRUPTED: "until it was interrupted"}
+        return lesser.get(self.effort, f"with --effort {self.effort}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

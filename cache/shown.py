@@ -23,10 +23,15 @@ def tells(low: float, high: float) -> bool:
     return not low <= 1 <= high or high < UNTOLD * low
 
 
+def times(ratio: float) -> str:
+    """'1.38x'."""
+    return f"{ratio:.2f}x"
+
+
 def speedup(ratio: float, low: float, high: float) -> str:
     """'1.38x (1.36-1.41)'; 'could not tell' where the interval says nothing."""
     told = interval(low, high)
-    return f"{ratio:.2f}x ({told})" if tells(low, high) else told
+    return f"{times(ratio)} ({told})" if tells(low, high) else told
 
 
 def interval(low: float, high: float) -> str:

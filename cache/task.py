@@ -163,8 +163,7 @@ class Task:
     )
     device: str = row(
         kinds.Device(),
-        "Where it runs; default: the first CUDA device, else the CPU. One study on several that "
-        "are alike: cuda:0-3, cuda:0,2 or all.",
+        "Where it runs; default: the first CUDA device, else the CPU.",
         "",
         decides=False,
         shown=True,

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import fact, version
 
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
@@ -64,11 +66,11 @@ def detect(device: str) -> Environment:
             device=Device(
                 kind="cpu",
                 name=host_cpu(),
-                capability=torch.backends.cpu.get_cpu_capability(),
+                capability=str(fact("capability", lambda: torch.backends.cpu.get_cpu_capability())),
                 multiprocessors=_cores(),
                 memory_gib=round(_memory_bytes() / 2**30),
             ),
-            software=Software(driver="", cuda="", cudnn="", torch=str(torch.__version__)),
+            software=Software(driver="", cuda="", cudnn="", torch=version("torch")),
         )
     index = cuda_index(device)
     count = _cuda_count()
@@ -86,40 +88,6 @@ def detect(device: str) -> Environment:
         raise AdvisorError(
             f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
         ) from exc
-
-
-def devices(named: str) -> tuple[str, ...]:
-    """Those that 'cuda:0-3', 'cuda:0,2' or 'all' name, each once; any other is one device.
-
-    Raises:
-        UsageError: one of several is not there, or is not like the first.
-        AdvisorError: as `detect`.
-    """
-    if re.fullmatch(r"(cuda:)?all", named):
-        numbers = list(range(_cuda_count()))
-        if not numbers:
-            raise UsageError(f"device {named!r}: {_what_there_is(0)}")
-    elif re.fullmatch(r"cuda:[0-9]+[-,][-,0-9]*", named):
-        spans = [list(map(int, one.split("-"))) for one in named.removeprefix("cuda:").split(",")]
-        numbers = [n for span in spans for n in range(span[0], span[-1] + 1)]
-        if not numbers:
-            raise UsageError(f"device {named!r}: expected the lower number first")
-    else:
-        return (named,)
-    found = tuple(dict.fromkeys(f"cuda:{n}" for n in numbers))
-    first = detect(found[0]).device
-    for other in found[1:]:
-        if (device := detect(other).device) != first:
-            raise UsageError(
-                f"device {named!r}: {other} ({_shown(device)}) is not like {found[0]} "
-                f"({_shown(first)}), and one study needs GPUs that are alike; name those that are"
-            )
-    return found
-
-
-def _shown(device: Device) -> str:
-    slice_ = f" MIG {device.mig}" if device.mig else ""
-    return f"{device.name}{slice_}, {device.memory_gib} GiB"
 
 
 def cuda_index(device: str) -> int:
@@ -152,25 +120,6 @@ def device_uuid(device: str) -> str:
         return _text(nvml.nvmlDeviceGetUUID(gpus[index].handle)).removeprefix("GPU-")
     except nvml.NVMLError:
         return ""
-
-
-def is_exclusive(device: str) -> bool:
-    """Whether a GPU's compute mode lets one process alone use it; False where that is not known.
-
-    Raises:
-        UsageError: the device is malformed.
-    """
-    index, nvml = cuda_index(device), _nvml()
-    if nvml is None:
-        return False
-    try:
-        gpus = _visible(nvml)
-        if index >= len(gpus) or gpus[index].is_slice:
-            return False
-        mode = nvml.nvmlDeviceGetComputeMode(gpus[index].handle)
-        return bool(mode != nvml.NVML_COMPUTEMODE_DEFAULT)
-    except nvml.NVMLError:
-        return False
 
 
 def free_bytes(device: str) -> int:
@@ -219,7 +168,7 @@ def _called(process: int) -> str:
 def gpus() -> list[Gpu]:
     """The GPUs that CUDA gives this process, in its order; none where NVML does not answer."""
     nvml = _nvml()
-    if nvml is None or not torch.backends.cuda.is_built():
+    if nvml is None or not _built():
         return []
     try:
         return [
@@ -239,21 +188,6 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return tuple(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except nvml.NVMLError:  # a slice, or a driver that does not tell
         return ()
-
-
-def in_place_of(place: str, device: str) -> str:
-    """CUDA_VISIBLE_DEVICES of a process that finds one GPU in the place of another: code that was
-    compiled for that one, which names it by its number, is found by it too.
-
-    Raises:
-        UsageError: a device is malformed.
-        AdvisorError: NVML does not tell about it.
-    """
-    shown, (first, own) = [gpu.uuid for gpu in gpus()], map(cuda_index, (place, device))
-    if max(first, own) >= len(shown):
-        raise AdvisorError(f"device {device!r}: NVML does not tell which GPU that is")
-    shown[first], shown[own] = shown[own], shown[first]
-    return ",".join(shown)
 
 
 @functools.cache
@@ -284,14 +218,32 @@ def _installed(package: str) -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware."""
-    return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()))
+    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
+
+    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast.
+    """
+    if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
+        return False
+    return bool(fact("bf16", _kernels_have_bf16))
+
+
+def _kernels_have_bf16() -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
+    """One line where bf16 is permitted and this CPU has no kernels for it; else ''."""
+    if device != "cpu" or "bf16" not in precisions or cpu_has_bf16():
+        return ""
+    return "bf16 is not tried: this CPU has no bf16 kernels"
 
 
 @functools.cache
 def own_threads() -> int:
     """CPU threads that torch used inside one operation before any advice was followed."""
-    return torch.get_num_threads()
+    return int(fact("threads", lambda: torch.get_num_threads()))
 
 
 def threads_set() -> bool:
@@ -315,9 +267,9 @@ def _ask(nvml: Any, index: int) -> Environment:
         ),
         software=Software(
             driver=_text(nvml.nvmlSystemGetDriverVersion()),
-            cuda=torch.version.cuda or "",
-            cudnn=_cudnn_version(),
-            torch=str(torch.__version__),
+            cuda=version("cuda"),
+            cudnn=str(fact("cudnn", _cudnn_version)),
+            torch=version("torch"),
             power_limit_w=round(milliwatts / 1000),
             clock_cap_mhz=_clock_cap(nvml, gpu.card),
         ),
@@ -325,8 +277,8 @@ def _ask(nvml: Any, index: int) -> Environment:
 
 
 def _what_there_is(count: int) -> str:
-    if not torch.backends.cuda.is_built():
-        return f"this torch ({torch.__version__}) is built without CUDA; use cpu"
+    if not _built():
+        return f"this torch ({version('torch')}) is built without CUDA; use cpu"
     if count == 0:
         return (
             "this process sees no CUDA device; use cpu, or check nvidia-smi and "
@@ -384,7 +336,7 @@ def _cuda_count() -> int:
 @functools.cache
 def _count(_asked: str | None) -> int:
     """The number of CUDA devices; asked once for each setting, as NVML takes milliseconds."""
-    if not torch.backends.cuda.is_built():
+    if not _built():
         return 0
     nvml = _nvml()
     if nvml is not None:
@@ -392,11 +344,29 @@ def _count(_asked: str | None) -> int:
             return len(_visible(nvml))
         except nvml.NVMLError:
             pass
+    if "torch" not in sys.modules and not version("hip") and not _has_driver():
+        return 0
     # ROCm, or a container without the library: torch may know better.
     try:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
     except ValueError:  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
         return 0
+
+
+def _built() -> bool:
+    """Whether torch is built for GPUs."""
+    return bool(fact("built", lambda: torch.backends.cuda.is_built()))
+
+
+def _has_driver() -> bool:
+    """Whether there is the library through which CUDA reaches a GPU."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True
 
 
 def _visible(nvml: Any) -> list[_Gpu]:

@@ -6,6 +6,9 @@ import multiprocessing
 import pickle
 import re
 import traceback
+from pathlib import Path
+
+from advisor.tuners.fingerprint import is_library
 
 CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*[/\\])?(?P<name>[^"/\\]+)", line (?P<line>\d+)')
@@ -51,6 +54,16 @@ def told(exc: BaseException) -> str:
     else:
         said = f"{type(exc).__name__}: {first}{_where(traceback.format_tb(exc.__traceback__))}"
     return said[:MOST]
+
+
+def where(exc: BaseException) -> str:
+    """'train.py:41': the innermost line of the user's own code that an exception came through, or
+    that it is about, as of wrong syntax; '' where it came through none."""
+    if isinstance(exc, SyntaxError) and exc.filename and exc.lineno:
+        return f"{Path(exc.filename).name}:{exc.lineno}"
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [one for one in frames if Path(one.filename).is_file() and not is_library(one.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def _chain(exc: BaseException) -> str:

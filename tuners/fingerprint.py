@@ -10,9 +10,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import inspect
+import logging
 import re
+import secrets
 import sys
 import sysconfig
 import textwrap
@@ -20,17 +23,21 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.key import fingerprint
+from advisor.tuners.lazily import torch
 
+if TYPE_CHECKING:
+    from torch import nn
+
+_log = logging.getLogger("advisor")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-MOST_PIECES = 400
-"""Classes and functions that are looked at for one digest, those that they refer to included."""
+MOST_PIECES = 2_000
+"""Classes and functions that are taken apart for one digest, those that they refer to included, at
+about a millisecond each; of what is left the whole files count."""
 MOST_VALUE = 10_000
-"""Characters of a constant's repr() that count."""
+"""Characters of a constant's repr() from which it counts by its digest."""
 
 
 def of_model(model: nn.Module) -> str:
@@ -66,7 +73,7 @@ def of_hooks(make_batch: Callable[..., Any] | None, loss: Callable[..., Any] | N
 def _hook(hook: Any) -> list[Any]:
     if hook is None:
         return []
-    if isinstance(hook, nn.Module):
+    if isinstance(hook, torch.nn.Module):
         # A loss of torch.nn states its settings nowhere but in its attributes.
         settings = [[n, _value(v)] for n, v in sorted(vars(hook).items()) if _is_plain(v)]
         return ["module", of_model(hook), settings]
@@ -81,8 +88,9 @@ def _stated(module: nn.Module) -> str:
     try:
         # extra_repr() is where a module states its hyperparameters; addresses differ by run.
         return _ADDRESS.sub("0x", module.extra_repr())
-    except Exception:  # the user's own; what it would have said is told by no other means
-        return ""
+    except Exception:  # the user's own: what it would have said is among its attributes
+        held = {name: value for name, value in vars(module).items() if name != "training"}
+        return str([[name, _value(value)] for name, value in held.items() if _is_plain(value)])
 
 
 def _shape(tensor: Any) -> list[int]:
@@ -94,23 +102,45 @@ def _shape(tensor: Any) -> list[int]:
 
 def _code(pieces: list[Any]) -> list[str]:
     """Digests of the user's own among these, and of what they refer to by global name."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
     found: set[str] = set()
     waiting = list(pieces)
-    while waiting and len(seen) < MOST_PIECES:
+    while waiting:
         piece = waiting.pop()
         if id(piece) in seen:
             continue
+        seen[id(piece)] = piece
+        referred: Sequence[Any] = ()
         try:
             if not _is_own(piece):
                 continue
-            seen.add(id(piece))
+            if len(found) >= MOST_PIECES:
+                found.add(_whole_file(piece))
+                continue
             text, referred = _of_piece(inspect.unwrap(_bare(piece)))
-        except Exception:  # the user's metaclasses and decorators may do anything: by its name
-            text, referred = str(getattr(piece, "__qualname__", "")), ()
+        except Exception:  # the user's metaclasses and decorators may do anything
+            text = _whole_file(piece)
         found.add(text)
         waiting += referred
     return sorted(found)
+
+
+def _whole_file(piece: Any) -> str:
+    """Digest of the file that a class or function is of, where it is not taken apart: any change of
+    it is one of the model. Where there is no file, a digest that no record has."""
+    name = str(inspect.getattr_static(piece, "__module__", ""))
+    try:
+        return hashlib.sha256(
+            Path(str(vars(sys.modules[name])["__file__"])).read_bytes()
+        ).hexdigest()
+    except (OSError, KeyError):
+        return _unlike_any(name)
+
+
+@functools.cache
+def _unlike_any(name: str) -> str:
+    _log.warning("the code of module %r cannot be read: no record fits its models", name)
+    return secrets.token_hex(32)
 
 
 _PIECES: weakref.WeakKeyDictionary[Any, tuple[str, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -221,20 +251,22 @@ def _is_plain(value: object) -> bool:
 
 
 def _value(value: Any) -> str:
-    return _ADDRESS.sub("0x", repr(value))[:MOST_VALUE]
+    text = _ADDRESS.sub("0x", repr(value))
+    return text if len(text) <= MOST_VALUE else hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
     """Folders of Python's own modules, of torch, and of what tunes."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    places += [str(Path(nn.__file__).parents[1]), str(Path(__file__).resolve().parent)]
+    places += [str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent)]
     return tuple(f"{Path(place).resolve()}/" for place in places if place)
 
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is of Python, of torch, of an installed library or of advisor's own."""
+    """Whether a file is of Python, of torch, of an installed library or of advisor's own. What is
+    installed to be edited in place is the user's: its version says nothing of its code."""
     if not file or file.startswith("<frozen"):
         return True
     path = Path(file)
@@ -273,10 +305,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(
-            model, nn.DataParallel | nn.parallel.DistributedDataParallel
+            model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel
         ):
             inner = model.module
-        if not isinstance(inner, nn.Module):
+        if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
 
@@ -286,7 +318,7 @@ def size(model: nn.Module) -> tuple[int, int]:
     model = unwrapped(model)
     return (
         sum(1 for _ in model.modules()),
-        sum(0 if nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
+        sum(0 if torch.nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
     )
 
 

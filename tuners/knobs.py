@@ -19,6 +19,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners import fp8, known_wrong
+from advisor.tuners.decisions import COMPILE_MODULE_S, COMPILE_S, LONG_COMPILE_S, QUICK_COMPILE_S
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -218,8 +219,7 @@ class Knob:
     frugal: bool = False
     """It gives speed for memory: tried only where a larger batch does not fit."""
     ahead: Callable[[Value], bool] = _never
-    """Whether what a value compiles is kept in caches on disk, so that several can be built at once
-    before they are measured."""
+    """Whether what a value compiles is kept in caches on disk."""
     compiled: bool = True
     """Whether it decides the code that a compiler makes: what acts on the optimizer, the loader or
     the choice among kernels of libraries alone does not."""
@@ -227,7 +227,7 @@ class Knob:
     """A process keeps what it chose under one value, whatever is set later: another value takes
     another process."""
     guess: Literal["alone", "leader", ""] = "alone"
-    """Tried at first by itself, on what leads by then, or only where RECIPES and sampler say so."""
+    """Tried at first by itself, on what leads by then, or only where the search's order says so."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only the first value here is sound."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None
@@ -248,8 +248,6 @@ class Knob:
     feeds: bool = False
     """It acts on what a run's steps wait for: tried where they wait, and kept for what is tried
     then; it makes no other key."""
-    per_epoch: bool = False
-    """It acts where an epoch begins, and nowhere else."""
     by_rule: bool = False
     """It is offered where its last value is needed, and that is taken untried."""
     flag: Flag | None = None
@@ -349,11 +347,14 @@ def _batch_layout(tensor: Tensor, value: Value) -> torch.memory_format | None:
 
 
 def _searches(here: Situation) -> tuple[Value, ...]:
+    """With --effort exhaustive alone: a process keeps the algorithm that it chose first, so that
+    each switch takes a start of the worker, and it gave ResNet-50 0.977x and MobileNetV3 0.983x."""
     if here.device != "cuda" or not here.convolves:
         return ()
     # Searching by time picks differently from run to run, so it is not deterministic. A running
     # script has chosen its algorithms, and keeps them.
-    return (False,) if here.deterministic or here.use == PILOT else (False, True)
+    fixed = here.deterministic or here.use == PILOT or not here.full
+    return (False,) if fixed else (False, True)
 
 
 def _set_benchmark(value: Value) -> None:
@@ -412,14 +413,7 @@ BLOCKS = "blocks"
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By the seconds they cost on an H200: 3-4, 19-32 and 15-32 for ResNet-50 (FACTS), which has no
 such blocks."""
-INDUCTOR = ("combo_kernels", "coordinate_descent_tuning")
-"""Mode "default" with one of Inductor's options: on an H200 the first gave ResNet-50's captured
-step 2.1%, and took 10% and 50% from ViT-B/16's and GPT-2's; the second gave ViT 1.5%, GPT-2
-nothing, in twice the time (benchmarks/options_gain.py)."""
-COMPILE_MODES_FULL = (
-    *(*COMPILE_MODES, *INDUCTOR),
-    *("max-autotune-no-cudagraphs", "max-autotune"),
-)
+COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
 WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
 """With which what compiles a whole model in the mode "default" otherwise has no effect."""
@@ -445,13 +439,12 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
 
 
 def _compile_seconds(value: Value, modules: int) -> float:
-    # On 16 cores beside an H200 ResNet-50 (151 modules) took 32 to 45 s, EfficientNetV2-S (714) 102
-    # to 109 s (FACTS).
+    """Seconds that compiling a model of so many modules takes, before one has been seen."""
     if value in ("cudagraphs", BLOCKS):
-        return 15.0
+        return QUICK_COMPILE_S
     if str(value).startswith("max-autotune"):
-        return 300.0
-    return max(40.0, 0.15 * modules) * (2 if value == "coordinate_descent_tuning" else 1)
+        return LONG_COMPILE_S
+    return COMPILE_S + COMPILE_MODULE_S * modules
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
@@ -472,10 +465,7 @@ def _compile(model: nn.Module, value: Value) -> nn.Module:
 
 def _by_inductor(mode: str) -> dict[str, Any]:
     """How torch.compile is called for a mode, which it takes options in the place of."""
-    options = known_wrong.avoided()
-    if mode in INDUCTOR:
-        return {"options": {**options, mode: True}}
-    if options:
+    if options := known_wrong.avoided():
         return {"options": torch._inductor.list_mode_options(mode) | options}
     return {"mode": mode}
 
@@ -575,7 +565,7 @@ KNOBS: tuple[Knob, ...] = (
         default="default",
         values=_precisions,
         needs=lambda value: {"bf16": PILOT, "fp16": LOOP, "fp8": LOOP}.get(str(value), FLAGS),
-        numerics=lambda value: value in AUTOCAST,
+        numerics=lambda value: value in AUTOCAST or value == "tf32",
         strict="fp32",
         memory=True,
         permitted=_permits_precision,
@@ -607,6 +597,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_searches,
         needs=lambda _value: FLAGS,
         first_step=True,
+        # A search takes 10 to 20 s for each format and layout, and changes rounding only.
+        strict=False,
         compiled=False,
         lasting=True,
         guess="leader",
@@ -649,6 +641,7 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         needs=lambda _value: PILOT,
+        numerics=_always,
         compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
@@ -660,8 +653,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="compile",
-        summary="torch.compile mode, its backend cudagraphs, only the blocks that repeat, or mode "
-        "default with one of Inductor's options",
+        summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
@@ -804,7 +796,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0,)},
         guess="",
         stage=INPUT,
-        per_epoch=True,
+        by_rule=True,
         loader=lambda value: {"persistent_workers": bool(value)},
     ),
     Knob(
@@ -822,54 +814,42 @@ KNOBS: tuple[Knob, ...] = (
     ),
 )
 
-RECIPES: tuple[tuple[dict[str, Value], str], ...] = (
-    ({"precision": "tf32", "channels_last": True}, "convolutions without layout changes"),
-    (
-        {"precision": "bf16", "channels_last": True},
-        "half the traffic, matrix units at full rate; the usual guide, without algorithm search",
-    ),
-    (
-        {"precision": "bf16", "channels_last": True, "step_graph": True},
-        "the same as one launch a step, where the host is the limit",
-    ),
-    (
-        {"precision": "tf32", "step_graph": True},
-        "small nets gain severalfold from one launch a step, and lose by casts",
-    ),
-    (
-        {"precision": "fp16", "channels_last": True},
-        "fp16: as fast as bf16 where the GPU is the limit, sometimes faster",
-    ),
-    ({"precision": "tf32"}, "TF32 matrix products: nearly free on Ampere and later"),
-    ({"precision": "bf16"}, "half precision alone, where the layout is in the way"),
-    (
-        {"precision": "bf16", "channels_last": True, "fused_optimizer": True},
-        "fewer kernel launches, for steps bound by the host",
-    ),
-    ({"precision": "tf32", "channels_last": True, "fused_optimizer": True}, "the same in TF32"),
-)
-"""What to try first, and why; FACTS: good first guesses beat a clever sampler. What the space does
-not offer keeps torch's default."""
-HALF: tuple[dict[str, Value], ...] = (
-    {"precision": "fp16", "channels_last": True},
+COMPILE = "compile"
+"""What decides how a model is compiled."""
+RECIPE: tuple[dict[str, Value], ...] = (
     {"precision": "bf16", "channels_last": True},
+    {"precision": "tf32", "channels_last": True},
+    {"channels_last": True},
 )
-"""What leads where the device is the limit: convolutions gain most in fp16, as cuDNN has more
-kernels for it; others in bf16, the last, which needs no scaling."""
-
-LEADERS: tuple[dict[str, Value], ...] = (
+"""The number format and layout that is tried first, and what takes its place where that fails. It
+led in 12 of 16 measured models, and in all scripts of others. What the space does not offer keeps
+the baseline's value."""
+COMPILED: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
-    {"compile": "cudagraphs"},
-    {"compile": BLOCKS, "step_graph": True},
     {"compile": "reduce-overhead"},
-    {"compile": "default", "step_graph": True},
-    {"compile": "combo_kernels", "step_graph": True},
-    {"compile": "coordinate_descent_tuning", "step_graph": True},
-    {"compile": "default", "precision": "fp8"},
-    {"compile": "default", "precision": "fp8", "step_graph": True},
+    {"compile": "default"},
 )
-"""What to try of the dear knobs on what leads, in this order; other values follow by themselves. A
-graph over a compiled step was the fastest known for most models (FACTS)."""
+"""How that is compiled: the first that runs."""
+CAPTURED: tuple[dict[str, Value], ...] = (
+    {"step_graph": True},
+    {"compile": "default", "step_graph": True},
+    {"compile": BLOCKS, "step_graph": True},
+)
+"""Whole steps as one graph; over a compiled step it was the fastest known for most models."""
+GRAPHS: tuple[dict[str, Value], ...] = (
+    {"compile": "cudagraphs"},
+    {"step_graph": True},
+    {"precision": "tf32", "step_graph": True},
+)
+"""Graphs without a compiler: small nets gain severalfold, and lose by casts."""
+FORMATS_TRIED: tuple[dict[str, Value], ...] = (
+    {"precision": "fp16"},
+    {"channels_last": False},
+    {"precision": "tf32"},
+    {"precision": "default"},
+    {"precision": "fp8"},
+)
+"""Other formats and layouts of what leads."""
 
 FRUGAL: tuple[dict[str, Value], ...] = (
     {"compile": "default"},  # graphs that a leader replays have memory of their own
@@ -893,10 +873,6 @@ class Advised(Config):
         return super().__getattr__(name)
 
 
-UNCHOSEN = Config(cudnn_enabled=False)
-"""With which a step leaves no choice in its process: cuDNN keeps the algorithm that a convolution's
-first one ran with, searched for or not (PyTorch's Conv_v8.cpp, benchmark_cache; on an H200, torch
-2.11, a first search took 60 ms, 0.25 ms after a step without)."""
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
 PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
@@ -938,15 +914,6 @@ def follows(use: str, config: Config, default: Config) -> bool:
     return USES.index(use_of(config, default)) <= USES.index(use)
 
 
-def is_half(config: Config) -> bool:
-    """Whether a config computes in half precision."""
-    return any(
-        knob.autocast is not None and knob.autocast(config[knob.name]) is not None
-        for knob in KNOBS
-        if knob.name in config
-    )
-
-
 def caveats(config: Config) -> list[str]:
     """What must be known of its values, a sentence each."""
     rows = ((BY_NAME[name].caveat, value) for name, value in config.items() if name in BY_NAME)
@@ -957,12 +924,6 @@ def compiles(config: Config) -> bool:
     """Whether code is made for a config, which caches on disk keep: the backend cudagraphs makes
     none."""
     return any(BY_NAME[name].ahead(value) for name, value in config.items() if name in BY_NAME)
-
-
-def lasts(config: Config) -> bool:
-    """Whether what is chosen for a config, and nothing else can change, is kept by its process."""
-    rows = ((BY_NAME[name], value) for name, value in config.items() if name in BY_NAME)
-    return any(knob.lasting and value != knob.default for knob, value in rows)
 
 
 def code(config: Config) -> Config:
@@ -976,18 +937,18 @@ def is_captured(config: Mapping[str, Value]) -> bool:
     return any(captured is not None and captured(value) for captured, value in rows)
 
 
-def doubts(config: Config) -> set[tuple[str, Value]]:
-    """The values of a config that change what is computed, by knob."""
+def doubts(config: Config, default: Config = TORCH) -> set[tuple[str, Value]]:
+    """The values of a config that change what is computed otherwise than a default, by knob."""
     return {
         (name, value)
-        for name, value in config.changed(TORCH).items()
+        for name, value in config.changed(default).items()
         if name in BY_NAME and BY_NAME[name].numerics(value)
     }
 
 
-def doubtful(config: Config) -> bool:
-    """Whether a config changes what is computed, so that it must be held against strict fp32."""
-    return bool(doubts(config))
+def doubtful(config: Config, default: Config = TORCH) -> bool:
+    """Whether a config changes what is computed, so that it must be compared with strict fp32."""
+    return bool(doubts(config, default))
 
 
 def strict(default: Config) -> Config:
@@ -1013,15 +974,6 @@ def burden(config: Config, default: Config) -> int:
     return sum(
         BY_NAME[name].weight(value) if name in BY_NAME else 1
         for name, value in config.changed(default).items()
-    )
-
-
-def heavy(config: Config, default: Config) -> bool:
-    """Whether a value asks more of a script than others do, as fp16's scaler."""
-    return any(
-        BY_NAME[name].weight(value) > 1
-        for name, value in config.changed(default).items()
-        if name in BY_NAME
     )
 
 

@@ -21,7 +21,7 @@ from advisor.errors import TargetError
 from advisor.tuners.fingerprint import NOT_COMPUTED, plain
 
 MOST_BYTES = 2**18
-"""Of all files that are read for one digest: some 7,000 lines."""
+"""Of all files that are taken apart for one digest: some 7,000 lines."""
 MOST_KNOWN = 64
 """Digests that are kept for the next lookup."""
 ABOVE = 3
@@ -158,10 +158,11 @@ class _Reading:
         """Of a name; before the first one of a file, of what that runs on import."""
         at, name, _attribute = place
         if at not in self.stamps:
-            # Of what cannot be read only the import counts.
             with contextlib.suppress(OSError, *_NO_PYTHON):
                 self._read(at)
         if (file := self._files.get(at)) is None:
+            # What cannot be taken apart, or is too much of it, counts by when it was written.
+            yield _Piece(repr(self.stamps[at]))
             return
         yield from file.pieces(file.running)
         chosen = file.bound if name == ALL else [name]
@@ -170,7 +171,7 @@ class _Reading:
 
     def _referred(self, place: _Place, piece: _Piece) -> Iterator[_Place]:
         at, _name, attribute = place
-        bound = self._files[at].bound
+        bound = self._files[at].bound if at in self._files else {}
         for used, _, part in (name.partition(".") for name in piece.names):
             if used in bound:
                 yield at, used, part

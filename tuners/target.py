@@ -18,15 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import source
 from advisor.tuners.fingerprint import is_library
+from advisor.tuners.lazily import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HOOKS = ("make_batch", "loss")
 """What a target's file may define beside the model."""
@@ -173,7 +175,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
             f"target {spec.name!r}: {Path(spec.place).name} has no {attribute!r}; "
             f"it defines {', '.join(_candidates(module, arguments)) or 'no nn.Module'}"
         )
-    if isinstance(found, nn.Module):
+    if isinstance(found, torch.nn.Module):
         factory: Callable[[], Any] = lambda: copy.deepcopy(found)  # noqa: E731
     elif callable(found):
         factory = lambda: found(**arguments)  # noqa: E731
@@ -196,7 +198,7 @@ def build(loaded: Loaded) -> nn.Module:
         model = loaded.factory()
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         raise failed(loaded.spec, "building it raised", exc) from exc
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, torch.nn.Module):
         raise TargetFailed(
             f"target {loaded.spec.name!r}: it returned {type(model).__name__}, not an nn.Module"
         )
@@ -292,7 +294,7 @@ def _candidates(module: ModuleType, arguments: Config) -> list[str]:
         name
         for name, found in vars(module).items()
         if isinstance(found, type)
-        and issubclass(found, nn.Module)
+        and issubclass(found, torch.nn.Module)
         and found.__module__ == module.__name__
         and _takes(found, arguments)
     ]

@@ -75,6 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
+        facts = sys.modules.get("advisor.tuners.torch_facts")
+        if arguments is None and facts is not None:
+            facts.keep()
         return code if isinstance(code, int) else DONE
     except click.ClickException as exc:
         return _refuse(exc.format_message() + _where_to_read(exc), WRONG_USAGE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    INTERRUPTED,
     LOADER,
     UNFINISHED,
     Command,
@@ -36,7 +37,11 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
+from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
+
+if TYPE_CHECKING:
+    from advisor.tuning import Tuned
 
 
 @click.command(cls=OrCommand)
@@ -47,18 +52,23 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
 @json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @loader_option
-@click.option("--show-output", is_flag=True, help="Of a run: what it prints, too, on stderr.")
+@click.option("--show-output", is_flag=True, help="Of a run: show what it prints, on stderr.")
+@click.option(
+    "--keep-checkpoints",
+    is_flag=True,
+    help="Of a run: write its checkpoints where it says, not to a scratch folder.",
+)
 @click.option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Each trial as it ends, as a line of JSON behind what is in FILE.",
+    help="Append each trial as it ends to FILE, as a line of JSON.",
 )
 @click.option(
     "--for",
     "reader",
     metavar="URL",
-    help="What is printed to be copied is for elsewhere: the record will be in this store.",
+    help="Print commands for another machine, where the record will be in this store.",
 )
 @click.pass_context
 def tune(
@@ -70,16 +80,17 @@ def tune(
     quiet: bool,
     show_output: bool,
     loader: str | None,
+    keep_checkpoints: bool,
     events: Path | None,
     reader: str | None,
     **options: Any,
 ) -> None:
-    """Measure TARGET, or your own run as it is, and remember the fastest safe config.
+    """Measure TARGET, or your own run, and remember the fastest safe config.
 
     TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
 
-    A run: advisor tune -- python train.py --epochs 1, the command as you would type it. It trains
-    on its own data; its steps are timed, and it is ended.
+    A run: advisor tune -- python train.py --epochs 100, the command as you would type it. Configs
+    are switched between its own steps, on its own data; then it is ended.
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
@@ -88,6 +99,8 @@ def tune(
         raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
     if loader and target:
         raise UsageError("--loader is for a command after --; a TARGET's is tuned with --data")
+    if keep_checkpoints and target:
+        raise UsageError("--keep-checkpoints is for a command after --; a TARGET saves none")
     plan = Plan.of(collected(Plan, options))
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
@@ -100,7 +113,8 @@ def tune(
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     overriding = LOADER.get(loader or "", {})
-    with shown as progress, environment(overriding):
+    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
+    with shown as progress, environment(overriding | kept):
         if task is None:
             show = progress.output if show_output else None
             found = tuning.measured_run(
@@ -111,7 +125,7 @@ def tune(
     if as_json:
         status = "known" if found.known else "tuned" if found.finished else "unfinished"
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
-        ctx.exit(UNFINISHED if reader and not found.finished else DONE)
+        ctx.exit(_exit_code(found, reader))
     out = console()
     if found.known:
         made = age(found.record.provenance.created)
@@ -121,21 +135,30 @@ def tune(
         out.print()
     out.print(tables.verdict(found.record))
     out.print()
-    for line in tables.summary(found.record, cache):
+    for line in (*tables.summary(found.record, cache), *found.remarks):
         out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found.interrupted:
+        out.print("Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
         record = found.record
         with environment(overriding):
             here = tables.start(record, cache, command)
             for line in tables.start_anywhere(record, reader) if reader else here:
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
-        return
-    out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
-    ctx.exit(UNFINISHED if reader else DONE)
+    elif not found.interrupted:
+        out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
+    ctx.exit(_exit_code(found, reader))
+
+
+def _exit_code(found: Tuned, reader: str | None) -> int:
+    """Of `tune`; who tunes for another reader learns that it has to go on."""
+    if found.interrupted:
+        return INTERRUPTED
+    return UNFINISHED if reader and not found.finished else DONE
 
 
 def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
-    """Why nothing was raced, and what to give."""
+    """Why nothing was measured beside the baseline, and what to give."""
     from advisor.report.text import duration
 
     beside = f"beside {record.key.task.baseline}"
@@ -146,10 +169,9 @@ def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
             f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
             "--trials, or none."
         )
-    then = "The same command goes on with what it has; a larger --budget gets further."
     return (
-        f"Not tuned yet: {duration(plan.seconds)} left too little time to race anything {beside}. "
-        f"{'Give a larger --budget.' if reader else then}"
+        f"Not tuned yet: {duration(plan.seconds)} left too little time to measure anything "
+        f"{beside}. Give a larger --budget."
     )
 
 

@@ -148,8 +148,8 @@ data_args_option = _valued(rows(Task)["data_args"], default=False)
 loader_option = click.option(
     "--loader",
     type=click.Choice(sorted(LOADER)),
-    help="Of a run: what its script has set of its DataLoader stays, or may be set otherwise; "
-    "default: workers of its own stay.",
+    help="Of a run: keep the workers of its script's own DataLoader, or tune them too  "
+    "[default: keep]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -23,9 +24,11 @@ from advisor.cache.shown import size
 from advisor.cache.stores import Store, note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
+    COMMAND,
     DONE,
     FAILED,
     WRONG_USAGE,
+    OrCommand,
     cache_option,
     collected,
     complain,
@@ -157,8 +160,8 @@ _SERVED = ("default", "nearest")
 """Of settings.ON_MISS, what says which advice a miss is served."""
 
 
-@click.command()
-@click.argument("target", shell_complete=complete_files)
+@click.command(cls=OrCommand)
+@click.argument("target", required=False, shell_complete=complete_files)
 @row_options(Task, asked=True)
 @click.option("--batch", metavar="N|free", help="Another batch than --shape's, or the best found.")
 @click.option("--capture", is_flag=True, help="As for a script that uses advice.capture.")
@@ -171,8 +174,11 @@ _SERVED = ("default", "nearest")
 @click.option("--strict", is_flag=True, help="Exit code 1 where nothing fits.")
 @cache_option
 @json_option
+@click.pass_context
 def why(
-    target: str,
+    ctx: click.Context,
+    /,
+    target: str | None,
     batch: str | None,
     capture: bool,
     on_miss: str | None,
@@ -181,7 +187,19 @@ def why(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what apply() would be served for TARGET here, and in what other records differ."""
+    """Say what apply() would be served for TARGET here, and in what other records differ.
+
+    Of a run, advisor why -- python train.py: what was tuned for that very command. Nothing is
+    started. `advisor run` looks by the model, which shows once the script trains.
+    """
+    command = ctx.meta[COMMAND]
+    if bool(command) == bool(target):
+        raise UsageError("give a TARGET, or your command after --, one of them")
+    if target is None:
+        if collected(Task, options) or batch or capture or on_miss:
+            raise UsageError("a run shows its shapes and what it permits itself; leave them out")
+        found = _why_run(command, cache, as_json)
+        ctx.exit(FAILED if strict and not found else DONE)
     from advisor.finding import lookups
     from advisor.report.data import explained
     from advisor.tuners.knobs import described
@@ -189,35 +207,63 @@ def why(
     asked = collected(Task, options)
     if on_miss is None and settings.on_miss() not in _SERVED:
         on_miss = "default"  # who asks why asks for no tuning
+    own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
-        advice = lookups.lookup(
-            target,
-            batch=_batch(batch),
-            capture=capture,
-            cache=cache,
-            on_miss=on_miss,
-            **asked,
-        )
-    explanation = advice.explanation
+        offer = lookups.offered(target, asked | own)
+    explanation = offer.served.explanation
     if explanation is None and not as_json:  # it did not come as far as looking
-        raise UsageError(advice.reason)
+        raise UsageError(offer.served.reason)
     if as_json:
-        click.echo(json.dumps(explained(advice)))
+        click.echo(json.dumps(explained(offer)))
     else:
         click.echo(str(explanation))
         assert explanation is not None
         if explanation.served:
-            what = described(advice.config, advice.served.default)
-            click.echo(f"served      {explanation.served}: {what}, batch {advice.batch_size}")
+            what = described(offer.config, offer.served.default)
+            click.echo(f"served      {explanation.served}: {what}, batch {offer.batch_size}")
         if not explanation.seen:
             newest = open_records(cache).newest(MOST)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
     if explanation is None:
-        click.get_current_context().exit(WRONG_USAGE)
-    if strict and advice.status == "miss":
-        click.get_current_context().exit(FAILED)
+        ctx.exit(WRONG_USAGE)
+    if strict and offer.served.status == "miss":
+        ctx.exit(FAILED)
+
+
+def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
+    """Show the records of a command as it was typed. Returns whether one fits this machine."""
+    from advisor.finding.commands import of_command
+    from advisor.report.text import spread
+    from advisor.tuners.knobs import described
+
+    records = open_records(cache, fallback=True)
+    found = of_command(records, command)
+    complain(records)
+    if as_json:
+        rows = [
+            {
+                "id": one.record.id,
+                "state": one.state,
+                "config": dict(one.advised.config),
+                "speedup": one.advised.speedup,
+                "signed": one.signed,
+            }
+            for one in found
+        ]
+        click.echo(json.dumps({"command": list(command), "records": rows}))
+        return any(one.fits for one in found)
+    typed = shlex.join(command)
+    click.echo(f"looked for  {typed}")
+    click.echo(f"looked in   {', '.join(store.url for store in records.stores)}")
+    for one in found:
+        what = described(one.advised.config, one.record.baseline.config, nothing="as it is")
+        signed = "" if one.signed else f"; {UNSIGNED}"
+        click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
+    if not found:
+        click.echo(f"nothing was tuned by this command; run: advisor tune -- {typed}")
+    return any(one.fits for one in found)
 
 
 def _batch(text: str | None) -> int | str | None:

@@ -28,8 +28,8 @@ from advisor.tuners.measure.run.words import isolated, program
     "tune_s",
     type=Time(),
     metavar="TIME",
-    help="Nothing known yet: so much of the run's first time tries configs at its step boundaries, "
-    "then it goes on with the best.",
+    help="If nothing is known yet, try configs at the step boundaries of the run's first TIME, "
+    "then go on with the best.",
 )
 @map_option
 @loader_option
@@ -40,7 +40,7 @@ def run(
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
-    """Run COMMAND as it is, with the advice for it in force.
+    """Run COMMAND, unmodified, with the advice for it in force.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.

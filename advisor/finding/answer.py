@@ -10,7 +10,7 @@ from typing import Any
 from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
-from advisor.cache.shown import interval, size
+from advisor.cache.shown import interval, size, times
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
@@ -106,7 +106,7 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
     flags = allowed.get(FLAGS, record.baseline)
     default = choice.config == record.baseline.config
     baseline = record.key.task.baseline
-    what = f"{choice.speedup:.2f}x {baseline} at batch {record.batch}"
+    what = f"{times(choice.speedup)} {baseline} at batch {record.batch}"
     if default:
         what = f"{baseline}: {_no_gain(record)}"
     doubt = unverified(record, choice.config)
@@ -185,7 +185,7 @@ def _from_trials(record: Record, limits: Limits) -> Answer:
     doubt = unverified(record, best.config)
     return Answer(
         config=Config(best.config | record.input),
-        reason=f"{speedup:.2f}x torch's default at batch {limits.batch}, {how}{doubt}",
+        reason=f"{times(speedup)} torch's default at batch {limits.batch}, {how}{doubt}",
         doubt=doubt,
         gains={**({FLAGS: flags.speedup} if flags else {}), limits.use: speedup},
         flags=flags.config if flags else record.baseline.config.at(limits.batch),
@@ -263,11 +263,11 @@ def _over(record: Record, limits: Limits, length: Length, *, free: bool) -> Answ
     ran = length.rate(base.pace)
     gain = length.rate(best.pace) / ran if ran else float("inf")
     rates = "raced" if best.raced and base.raced else "each measured once"
-    started = "in a fresh process" if best.fresh and base.fresh else "as the slowest one seen"
+    started = "as measured" if best.fresh and base.fresh else "as the slowest one seen"
     doubt = unverified(record, best.config)
     return Answer(
         config=config,
-        reason=f"{gain:.2f}x torch's default over {job} at batch {best.pace.batch}, "
+        reason=f"{times(gain)} torch's default over {job} at batch {best.pace.batch}, "
         f"{best.pace.first_step_s:.3g} s of first step counted ({started}; {rates}){doubt}",
         doubt=doubt,
         gains={limits.use: gain},
@@ -297,7 +297,7 @@ def is_sound(record: Record, config: Config) -> bool:
     check = _checked(record, config)
     if check is not None:
         return check.measurement.ok
-    return not knobs.doubtful(config)
+    return not knobs.doubtful(config, record.baseline.config)
 
 
 def _advised(record: Record, config: Config) -> bool:
@@ -308,7 +308,8 @@ def _advised(record: Record, config: Config) -> bool:
 def unverified(record: Record, config: Config) -> str:
     """'; not verified: ...' where a config changes numerics and was not held against fp32."""
     check = _checked(record, config)
-    if not knobs.doubtful(config) or (check is not None and check.measurement.ok):
+    doubtful = knobs.doubtful(config, record.baseline.config)
+    if not doubtful or (check is not None and check.measurement.ok):
         return ""
     if check is not None:
         return f"; not verified against fp32: {check.measurement.reason}"
@@ -324,12 +325,12 @@ def gain(record: Record, use: str) -> str:
     if choice.config == record.baseline.config:
         return _no_gain(record)
     spread = interval(choice.speedup_low, choice.speedup_high)
-    times = f"{choice.speedup:.2f}x {record.key.task.baseline} ({spread})"
+    gained = f"{times(choice.speedup)} {record.key.task.baseline} ({spread})"
     check = _checked(record, choice.config)
     held = "; nothing of it changes numerics"
-    if knobs.doubtful(choice.config) and check is not None:
+    if knobs.doubtful(choice.config, record.baseline.config) and check is not None:
         held = f"; verified against fp32: {check.measurement.reason}"
-    return times + (unverified(record, choice.config) or held)
+    return gained + (unverified(record, choice.config) or held)
 
 
 def akin(query: Query, near: Record | None) -> bool:

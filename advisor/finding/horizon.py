@@ -19,7 +19,7 @@ SHORTEST_S, LONGEST_S = 1e-12, 1e9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A config that may be served, and how it trains. `raced`: measured in turn with the default,
-    not once; `fresh`: its first step was measured in a fresh process, not the slowest one seen."""
+    not once; `fresh`: its first step was measured, not taken to be the slowest one seen."""
 
     config: Config
     pace: Pace

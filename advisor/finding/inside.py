@@ -68,9 +68,9 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
 
 def _watch() -> Watch:
     """What compares configs in a run that is tuned within itself."""
-    from advisor.tuners.measure.run.repeated import Repeats
+    from advisor.tuners.measure.run.calls import KeptCalls
 
-    return Repeats(careful=True)
+    return KeptCalls(careful=True)
 
 
 def release() -> None:

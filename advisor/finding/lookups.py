@@ -17,10 +17,10 @@ from advisor.cache import settings
 from advisor.cache.asking import Said
 from advisor.cache.config import Config, Value
 from advisor.cache.explanation import Explanation, Seen
-from advisor.cache.kinds import Shape
+from advisor.cache.kinds import Seconds, Shape
 from advisor.cache.match import Match, Query
 from advisor.cache.seal import UNSIGNED
-from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, printable
+from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, UsageError, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, carried
 from advisor.finding.artifacts import artifacts_of
@@ -109,12 +109,12 @@ def apply(
             a tuning is asked for at the first server among the stores, with the code sent along,
             in a thread that nothing waits for). Default: $ADVISOR_ON_MISS, else [tool.advisor]
             on-miss.
-        tune: without a target, where nothing is known of the run: so many seconds, or '10m', of
-            its first time are spent on trying configs at its step boundaries; it trains on in each
-            of them, then with the best, which is remembered. A config that fails costs nothing but
-            its step, and none is tried with little memory free. What changes numerics, as bf16
-            does, is tried where `precisions` permits it, and followed although it could not be
-            held against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
+        tune: without a target alone: where nothing is known of the run so many seconds, or '10m',
+            of its first time are spent on trying configs at its step boundaries; it trains on in
+            each of them, then with the best, which is remembered. A config that fails costs nothing
+            but its step, and none is tried with little memory free. What changes numerics, as bf16
+            does, is tried where `precisions` permits it, and followed although it could not be held
+            against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
         strict: raise instead of warning.
 
     Without a target a pilot is attached too, unless the script was started by `advisor run` or
@@ -136,7 +136,8 @@ def apply(
         from advisor.finding.inside import applied
 
         return applied(asked, tune=tune, strict=strict)
-    advice = looked_up_by(Lookup(target, asked), asked, strict=strict)
+    here = Lookup(target, asked) if tune is None else _Untunable(target, asked, tune)
+    advice = looked_up_by(here, asked, strict=strict)
     advice.set_flags()
     return advice
 
@@ -182,29 +183,75 @@ def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits:
         TypeError: `lookup` has no such argument.
         AdvisorError: with strict=True, why there is no advice.
     """
+    whole = _whole(target, asked)
+    strict = bool(whole.pop("strict"))
+    whole["fits"] = fits
+    return looked_up_by(Lookup(target, whole), whole, strict=strict)
+
+
+def _whole(target: str | nn.Module | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a `lookup`, all of them."""
     bound = inspect.signature(lookup).bind(target, **asked)
     bound.apply_defaults()
-    whole = {name: v for name, v in bound.arguments.items() if name not in ("target", "strict")}
-    asked = {**whole, "fits": fits}
-    return looked_up_by(Lookup(target, asked), asked, strict=bound.arguments["strict"])
+    return {name: value for name, value in bound.arguments.items() if name != "target"}
 
 
 def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> Advice:
     """What a lookup finds, where advice is not switched off; see `served`."""
-    from advisor.tuners.act.advice import Advice
-    from advisor.tuners.knobs import Advised
-
     set_up_logging()
     device = _device(asked["device"])
     batch = named_batch(asked)
     if settings.disabled():
-        return Advice(
-            Advised(),
-            device=device,
-            batch_size=batch,
-            served=Served(status="disabled", reason="ADVISOR_DISABLE is set"),
-        )
+        return _disabled(device, batch).advice()
     return served(here, device=device, batch=batch, strict=strict)
+
+
+def offered(target: str, asked: Mapping[str, Any]) -> Offer:
+    """What `lookup` of these keyword arguments would find; torch is not loaded for it, and nothing
+    is warned of where that is nothing."""
+    asked = {name: value for name, value in _whole(target, asked).items() if name != "strict"}
+    device, batch = _device(asked["device"]), named_batch(asked)
+    if settings.disabled():
+        return _disabled(device, batch)
+    here = Lookup(target, asked)
+    try:
+        return here.offer()
+    except AdvisorError as exc:
+        return here.nothing(str(exc), device, batch, silent=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a lookup serves, before it is advice.
+
+    Attributes:
+        config: with the name of every knob.
+        device: where it is followed.
+        batch_size: None where that is the script's.
+        served: where it comes from.
+    """
+
+    config: Config
+    device: str
+    batch_size: int | None
+    served: Served
+
+    def advice(self) -> Advice:
+        """The advice that a script follows."""
+        from advisor.tuners.act.advice import Advice
+        from advisor.tuners.knobs import Advised
+
+        return Advice(
+            Advised(self.config),
+            device=self.device,
+            batch_size=self.batch_size,
+            served=self.served,
+        )
+
+
+def _disabled(device: str, batch: int | None) -> Offer:
+    said = Served(status="disabled", reason="ADVISOR_DISABLE is set")
+    return Offer(config=Config(), device=device, batch_size=batch, served=said)
 
 
 def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool = False) -> Advice:
@@ -216,19 +263,20 @@ def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool 
     """
     try:
         # In a process group one rank decides for all: ranks that train differently hang.
-        advice = decided_by_first(here.advice, device=device, batch=batch)
+        advice = decided_by_first(lambda: here.offer().advice(), device=device, batch=batch)
         advice.artifacts = artifacts_of(advice, here.cache)
         return advice
     except AdvisorError as exc:
         left = isinstance(exc, here.leaves)
         if strict and not left:
             raise
-        return here.nothing(str(exc), device, batch, silent=left)
+        return here.nothing(str(exc), device, batch, silent=left).advice()
     except Exception as exc:  # the one catch-all: whatever goes wrong, training goes on
         if strict:
             raise
         _log.error("the lookup failed; please report this", exc_info=exc)
-        return here.nothing(f"the lookup failed ({type(exc).__name__}: {exc})", device, batch)
+        why = f"the lookup failed ({type(exc).__name__}: {exc})"
+        return here.nothing(why, device, batch).advice()
 
 
 class Lookup:
@@ -254,7 +302,7 @@ class Lookup:
         """Where it looks, as `open_records` takes it."""
         return self._asked.get("cache")  # type: ignore[return-value]
 
-    def advice(self) -> Advice:
+    def offer(self) -> Offer:
         """Raises AdvisorError where there is none."""
         request = self._request = self._requested()
         query = self._query = self._queried(request)
@@ -285,7 +333,7 @@ class Lookup:
         """Where the script was started, as far as that is known."""
         return folder()
 
-    def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
+    def _served(self, request: Request, match: Match, answered: Answer) -> Offer:
         record = match.record
         assert record is not None
         reason, said = answered.reason, []
@@ -313,7 +361,7 @@ class Lookup:
         status = STALE if match.differs or record.stale else "exact"
         return self._made(request, answered, match, status, said)
 
-    def _near(self, request: Request, query: Query, match: Match) -> Advice:
+    def _near(self, request: Request, query: Query, match: Match) -> Offer:
         near = match.nearest
         assert near is not None
         answered = carried(near, request, query)
@@ -328,10 +376,9 @@ class Lookup:
 
     def _made(
         self, request: Request, answered: Answer, match: Match, status: str, said: Sequence[str]
-    ) -> Advice:
-        """The advice, and one warning for all there is to say."""
-        from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH, Advised
+    ) -> Offer:
+        """The offer, and one warning for all there is to say."""
+        from advisor.tuners.knobs import TORCH
 
         record = match.record or match.nearest
         assert record is not None and self._found is not None
@@ -342,8 +389,8 @@ class Lookup:
         reason = answered.reason if held.trusted else f"{answered.reason}; {UNSIGNED}"
         _log.info("record %s (%s): %s", record.id, status, reason)
         config = answered.config
-        return Advice(
-            Advised(config),
+        return Offer(
+            config=config,
             device=request.device,
             batch_size=config.batch or request.batch,
             served=Served(
@@ -361,18 +408,17 @@ class Lookup:
             ),
         )
 
-    def nothing(self, why: str, device: str, batch: int | None, *, silent: bool = False) -> Advice:
+    def nothing(self, why: str, device: str, batch: int | None, *, silent: bool = False) -> Offer:
         """Torch's defaults, and one warning."""
-        from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import TORCH, Advised
+        from advisor.tuners.knobs import TORCH
 
         if self._found is not None:
             others = map(str, [*self._found.failed, *self._found.damaged])
             why = "; ".join([why, *(other for other in others if other not in why)])
         if not silent:
             warn(f"{why}. Training goes on {self.goes_on}")
-        return Advice(
-            Advised(TORCH),
+        return Offer(
+            config=TORCH,
             device=device,
             batch_size=batch,
             served=Served(
@@ -440,11 +486,10 @@ def named_batch(asked: Mapping[str, object]) -> int | None:
 
 def _device(asked: object) -> str:
     """Where training goes on without advice: the device asked for, if PyTorch knows it."""
-    import torch
-
     from advisor.tuners.environment import default_device
+    from advisor.tuners.lazily import torch
 
-    if isinstance(asked, str | torch.device):
+    if asked is not None and isinstance(asked, str | torch.device):
         with contextlib.suppress(RuntimeError):
             return str(torch.device(asked))
     return default_device()
@@ -485,3 +530,19 @@ def set_up_logging() -> None:
         _log.addHandler(handler)
         named = logging.getLevelNamesMapping().get(level.upper())
         _log.setLevel(named if named is not None else logging.INFO)
+
+
+class _Untunable(Lookup):
+    """A lookup by a target, with a time to tune it in: `apply` tunes running scripts alone."""
+
+    def __init__(self, target: object, asked: Mapping[str, object], tune: object) -> None:
+        super().__init__(target, asked)
+        self._tune = tune
+
+    def offer(self) -> Offer:
+        """Raises UsageError."""
+        Seconds().checked("tune", self._tune)
+        raise UsageError(
+            f"tune={self._tune!r} tunes the running script, and takes no target; leave one of them "
+            "out, or measure the target before, with advisor tune"
+        )

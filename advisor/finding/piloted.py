@@ -17,7 +17,7 @@ from advisor.errors import NoRecord
 from advisor.finding.answer import Answer
 from advisor.finding.failures import Failures
 from advisor.finding.in_command import InCommand
-from advisor.finding.lookups import Lookup, served, set_up_logging, warn
+from advisor.finding.lookups import Lookup, Offer, served, set_up_logging, warn
 from advisor.finding.request import Request
 from advisor.opening import Cache
 from advisor.printed import tune_again
@@ -29,7 +29,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order, Unfed, plausible, told
 from advisor.tuners.act.pilot.seen import Seen
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.advice import Advice
+    pass
 
 _log = logging.getLogger("advisor")
 
@@ -309,7 +309,7 @@ class _OfRun(Lookup):
             threads=self._seen.threads if request.device == "cpu" else 0,
         )
 
-    def _served(self, request: Request, match: Match, answered: Answer) -> Advice:
+    def _served(self, request: Request, match: Match, answered: Answer) -> Offer:
         record = match.record
         assert record is not None
         config, own = _followed(record, answered.config, self._seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.task import Task, checked
 from advisor.errors import UsageError
 from advisor.opening import Cache
+from advisor.tuners.lazily import torch
 from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Plan
 
@@ -63,8 +65,6 @@ class Request:
         Raises:
             UsageError: one is wrong.
         """
-        from torch import nn
-
         from advisor.tuners.environment import default_device
 
         own = dict(asked)
@@ -72,7 +72,7 @@ class Request:
         steps, duration = own.pop("steps"), own.pop("duration")
         fits = own.pop("fits", anything)
         on_miss = own.pop("on_miss")
-        if not isinstance(target, str | nn.Module | None):
+        if not isinstance(target, str | None) and not isinstance(target, torch.nn.Module):
             raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
         if on_miss is not None:
             _is_on_miss(on_miss)
@@ -144,12 +144,10 @@ class Request:
         Raises:
             AdvisorError: the device is not there, or does not tell what it is.
         """
-        from torch import nn
-
         from advisor.tuners import fingerprint
         from advisor.tuners.environment import detect, own_threads
 
-        model = self.target if isinstance(self.target, nn.Module) else None
+        model = None if isinstance(self.target, str | None) else self.target
         return Query(
             environment=detect(self.device),
             given=self.given,
@@ -180,6 +178,6 @@ def known_batch(given: Mapping[str, Any], batch: object) -> int | None:
 
 def _is_deterministic() -> bool:
     """The user has already asked PyTorch for determinism: that is not for advice to undo."""
-    import torch
-
+    if "torch" not in sys.modules:
+        return False
     return bool(torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from advisor.cache.shown import times
 from advisor.errors import printable
 from advisor.frameworks.following import Told
 from advisor.frameworks.python import keywords, literal
@@ -80,7 +81,7 @@ def _left(told: Told) -> Iterator[str]:
     for line in told.framework.itself(told.scene, told.words):
         yield f"By itself it {line}."
     lost = [
-        f"    {name}, {choice.speedup:.2f}x: {_values(unsaid)}"
+        f"    {name}, {times(choice.speedup)}: {_values(unsaid)}"
         for name, (choice, unsaid) in told.beyond.items()
     ]
     if told.unsaid:

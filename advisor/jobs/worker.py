@@ -61,7 +61,7 @@ MOST_SENT = 2**16
 """Bytes of output that go along with one beat."""
 MOST_REASON = 500
 UNFINISHED = 3
-"""The exit code of `advisor tune --for` where its budget ended before anything was raced."""
+"""The exit code of `advisor tune --for` where its budget left nothing but the baseline."""
 _LOOK_S = 0.1
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that submitted code does not get; in the last one Ray repeats them."""
@@ -363,7 +363,7 @@ class Working:
         records = Records(self._server.store, seal=Seal.from_environment())
         self._patiently(lambda: records.put(record))
         if not finished:
-            raced = "its budget left no time to race anything; give a larger --budget"
+            raced = "its budget left no time but for the baseline; give a larger --budget"
             return Outcome(state="failed", reason=f"record {record.id}: {raced}")
         told = [_said(record)]
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]

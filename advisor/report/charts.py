@@ -5,15 +5,11 @@ from __future__ import annotations
 import sys
 
 from advisor.cache.record import Record
-from advisor.cache.shown import size
+from advisor.cache.shown import size, times
 from advisor.report import feeding
 from advisor.report.data import Comparison, Curve, Curves, Estimate, Timeline, Tried
 from advisor.report.tables import called, part_name, raced
 from advisor.report.text import rate
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x"
 
 
 def race(record: Record) -> Comparison | None:
@@ -46,7 +42,7 @@ def parts(record: Record) -> Comparison:
 
 
 def _compared(title: str, axis: str, rows: tuple[Estimate, ...]) -> Comparison:
-    return Comparison(title=title, axis=axis, rows=rows, text=_times, reference=1.0)
+    return Comparison(title=title, axis=axis, rows=rows, text=times, reference=1.0)
 
 
 def inputs(record: Record) -> Comparison | None:

@@ -17,7 +17,7 @@ from advisor.finding.answer import break_even
 from advisor.printed import script_line
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.advice import Advice
+    from advisor.finding.lookups import Offer
 
 WIDE = 100
 """Columns of a terminal below which a table leaves out what it can spare."""
@@ -180,15 +180,15 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     return {"id": record.id, "script": script, "break_even": rows, **plain(record)}
 
 
-def explained(advice: Advice) -> dict[str, Any]:
+def explained(offer: Offer) -> dict[str, Any]:
     """Why a lookup found what it found."""
-    found = advice.explanation
+    served, found = offer.served, offer.served.explanation
     data: dict[str, Any] = {
-        "status": advice.status,
-        "reason": advice.reason,
-        "config": dict(advice.config),
-        "batch_size": advice.batch_size,
-        "record": advice.record.id if advice.record else None,
+        "status": served.status,
+        "reason": served.reason,
+        "config": dict(offer.config),
+        "batch_size": offer.batch_size,
+        "record": served.record.id if served.record else None,
     }
     if found is None:
         return data

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, best_known
-from advisor.cache.shown import size
+from advisor.cache.shown import size, times
 from advisor.report import helping
 from advisor.report.data import Table
 from advisor.report.helping import Feeding
@@ -139,7 +139,7 @@ def _gain(record: Record, chosen: Pair) -> str:
         if ours and theirs:
             ratio = ours.samples_per_s / theirs.samples_per_s
             return (
-                f"{how} that loader gives {ratio:.2f}x what a DataLoader without workers does "
+                f"{how} that loader gives {times(ratio)} what a DataLoader without workers does "
                 f"({rate(theirs.samples_per_s)} samples/s)"
             )
     return ""
@@ -178,7 +178,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
             yield f"That is of the data of {own}; what follows is of {data}:"
     if costs is None:
         return
-    shares = [f"{one.part} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
+    shares = [f"{one.where} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
     small = len([share for share in shares if share.endswith(" 0%")])
     listed = ", ".join(shares[: len(shares) - small])
     yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
@@ -211,8 +211,8 @@ def _chosen(record: Record) -> Pair | None:
     """What was measured with the step of the loader that is advised."""
     wanted = knobs.workers(record.input)
     both = [one for one in pairs(record) if one.together and one.workers == wanted]
-    # What acts between epochs was not measured within one.
-    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].per_epoch})
+    # What is taken by rule was not measured.
+    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].by_rule})
     told = acting.changed(BY_THEMSELVES)
     exact = [one for one in both if one.loader.changed(BY_THEMSELVES) == told]
     return next(iter(exact or both), None)

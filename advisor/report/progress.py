@@ -21,14 +21,17 @@ from rich.text import Text
 
 from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
-from advisor.cache.record import Measurement, Trial
-from advisor.report.text import duration, outcome, rate
+from advisor.cache.record import Trial
+from advisor.cache.shown import interval, tells, times
+from advisor.report.text import OUTCOMES, duration, outcome, rate
 from advisor.report.ticking import ticking
 from advisor.tuners.knobs import described
-from advisor.tuners.search.plan import Progress, parts
+from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
+    from advisor.tuners.measure.place import Compared
     from advisor.tuners.measure.worker.wire import Facts
+    from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space
 
 SILENT_S, AGAIN_S = 5.0, 30.0
@@ -37,7 +40,7 @@ TICK_S = 2.0
 """From one redraw to the next while something is compiled: what follows it is a measurement."""
 SHOWN = 12
 MOST_SAID = 60
-"""Characters of why a trial failed."""
+"""Characters of why a visit failed."""
 WAITED = 0.05
 """Share of the time that a run waits for its data from which it is shown."""
 
@@ -46,7 +49,7 @@ class Shown(Progress):
     """Progress on a console (standard error): live on a terminal, lines elsewhere.
 
     Args:
-        events: a file that each trial is added to, as a line of JSON.
+        events: a file that each visit is added to, as a line of JSON.
     """
 
     def __init__(self, console: Console, *, budget_s: float, events: Path | None = None) -> None:
@@ -56,13 +59,10 @@ class Shown(Progress):
         self._live: Live | None = None
         self._default = Config()
         self._run = False
-        self._baseline: Measurement | None = None
-        self._trials: list[Trial] = []
-        self._best: dict[bool, Trial] = {}
+        self._rows: list[tuple[str, ...]] = []
+        self._best = ""
         self._status = ""
-        self._building: tuple[Config, ...] = ()
-        self._began = time.monotonic()
-        self._spent_s, self._tried = 0.0, self._began
+        self._left_s, self._told = budget_s, time.monotonic()
         self._ticking = contextlib.ExitStack()
 
     def __enter__(self) -> Shown:
@@ -75,85 +75,72 @@ class Shown(Progress):
 
     def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
         self._default, self._run = space.default, bool(key.task.command)
-        self._began = time.monotonic()
         device = key.environment.device
         self._say(
             f"{facts.name}: {facts.parameters:,} parameters, {key.task.inputs}, batch "
             f"{key.task.batch}, {key.task.mode}, on {device.name}"
         )
         if resumed:
-            self._say(f"going on after {resumed} trials of an earlier run")
-        planned = parts(self._budget_s, loads=bool(space.inputs)).items()
-        listed = ", ".join(f"{what} {duration(round(seconds, 1))}" for what, seconds in planned)
-        self._say(f"{duration(self._budget_s)}: {listed}; what one leaves, the next have")
+            self._say(f"continues after {resumed} visits of an earlier run")
+        self._say(f"budget {duration(self._budget_s)}; Ctrl-C keeps the best config so far")
+        self._began(self._budget_s)
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
 
-    def tried(self, trial: Trial, spent_s: float) -> None:
+    def doing(self, config: Config, what: str, best: Config | None, left_s: float) -> None:
         self._ticking.close()
-        self._spent_s, self._tried = spent_s, time.monotonic()
-        measured = trial.measurement
-        if trial.config == self._default:
-            self._baseline = measured
-        self._trials.append(trial)
-        if measured.ok:
-            at_batch = trial.config.batch == self._default.batch
-            held = self._best.get(at_batch)
-            if held is None or measured.samples_per_s > held.measurement.samples_per_s:
-                self._best[at_batch] = trial
-        self._add(trial)
-        self._status = self._left()
+        self._began(left_s)
+        doing = {"building": "compiling"}.get(what, what)
+        self._status = f"{doing}: {self._described(config)}"
+        if self._live is None:
+            if doing == "compiling":
+                self._say(f"{self._status} ... {self._left()}")
+            return
+        self._draw()
+        if doing == "compiling":
+            self._ticking.enter_context(ticking(lambda _s: self._draw(), TICK_S, TICK_S))
+
+    def visited(
+        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
+    ) -> None:
+        self._ticking.close()
+        self._began(left_s)
+        self._rows.append(self._cells(trial, ratio, compared))
+        if trial.config == best and best != self._default and ratio.faster:
+            checked = ", verified" if compared is not None and compared.ok else ""
+            self._best = f"best so far: {self._described(best)} {times(ratio.mean)}{checked}"
+        self._add(trial, ratio, compared)
         if self._live is not None:
             self._draw()
-        else:
-            self._say("  ".join([f"trial {trial.number}:", *self._cells(trial)[1:], self._status]))
+            return
+        parts = [f"trial {trial.number}:", *self._rows[-1], self._best, self._left()]
+        self._say("  ".join(filter(None, parts)))
 
-    def _add(self, trial: Trial) -> None:
+    def _add(self, trial: Trial, ratio: Ratio, compared: Compared | None) -> None:
         if self._events is None:
             return
         measured = trial.measurement
+        struck = OUTCOMES.get(compared.outcome, "") if compared is not None else ""
         line = {
             "number": trial.number,
-            "what": self._described(trial),
+            "what": self._described(trial.config),
             "batch": trial.config.batch or None,
             "samples_per_s": measured.samples_per_s if measured.ok else 0.0,
-            "ratio": self._ratio(measured),
-            "outcome": outcome(measured),
+            "ratio": ratio.mean if measured.ok else 0.0,
+            "outcome": outcome(measured) or struck,
             "origin": trial.origin,
         }
         with self._events.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def _began(self, left_s: float) -> None:
+        self._left_s, self._told = left_s, time.monotonic()
+
     def _left(self) -> str:
         """'32 s left of 1m 00s'."""
-        spent_s = self._spent_s + time.monotonic() - self._tried
-        left_s = max(0.0, self._budget_s - spent_s)
+        left_s = max(0.0, self._left_s - (time.monotonic() - self._told))
         return f"{duration(left_s)} left of {duration(self._budget_s)}"
-
-    def building(self, configs: Sequence[Config], seconds: float) -> None:
-        self._ticking.close()
-        before, self._building = self._building, tuple(configs)
-        self._told_of_building(seconds)
-        if self._live is None and before != self._building:
-            self._say(self._status)
-        if self._live is not None and len(configs) == 1:  # of several each second is told
-            self._ticking.enter_context(ticking(self._told_of_building, TICK_S, TICK_S))
-
-    def _told_of_building(self, seconds: float) -> None:
-        listed = "; ".join(map(self._built, self._building))
-        at_once = f" {len(self._building)} configs at once" if len(self._building) > 1 else ""
-        self._status = f"compiling{at_once}: {listed}"
-        if seconds >= 1:
-            self._status += f" ... {seconds:.0f} s, {self._left()}"
-        if self._live is not None:
-            self._draw()
-
-    def _built(self, config: Config) -> str:
-        """With its batch, where that is not the user's."""
-        own = self._default.get(BATCH, config.batch)
-        at = f" at batch {config.batch}" if config.batch != own else ""
-        return described(config, self._default) + at
 
     def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
         def tell(seconds: float) -> None:
@@ -166,12 +153,11 @@ class Shown(Progress):
 
     def phase(self, what: str) -> None:
         self._ticking.close()
-        so_far = duration(time.monotonic() - self._began)
-        self._status = f"{what} (after {so_far})"
+        self._status = what
         if self._live is not None:
             self._draw()
         else:
-            self._say(self._status)
+            self._say(what)
 
     def notice(self, text: str) -> None:
         self._say(f"advisor: {text}")
@@ -189,59 +175,36 @@ class Shown(Progress):
         """As it is: a record may have said part of it, and none of it is markup."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _cells(self, trial: Trial) -> tuple[str, ...]:
+    def _described(self, config: Config) -> str:
+        """With its batch, where that is not the user's."""
+        own = self._default.get(BATCH, config.batch)
+        at = f" at batch {config.batch}" if config.batch != own else ""
+        nothing = "your script, unmodified" if self._run else "torch default"
+        return described(config, self._default, nothing=nothing) + at
+
+    def _cells(self, trial: Trial, ratio: Ratio, compared: Compared | None) -> tuple[str, ...]:
         measured = trial.measurement
-        ratio = self._ratio(measured)
-        against = f"{ratio:.2f}x" if ratio else ""
+        named = self._described(trial.config)
         if not measured.ok:
-            against = shorten(measured.reason, MOST_SAID, placeholder=" ...")
-        where = f"batch {trial.config.batch}"
-        if self._run:
-            # The batch is the script's; what its own data leaves of a step is worth more to see.
-            ran = measured.ok and measured.step_s > 0
-            where = f"{rate(1 / measured.step_s)} steps/s" if ran else ""
-            where += f", waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
-        return (
-            str(trial.number),
-            self._described(trial),
-            where,
-            f"{rate(measured.samples_per_s)}/s" if measured.ok else outcome(measured),
-            against,
-        )
-
-    def _described(self, trial: Trial) -> str:
-        nothing = "as it is" if self._run else "torch default"
-        return described(trial.config, self._default, nothing=nothing)
-
-    def _ratio(self, measured: Measurement) -> float:
-        """To the baseline's throughput; 0 where that is not known."""
-        if not measured.ok or self._baseline is None or not self._baseline.ok:
-            return 0.0
-        return measured.samples_per_s / self._baseline.samples_per_s
+            why = shorten(measured.reason, MOST_SAID, placeholder=" ...")
+            return named, outcome(measured), "", "", why
+        speed = f"{rate(1 / measured.step_s)} steps/s" if measured.step_s else ""
+        waits = f"waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
+        told = ""
+        if trial.config != self._default and tells(ratio.low, ratio.high):
+            told = f"({interval(ratio.low, ratio.high)})"
+        if compared is not None:
+            told += " trains like fp32" if compared.ok else f" {compared.outcome}"
+        return named, speed, waits, times(ratio.mean), told.strip()
 
     def _draw(self) -> None:
         assert self._live is not None
         table = Table(box=None, pad_edge=False, header_style="bold")
-        headings = ("trial", "tried", "batch", "samples/s", "x default")
-        if self._run:
-            headings = ("trial", "tried", "steps/s", "samples/s", "x as it is")
-        for heading in headings:
+        for heading in ("tried", "speed", "data", "x yours" if self._run else "x default", ""):
             table.add_column(heading, justify="left" if heading == "tried" else "right")
-        for trial in self._trials[-SHOWN:]:
-            number, tried, batch, speed, against = self._cells(trial)
-            leads = trial in self._best.values()
-            cells = (
-                number,
-                tried,
-                batch.removeprefix("batch ").replace(" steps/s", ""),
-                speed.removesuffix("/s"),
-                against,
-            )
-            table.add_row(*map(Text, cells), style="green" if leads else "")
-        lines: list[Text] = []
-        for at_batch, name in ((True, "best at your batch"), (False, "best at another batch")):
-            held = self._best.get(at_batch)
-            if held is not None:
-                lines.append(Text(f"{name}: " + "  ".join(self._cells(held)[1:]), "bold"))
-        lines.append(Text(self._status, "dim"))
-        self._live.update(Group(table, Text(), *lines), refresh=True)
+        for row in self._rows[-SHOWN:]:
+            table.add_row(*map(Text, row))
+        lines: Sequence[str] = [self._best] if self._best else []
+        status = Text(f"{self._status}  {self._left()}", "dim")
+        bold = [Text(line, "bold") for line in lines]
+        self._live.update(Group(table, Text(), *bold, status), refresh=True)

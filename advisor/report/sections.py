@@ -60,10 +60,13 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
     yield _memory(record)
     yield _numerics(record)
     line = script_line(record, cache) if line is None else line
+    gains = tables.gains(record) or not record.compares
+    others = (f"# {one}" for one in tables.other_uses(record, cache))
     yield Section(
         name="script",
-        title=tables.where(record),
-        code=(line, *(f"# {one}" for one in tables.other_uses(record, cache))),
+        title=tables.where(record) if gains else "What to do",
+        lines=() if gains else (tables.nothing_to_gain(record),),
+        code=(line, *others) if gains else (),
     )
 
 

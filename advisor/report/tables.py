@@ -11,13 +11,13 @@ from advisor.cache.match import Difference
 from advisor.cache.reader import Held
 from advisor.cache.record import CAPTURE, FLAGS, PILOT, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
-from advisor.cache.shown import interval, size, tells
+from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.horizon import Row
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
-from advisor.report.text import age, duration, outcome, rate, ratio, spread
+from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
 from advisor.tuners.knobs import FEEDS, caveats, described
 
 WAITED = 0.1
@@ -62,12 +62,31 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 
 def start(record: Record, cache: str | None, command: Sequence[str] = ()) -> Iterator[str]:
     """What to write for a record to be followed, and where; `command`: as typed, of a run."""
+    if not gains(record):
+        yield from ("", nothing_to_gain(record))
+        return
     line = script_line(record, cache, command=command)
     yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
 
 
+def gains(record: Record) -> bool:
+    """Whether a record advises anything beside its baseline, be it for another use."""
+    return bool(record.input) or any(
+        one.choice.config != record.baseline.config for one in record.winners
+    )
+
+
+def nothing_to_gain(record: Record) -> str:
+    """What to do with a record that advises nothing."""
+    how = "run it as usual" if record.key.task.command else "train as usual"
+    return f"Nothing to gain on this machine; {how}."
+
+
 def start_anywhere(record: Record, url: str) -> Iterator[str]:
     """The same for a reader elsewhere, to whom the record is in the store of this URL."""
+    if not gains(record):
+        yield from ("", nothing_to_gain(record))
+        return
     place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
     yield from _started(place, line_anywhere(record), [*_loader(record), *other_uses(record)])
 
@@ -118,7 +137,7 @@ def said(record: Record) -> Iterator[str]:
     if loading := first_step(record):
         yield loading
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
-    if unsteady >= UNSTEADY:
+    if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
         yield (
             f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
@@ -126,7 +145,8 @@ def said(record: Record) -> Iterator[str]:
             "its interval says. Measure again with --force when it is quiet."
         )
     if (waited := waits(record)) >= WAITED:
-        mend = "" if set(FEEDS) & set(record.baseline.config) else _MORE_WORKERS
+        tried = set(FEEDS) & set(record.baseline.config)
+        mend = "" if tried or not record.compares else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
 
 
@@ -220,7 +240,7 @@ def parts(record: Record) -> Table:
             note = "a larger --budget or a quieter machine tells"
         elif part.low <= 1:
             note = "nothing by itself"
-        given = f"{part.ratio:.2f}x" if tells(part.low, part.high) else "?"
+        given = times(part.ratio) if tells(part.low, part.high) else "?"
         table.row(part_name(part), given, interval(part.low, part.high), note)
     return table
 
@@ -241,7 +261,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
             duration(one.pace.first_step_s),
             duration(one.pace.step_s),
             ("raced" if one.raced else "measured once")
-            + (", started afresh" if one.fresh else ", slowest first step seen"),
+            + (", first step measured" if one.fresh else ", slowest first step seen"),
         )
     return table
 
@@ -298,20 +318,21 @@ def trials(record: Record) -> Table:
     """Each trial of the search, the fastest first, those that failed last."""
     headings = ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how")
     table = Table(
-        f"Every trial, the fastest first; x is over {record.key.task.baseline}, as raced",
+        f"Every trial, the fastest first; x is over the trial of {record.key.task.baseline}",
         headings,
         right=[heading for heading in headings if heading not in ("what", "how")],
     )
     tried = [trial for trial in record.trials if trial.stage == "compute"]
+    over = ratios(tried, record.baseline.config)
     for trial in sorted(tried, key=lambda t: (-t.measurement.samples_per_s, t.number)):
         measured, what = trial.measurement, called(record, trial.config)
-        ok, base = measured.ok, record.baseline.samples_per_s
+        ok = measured.ok
         table.row(
             str(trial.number),
             what,
             str(trial.config.batch or ""),
             rate(measured.samples_per_s) if ok else outcome(measured),
-            f"{measured.samples_per_s / base:.2f}" if ok else "",
+            times(over[trial.number]) if over[trial.number] else "",
             duration(measured.step_s) if ok else "",
             duration(measured.first_step_s) if ok and measured.first_step_s else "",
             size(measured.peak_bytes),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 
-from advisor.cache.record import Choice, Measurement
-from advisor.cache.shown import speedup, tells
+from advisor.cache.config import Config
+from advisor.cache.record import Choice, Measurement, Trial
+from advisor.cache.shown import speedup, tells, times
 
 OUTCOMES = {
     "out_of_memory": "out of memory",
@@ -60,9 +62,28 @@ def outcome(measured: Measurement) -> str:
 def ratio(choice: Choice) -> str:
     """'1.38x'; '?' where the race could not tell."""
     told = tells(choice.speedup_low, choice.speedup_high)
-    return f"{choice.speedup:.2f}x" if told else "?"
+    return times(choice.speedup) if told else "?"
 
 
 def spread(choice: Choice) -> str:
     """'1.38x (1.36-1.41)'."""
     return speedup(choice.speedup, choice.speedup_low, choice.speedup_high)
+
+
+def over(measured: Measurement, baseline: Measurement | None) -> float:
+    """How many times the samples/s of the baseline's own trial a trial has; 0 where that is not
+    known."""
+    if not measured.ok or baseline is None or not baseline.ok:
+        return 0.0
+    return measured.samples_per_s / baseline.samples_per_s
+
+
+def ratios(trials: Iterable[Trial], baseline: Config) -> Mapping[int, float]:
+    """By a trial's number, what was said of it when it ended: over the baseline's latest trial."""
+    found: dict[int, float] = {}
+    latest: Measurement | None = None
+    for trial in sorted(trials, key=lambda one: one.number):
+        if trial.config == baseline:
+            latest = trial.measurement
+        found[trial.number] = over(trial.measurement, latest)
+    return found

@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response, Streamin
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from advisor.cache.shown import times
 from advisor.jobs.asked import where
 from advisor.jobs.states import LIVE, STATES
 from advisor.report.data import Table, Timeline, Tried
@@ -164,7 +165,7 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
             trial["what"],
             str(trial["batch"] or ""),
             "" if failed else rate(trial["samples_per_s"]),
-            f"{trial['ratio']:.2f}" if trial["ratio"] and not failed else "",
+            times(trial["ratio"]) if trial["ratio"] and not failed else "",
             failed or trial["origin"],
             warns=bool(failed),
         )

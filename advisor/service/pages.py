@@ -19,6 +19,7 @@ from advisor.cache.domain import LONGEST, is_line
 from advisor.cache.kinds import Shapes
 from advisor.cache.name import target_part
 from advisor.cache.reader import Sought, once
+from advisor.cache.shown import times
 from advisor.errors import UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Comparison, Estimate, Table
@@ -253,7 +254,7 @@ def _devices(devices: list[Fleet], covered: list[Covered]) -> Table:
     )
     asked = {one.device: one for one in covered}
     for one in devices:
-        speedup = f"{one.mean:.2f}x"
+        speedup = times(one.mean)
         table.row(one.device, f"{one.records:,}", speedup, day(one.newest), *_use(asked, one))
     known = {one.device for one in devices}
     for other in covered:
@@ -290,7 +291,7 @@ def _gains(devices: list[Fleet]) -> Comparison | None:
         title="Speed-up of what is advised, by device",
         axis="over what was there before: mean of all records, from the least to the largest",
         rows=rows,
-        text=lambda ratio: f"{ratio:.2f}x",
+        text=times,
         reference=1.0,
     )
 

@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -180,10 +181,11 @@ def counted(name: str, steps: int, stores: Mapping[str, str | None]) -> dict[str
 
 
 def summary(ratios: list[float]) -> dict[str, Any]:
-    from advisor.tuners.measure.timing import median_interval
+    from advisor.tuners.search.ratio import ratio_of
 
-    interval = [round(one, 4) for one in median_interval(ratios)]
-    return {"median": round(statistics.median(ratios), 4), "95%": interval}
+    found = ratio_of([math.log(one) for one in ratios])
+    interval = [round(one, 4) for one in (found.low, found.high)]
+    return {"median": round(statistics.median(ratios), 4), "99%": interval}
 
 
 def starts(turns: int, stores: Mapping[str, str | None]) -> dict[str, Any]:

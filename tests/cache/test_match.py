@@ -173,3 +173,40 @@ def test_the_nearest_kin_comes_first() -> None:
         "a model of the same family, shapes 3x8x8 -> 3x256x256",
     ]
     assert kin(KEY, "", strangers) == []
+
+
+@pytest.mark.parametrize(
+    ("want", "have", "kind"),
+    [
+        (((3, 1, 1), "0 3x?x? float32"), ((3, 8, 9), ""), "compatible"),
+        (((3, 8, 9), ""), ((3, 1, 1), "0 3x?x? float32"), "compatible"),
+        (((3, 8, 1), "0 3x8x? float32"), ((3, 1, 9), "0 3x?x9 float32"), "compatible"),
+        (((3, 8, 1), "0 3x8x? float32"), ((3, 1, 1), "0 3x?x? float32"), "compatible"),
+        (((3, 1, 1), "0 3x?x? float32"), ((3, 1, 1), "0 3x?x? float32"), "exact"),
+        (((3, 1, 1), "0 3x?x? float32"), ((4, 8, 9), ""), "miss"),
+        (((3, 1, 1), "0 3x?x? float32"), ((3, 8), ""), "miss"),
+        (((3, 8, 9), ""), ((3, 8, 8), ""), "miss"),
+        (((5,), "mask ? bool"), ((5,), "mask 5 bool"), "compatible"),
+        (((5,), "mask ? bool"), ((6,), "mask 5 bool"), "miss"),
+        (((5,), "mask ? bool"), ((5,), "mask 5 int64"), "miss"),
+        (((5,), "mask ? bool"), ((5,), "mask 5 bool; more 5 bool"), "miss"),
+        (((5,), "mask ? bool; 2 micro-batches"), ((5,), "mask 5 bool"), "miss"),
+        (
+            ((1,), "x ? int64; mask ? bool; 2 micro-batches; sgd, adam"),
+            ((7,), "mask 7 bool; 2 micro-batches; sgd, adam"),
+            "compatible",
+        ),
+    ],
+)
+def test_sizes_that_are_not_known(
+    want: tuple[tuple[int, ...], str], have: tuple[tuple[int, ...], str], kind: str
+) -> None:
+    shapes, others = have
+    key = changed(changed(KEY, "shapes", ((4, *shapes),)), "others", others)
+    shapes, others = want
+    query = asking(shapes=((8, *shapes),), others=others)
+    found, differs = compare(query, key)
+    assert found == kind
+    assert bool(differs) is (kind == "miss")
+    kept = record(key=key)
+    assert best(query, [kept]).record is (None if kind == "miss" else kept)

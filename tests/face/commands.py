@@ -53,7 +53,6 @@ LAYERED = PACE + MODEL.replace(
 )
 """For which channels_last is twice as fast, and nothing else matters."""
 SHAPE = "4x3x8x8"
-QUICK = ("--budget", "6s", "--batches", "8", "--trials", "5")
 COMMAND = Path(sys.executable).with_name("advisor")
 
 Done = subprocess.CompletedProcess[str]
@@ -68,6 +67,12 @@ def take_over(folder: Path) -> None:
     """Copy what a folder `own`s to where this test has its own, so that it may spoil it."""
     for name, variable in (("store", "ADVISOR_CACHE"), ("data", "XDG_DATA_HOME")):
         shutil.copytree(folder / name, os.environ[variable])
+
+
+def offer_bf16(patch: pytest.MonkeyPatch) -> None:
+    """Have `advisor`, called in this process, try bf16 on a CPU without kernels for it, too: plain
+    layers compute in it there, slowly."""
+    patch.setattr("advisor.tuners.environment.cpu_has_bf16", lambda: True)
 
 
 def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) -> Done:

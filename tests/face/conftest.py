@@ -15,3 +15,10 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that were measured, not found tuned already."""
     with without.unmeasured() as measured:
         yield measured
+
+
+@pytest.fixture
+def made_up() -> Iterator[list[without.Worker]]:
+    """Tuning searches and races as ever, on a model of made-up speed; the workers so far."""
+    with without.made_up() as workers:
+        yield workers

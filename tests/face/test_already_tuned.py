@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 import advisor as package
+from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.tuners.measure.place import Block
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor
 from tests.face.test_apply import here, remember
+from tests.face.unmeasured import Worker, made_up
 
 __all__ = ["here"]
 
@@ -100,38 +103,56 @@ def test_a_narrow_record_hides_no_wider_one(here: Path, narrow: tuple[str, ...])
     assert served(precisions=["default", "bf16"]) == wide
 
 
-BUILT = "        super().__init__()\n"
-SLOW_TO_BUILD = MODEL.replace(
-    BUILT,
-    f"{BUILT}        import time; BUILT.append(0); time.sleep(1.5 * (len(BUILT) > 2))\n",
-).replace("class Net", "BUILT = []\n\nclass Net")
-"""But for the first two, with which a worker looks whether it runs at all."""
-
-
 def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     """The same command goes on, each time with a budget of its own, until something was raced."""
-    (here / "model.py").write_text(SLOW_TO_BUILD)
     only = ("--fixed-batch", "--effort", "quick", "--precisions", "default", "--no-verify")
-    first = advisor(here, *TUNE, *only, "--budget", "3s")
-    assert first.returncode == 0 and "Already tuned" not in first.stdout
-    assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
-    assert first.stdout.splitlines()[-1].startswith(
-        "Not tuned yet: 3 s left too little time to race"
-    )
-    assert "In your script" not in first.stdout, "there is nothing to follow yet"
-    assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
-    advice = package.lookup("model.py:Net", device="cpu", strict=True)
-    assert "torch's default: nothing else was raced" in advice.served.reason
-    again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
-    ends = {"unfinished": 3, "tuned": 0}
-    assert again.returncode == ends[json.loads(again.stdout)["status"]]
-    assert "going on after 1 trials" in again.stderr
-    assert "trial 0:" not in again.stderr and "trial 1:" in again.stderr
-    last = advisor(here, *TUNE, *only, "--budget", "10s", "--json")
-    assert json.loads(last.stdout)["status"] in ("tuned", "known"), last.stderr
-    assert "trial 0:" not in last.stderr and "trial 1:" not in last.stderr
-    assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
+    with made_up({("channels_last", True): 2.0}, step_s=0.1):
+        first = advisor(here, *TUNE, *only, "--budget", "3s")
+        assert first.returncode == 0 and "Already tuned" not in first.stdout
+        assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
+        assert first.stdout.splitlines()[-1] == (
+            "Not tuned yet: 3 s left too little time to measure anything beside torch's default. "
+            "Give a larger --budget."
+        )
+        assert "In your script" not in first.stdout, "there is nothing to follow yet"
+        assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
+        advice = package.lookup("model.py:Net", device="cpu", strict=True)
+        assert "torch's default: nothing else was raced" in advice.served.reason
+        again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
+        assert (again.returncode, json.loads(again.stdout)["status"]) == (3, "unfinished")
+        assert "continues after 1 visits" in again.stderr
+        last = advisor(here, *TUNE, *only, "--budget", "10s", "--json")
+        assert json.loads(last.stdout)["status"] == "tuned", last.stderr
+        assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
     assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+
+
+class Interrupting(Worker):
+    """Ctrl-C is pressed while the first config is compiled."""
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        if config["compile"] != "none":
+            raise KeyboardInterrupt
+        return super().block(config, steps, warm=warm, deadline_s=deadline_s)
+
+
+def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
+    only = ("--fixed-batch", "--no-verify", "--precisions", "default", "--budget", "90s")
+    gains = {("compile", "default"): 2.0, ("channels_last", True): 1.5}
+    with made_up(gains, kind=Interrupting):
+        stopped = advisor(here, *TUNE, *only)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "Interrupted: the best so far is kept; the same command continues." in stopped.stdout
+    best = package.lookup("model.py:Net", device="cpu", strict=True)
+    with made_up(gains):
+        again = advisor(here, *TUNE, *only)
+        assert again.returncode == 0
+        assert "tuned until it was interrupted; goes on with normal" in again.stderr
+        assert "visits of an earlier run" in again.stderr
+        found = package.lookup("model.py:Net", device="cpu", strict=True)
+        assert best.config["channels_last"] and best.config["compile"] == "none"
+        assert found.config["channels_last"] and found.config["compile"] != "none"
+        assert advisor(here, *TUNE, *only).stdout.startswith("Already tuned, ")
 
 
 def test_what_counts_as_raced() -> None:
@@ -316,6 +337,7 @@ def test_what_made_up_data_gave_is_never_told_as_a_run(
     assert len(unmeasured) == 2
 
 
+@pytest.mark.usefixtures("made_up")
 def test_too_few_trials_are_not_said_to_be_too_small_a_budget(here: Path) -> None:
     few = advisor(here, *TUNE, "--fixed-batch", "--no-compile", "--no-verify", "--trials", "1")
     assert few.stdout.splitlines()[-1] == (

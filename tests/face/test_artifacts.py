@@ -26,7 +26,8 @@ from advisor.tuners.act import artifacts as acting
 from advisor.tuners.act import following
 from advisor.tuners.act.artifacts import Fetch, before_first_call, have_stable_keys, saved
 from advisor.tuners.environment import detect, tools
-from advisor.tuners.measure.first_step import Compiled, empty_caches
+from advisor.tuners.knobs import FORMATS, strict
+from advisor.tuners.measure.first_step import empty_caches
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
 from tests.cache.examples import choice
@@ -114,8 +115,10 @@ def keep(data: bytes, what: Purpose) -> tuple[Shelf, str]:
 def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
     file = tmp_path / "saved"
     with Worker(Job(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
-        started = worker.start(COMPILED, deadline_s=240, compiled=Compiled(saves=file))
-    assert started.ok, started.reason
+        fp32 = strict(worker.baseline)
+        for config in (DEFAULT, COMPILED | fp32.only(*FORMATS), COMPILED):
+            worker.block(config, 1, deadline_s=240)
+        worker.save(COMPILED, file)
     found = saved(file)
     assert found is not None and found[0] == tools()
     keep(found[1], purpose(record))

@@ -1,4 +1,4 @@
-"""What is said of fp8: why it is not tried, and what no comparison of some tens of steps shows."""
+"""What is said of fp8: why it is not tried, and what a short comparison cannot show."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from advisor.printed import tune_again
 from advisor.tuners.search.plan import Progress, suffices
 from advisor.tuning import Tuned
 from tests.cache import examples
-from tests.face.commands import LAYERED, MODEL, SHAPE
+from tests.face.commands import MODEL, SHAPE
 from tests.face.commands import advisor as command
-from tests.face.test_apply import DEFAULT, remember
+from tests.face.test_apply import DEFAULT, compared, remember
 
 CHEAP = DEFAULT.replace(channels_last=True, compile="none")
 BASE = DEFAULT.replace(compile="none")
@@ -88,6 +88,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
             trial(CHEAP, 200.0, 0.05),
             trial(COMPILED, 400.0, 29.0),
             trial(ONCE, 190.0, 0.1),
+            compared(ONCE),
         ),
     )
     keep(made)
@@ -108,7 +109,7 @@ def test_the_length_of_the_job_decides(record: Record) -> None:
     assert served(duration="2h").config == COMPILED
     advice = served(steps=500)
     assert advice.served.reason.startswith("1.91x torch's default over 500 steps at batch 4")
-    assert "raced" in advice.served.reason and "in a fresh process" in advice.served.reason
+    assert "raced" in advice.served.reason and "as measured" in advice.served.reason
 
 
 def test_a_single_step_is_no_job_to_tune(record: Record) -> None:
@@ -157,7 +158,7 @@ def test_what_was_measured_once_is_said_so(record: Record) -> None:
         record,
         raced=record.raced[:1],
         winners=winners(record.baseline, record.baseline),
-        trials=record.trials[::3],
+        trials=(*record.trials[::3], compared(ONCE)),
     )
     keep(alone)
     # A race has said that nothing is faster in the steady state: no single measurement undoes it.
@@ -247,10 +248,11 @@ def test_efforts() -> None:
     assert not suffices("quick", "normal") and not suffices("heroic", "quick")
 
 
+@pytest.mark.usefixtures("made_up")
 def test_more_effort_goes_on_and_less_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.py").write_text(LAYERED)
+    (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
 
@@ -266,7 +268,6 @@ def test_more_effort_goes_on_and_less_does_not(
             effort=effort,
             budget=budget,
             steps=steps,
-            trials=2,
             batches=[],
             compile=False,
             tolerance=0,

@@ -12,10 +12,13 @@ import pytest
 from rich.console import Console
 
 from advisor.cache.config import Config
+from advisor.cache.record import Trial
 from advisor.cache.stores import disk
 from advisor.report import progress as progress_of
 from advisor.report.progress import Shown
+from advisor.tuners.search.ratio import LEVEL, Ratio
 from advisor.tuners.search.space import Space
+from advisor.tuners.search.visit import BUILDING, MEASURING
 from tests import hostile
 from tests.cache.examples import record, trial
 from tests.face.through import COMMANDS, lost, through
@@ -53,30 +56,38 @@ def test_what_tune_says_of_a_record_is_no_markup() -> None:
     assert said.getvalue().endswith("[/bold][link=https://example.com]0.26.0\n")
 
 
+DEFAULT = record().baseline.config
+
+
+def shown(progress: Shown, visited: Trial, ratio: Ratio = LEVEL, best: Config = DEFAULT) -> None:
+    progress.visited(visited, ratio, None, best, 60.0)
+
+
 def test_a_trial_that_failed_says_why() -> None:
     said = io.StringIO()
     with Shown(Console(file=said, width=80), budget_s=1.0) as progress:
-        progress.tried(trial(3, outcome="failed"), 0.5)
+        shown(progress, trial(3, outcome="failed"))
     assert "failed  said so  " in said.getvalue()
 
 
-def test_what_is_compiled_is_told_when_it_changes() -> None:
+def test_what_is_compiled_is_told_and_what_is_measured_is_not() -> None:
     said = io.StringIO()
-    compiled = Config(compile="default", batch_size=4)
-    with Shown(Console(file=said, width=200), budget_s=1.0) as progress:
-        for at in (0.0, 1.0, 2.2):
-            progress.building([compiled, compiled.replace(precision="bf16")], at)
-        progress.building([compiled], 23.4)
+    compiled = DEFAULT.replace(compile="default")
+    with Shown(Console(file=said, width=200), budget_s=90.0) as progress:
+        progress.doing(compiled, BUILDING, None, 80.0)
+        progress.doing(compiled, MEASURING, None, 60.0)
+        shown(progress, trial(1, compiled), Ratio(mean=1.5, low=1.4, high=1.6), compiled)
     first, second = said.getvalue().splitlines()
-    assert first == "compiling 2 configs at once: compile=default; compile=default, bf16"
-    assert second.startswith("compiling: compile=default ... 23 s, ")
+    assert first.startswith("compiling: ") and first.endswith(" left of 1m 30s")
+    assert "compile=default" in first and second.startswith("trial 1:")
+    assert "1.50x  (1.40-1.60)  best so far: " in second
 
 
-def test_on_a_terminal_the_seconds_of_one_that_is_compiled_go_on(
+def test_on_a_terminal_the_seconds_that_are_left_go_on_while_one_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its worker says nothing for 45 s; the batch is told where it is not the user's."""
-    monkeypatch.setattr(progress_of, "TICK_S", 0.6)
+    monkeypatch.setattr(progress_of, "TICK_S", 0.2)
     said = io.StringIO()
     console = Console(file=said, width=200, force_terminal=True)
     with Shown(console, budget_s=90.0) as progress:
@@ -85,16 +96,15 @@ def test_on_a_terminal_the_seconds_of_one_that_is_compiled_go_on(
         facts = SimpleNamespace(name="model.py", parameters=1)
         progress.started(facts, example.key, space, 0)  # type: ignore[arg-type]
         assert space.batch != 7
-        progress.building([space.default.replace(compile="default").at(7)], 0.0)
+        progress.doing(space.default.replace(compile="default").at(7), BUILDING, None, 80.0)
         deadline = time.monotonic() + 20.0
-        while " ... 2 s, " not in said.getvalue() and time.monotonic() < deadline:
+        while "1m 18s left" not in said.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
-        progress.tried(trial(0), 3.0)
+        shown(progress, trial(0))
         told = said.getvalue()
-        time.sleep(1.5)
+        time.sleep(0.5)
         assert said.getvalue() == told, "what is measured next is left alone"
-    assert "compiling: compile=default at batch 7 ... 2 s, 1m 2" in told
-    assert "left of 1m 30s" in told
+    assert "compiling: compile=default at batch 7" in told and "1m 18s left of 1m 30s" in told
 
 
 def test_a_dataset_that_is_long_in_the_making_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

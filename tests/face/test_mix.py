@@ -13,12 +13,13 @@ from advisor.cache.record import LOOP, Record
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.errors import UsageError
-from tests.face.commands import LAYERED, MODEL, advisor, own, script, take_over
+from tests.face.commands import MODEL, advisor, own, script, take_over
+from tests.face.unmeasured import made_up
 
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
 GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
-QUICK = ("--budget", "10s", "--trials", "3", "--effort", "quick")
-ALONE = ("--budget", "3s", "--effort", "quick", "--precisions", "default", "--no-verify")
+QUICK = ("--budget", "10s", "--effort", "quick")
+ALONE = ("--budget", "20s", "--effort", "quick", "--precisions", "default", "--no-verify")
 """There is nothing to choose from, and so no race."""
 TEXT = """
 from torch import nn
@@ -48,8 +49,9 @@ def make_batch(batch_size, device{more}):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mix")
-    (folder / "model.py").write_text(LAYERED)
-    done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **own(folder))
+    (folder / "model.py").write_text(MODEL)
+    with made_up({("channels_last", True): 2.0}):
+        done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **own(folder))
     assert done.returncode == 0, done.stderr
     assert "4x3x8x8 + 6x3x6x6 + 2x3x10x10" in done.stderr
     return folder
@@ -72,9 +74,6 @@ def test_one_record_holds_all_shapes(tuned: Path) -> None:
     assert not any(one.free for one in record.winners) and record.batch == 4
     assert record.winner(LOOP, free=True) == record.winner(LOOP)
     assert {trial.config.batch for trial in record.trials} == {4}
-    # A step is a pass: 12 samples.
-    (default,) = [t.measurement for t in record.trials if t.origin == "default"]
-    assert default.samples_per_s * default.step_s == pytest.approx(12)
     assert "4x3x8x8 + 6x3x6x6" in advisor(tuned, "show", record.id).stdout
 
 
@@ -101,7 +100,8 @@ def test_the_lines_it_prints_name_all_shapes(tuned: Path) -> None:
 
 
 def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
-    done = advisor(tuned, "verify", held().id, "--budget", "5s")
+    with made_up({("channels_last", True): 2.0}):
+        done = advisor(tuned, "verify", held().id, "--budget", "5s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("the record holds\n")
 
@@ -111,7 +111,11 @@ def test_text_of_two_lengths(tmp_path: Path) -> None:
     given = ("--shape", "4x16", "--shape", "4x32", "--dtype", "int64", "--vocab", "50")
     done = advisor(tmp_path, "tune", "text.py", *given, *ALONE)
     assert done.returncode == 0, done.stderr
-    assert held().key.task.mix == ((4, 32), (4, 16))
+    record = held()
+    assert record.key.task.mix == ((4, 32), (4, 16))
+    # A step is a pass: 8 samples.
+    default = record.trials[0].measurement
+    assert default.samples_per_s * default.step_s == pytest.approx(8)
 
 
 def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:

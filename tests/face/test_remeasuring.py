@@ -1,4 +1,4 @@
-"""advisor explain and advisor verify, on records that were really tuned."""
+"""advisor explain and advisor verify, on a model of made-up speed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import math
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,36 +19,34 @@ from rich.console import Console
 import advisor as package
 from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config, Value
-from advisor.cache.record import LOOP, Choice, Measurement, Part, Record
+from advisor.cache.record import LOOP, Choice, Part, Record
 from advisor.cache.records import Records
 from advisor.errors import WorkerError
+from advisor.keeping import measuring
 from advisor.opening import open_records
-from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, judged
+from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, _parts, judged
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
-from advisor.tuners.decide.race import Ratio
-from advisor.tuners.measure.runner import TOO_SOON
-from advisor.tuners.search.plan import Clock
+from advisor.tuners.measure.place import Compared
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.ratio import Ratio
+from tests.builders import MadeUp
 from tests.cache import examples
 from tests.cache.examples import choice
-from tests.face.commands import LAYERED, SHAPE, Done, advisor, own, take_over
+from tests.face.commands import MODEL, SHAPE, advisor, offer_bf16, own, take_over
+from tests.face.unmeasured import Worker, made_up
 
-BUSY = LAYERED.replace(
-    "    time.sleep(",
-    "    import pathlib, random\n"
-    "    busy = pathlib.Path(__file__).with_name('busy').exists()\n"
-    "    time.sleep(10 ** random.uniform(-1, 1) * 0.01 if busy else ",
-)
-"""As fast as LAYERED, but where a file says that the machine is busy: then as fast as chance is."""
+GAINS = {("channels_last", True): 2.0}
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
-TRIALS = ("--budget", "10s", "--fixed-batch", "--trials", "3", "--effort", "quick")
+TRIALS = ("--budget", "10s", "--fixed-batch", "--effort", "quick")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("again")
-    (folder / "model.py").write_text(BUSY)
-    done = advisor(folder, *TUNE, *TRIALS, "--json", **own(folder))
+    (folder / "model.py").write_text(MODEL)
+    with made_up(GAINS):
+        done = advisor(folder, *TUNE, *TRIALS, "--json", **own(folder))
     assert done.returncode == 0, done.stderr
     (loop,) = [
         w["choice"]
@@ -55,6 +55,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert loop["config"]["channels_last"] and loop["speedup"] > 1.5
     return folder
+
+
+@pytest.fixture(autouse=True)
+def places() -> Iterator[list[Worker]]:
+    with made_up(GAINS) as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -117,16 +123,17 @@ def advise(config: dict[str, Value], speedup: float | None = None) -> Record:
     return changed
 
 
-def verified(folder: Path, *arguments: str) -> Done:
-    """What `verify` says: with a larger budget where it cannot tell, as it says itself."""
-    for budget in ("4s", "12s", "40s"):
-        done = advisor(folder, "verify", *arguments, "--budget", budget)
-        if UNTOLD not in done.stdout:
-            break
-    return done
+def test_nothing_is_measured_again_beside_a_tuning(tuned: Path) -> None:
+    records, record = held()
+    with measuring(records, ["another command"], ["cpu"]):
+        for command in ("verify", "explain"):
+            refused = advisor(tuned, command, record.id)
+            assert refused.returncode == 1
+            assert "measures on this host's CPU now; wait for it" in refused.stderr
 
 
-def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
+def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_bf16(monkeypatch)
     record = advise({"precision": "bf16"})
     done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
     assert done.returncode == 0, done.stderr
@@ -169,7 +176,7 @@ def test_one_that_is_slower_as_its_default_is_cannot_be_told(tuned: Path) -> Non
 
 def test_a_record_that_holds_says_so(tuned: Path) -> None:
     _, record = held()
-    done = verified(tuned, record.id, "--json")
+    done = advisor(tuned, "verify", record.id, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["holds"] and found["reason"] == ""
     assert found["verdict"] == HOLDS and found["numerics"].startswith("not compared with fp32: ")
@@ -177,27 +184,38 @@ def test_a_record_that_holds_says_so(tuned: Path) -> None:
     assert held()[1].stale == ""
 
 
-class OneSecondEach:
-    """Runs any config, a second each, of which nobody waits for any; bf16 is twice as fast, and
-    channels_last makes the rest of it."""
+@pytest.mark.parametrize(
+    ("compared", "verdict"),
+    [
+        (Compared("ok", "as fp32"), HOLDS),
+        (Compared("wrong", "a gradient is off", "format"), FAILS),
+        (Compared("unverified", "no time was left to compare it with fp32"), HOLDS),
+    ],
+)
+def test_what_changes_numbers_is_compared_before_the_race(
+    tuned: Path, places: list[Worker], compared: Compared, verdict: str
+) -> None:
+    record = advise({"precision": "bf16"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "compare", lambda *_args, **_how: compared)
+        done = advisor(tuned, "verify", record.id, "--json")
+    found = json.loads(done.stdout)
+    assert found["verdict"] == verdict, found
+    assert found["numerics"].endswith(f"compared with fp32: {compared.reason}")
+    assert ("no longer trains like fp32" in held()[1].stale) == (verdict == FAILS)
+    (place,) = places
+    advised = record.winner(LOOP).config
+    assert advised in place.blocks, "what is compared was timed"
 
-    def __init__(self, channels_last: float = 1.0) -> None:
-        self.time = 0.0
-        self.channels_last = channels_last
 
-    def now(self) -> float:
-        return self.time
+def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> _Again:
+    return _Again(record, place, Clock(budget_s, now=place.now))
 
-    def measure(self, config: Config, **_how: object) -> Measurement:
-        self.time += 1.0
-        rate = 200.0 if config["precision"] == "bf16" else 100.0
-        rate *= self.channels_last if config["channels_last"] else 1.0
-        return Measurement(outcome="ok", samples_per_s=rate)
 
-    def verify(self, _config: Config, **_how: object) -> Measurement:
-        return Measurement(outcome="ok")
-
-    def release(self) -> None: ...
+def place_of(record: Record, channels_last: float = 1.0, **more: Any) -> MadeUp:
+    """bf16 is twice as fast, and channels_last makes the rest of it."""
+    gains = {("precision", "bf16"): 2.0, ("channels_last", True): channels_last}
+    return MadeUp(record.baseline.config, gains=gains, noise=1e-4, **more)
 
 
 @pytest.mark.parametrize(
@@ -214,46 +232,60 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
             for one in record.winners
         ),
     )
-    worker = OneSecondEach(channels_last)
-    again = _Again(record, worker, 400.0)  # type: ignore[arg-type]
-    again._clock = Clock(400.0, now=worker.now)
-    idle = [next(iter(part.knob)) for part in again.parts() if _idle(part)]
+    place = place_of(record, channels_last)
+    measured = again(record, place)
+    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
     assert idle == (["channels_last"] if dropped else [])
-    simpler, names = again.simplified(record, ["channels_last"])
+    raced = len(place.blocks)
+    simpler, names = measured.simplified(record, ["channels_last"])
     assert (names == ("channels_last",)) == dropped
+    assert len(place.blocks) == raced, "the race of all knobs had it"
     loop = simpler.winner(LOOP)
     assert loop.config == both.replace(channels_last=not dropped)
-    assert loop.speedup == pytest.approx(2.0 if dropped else 1.5)
+    assert loop.speedup == pytest.approx(2.0 if dropped else 1.5, rel=0.01)
     revised = replace(simpler, revised=time.time())
     assert decode(encode(revised)) == revised
 
 
-class TooShort(OneSecondEach):
-    """A command that is through before bf16 is measured."""
-
-    def measure(self, config: Config, **how: object) -> Measurement:
-        if config["precision"] == "bf16":
-            return Measurement(outcome="failed", reason=TOO_SOON)
-        return super().measure(config, **how)
-
-
-def test_a_command_that_ends_too_soon_is_told_so() -> None:
+def test_several_that_contribute_nothing_are_set_back_together() -> None:
     record = replace(examples.record(), input=Config())
-    again = _Again(record, TooShort(), 40.0)  # type: ignore[arg-type]
-    with pytest.raises(WorkerError, match="ends before it is measured; give it more to train on"):
-        again.parts()
+    fast = record.winner(LOOP).config
+    all_of_it = fast.replace(channels_last=True, cudnn_benchmark=True)
+    winners = tuple(
+        replace(one, choice=replace(one.choice, config=all_of_it)) if one.use == LOOP else one
+        for one in record.winners
+    )
+    record = replace(record, winners=winners)
+    measured = again(record, place_of(record))
+    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
+    assert sorted(idle) == ["channels_last", "cudnn_benchmark"]
+    simpler, names = measured.simplified(record, idle)
+    assert sorted(names) == sorted(idle) and simpler.winner(LOOP).config == fast
 
 
-@pytest.mark.parametrize(("budget_s", "parts"), [(4.0, 0), (40.0, 1)])
-def test_what_was_measured_once_is_no_part(budget_s: float, parts: int) -> None:
+def test_an_advice_that_fails_now_is_told_so() -> None:
+    record = replace(examples.record(), input=Config())
+    place = place_of(record)
+    place.fails[("precision", "bf16")] = "failed"
+    with pytest.raises(WorkerError, match="bf16 does not run here any more: it is made to have"):
+        again(record, place).parts()
+
+
+def test_what_was_measured_once_is_no_part() -> None:
     """One turn has no interval."""
-    worker = OneSecondEach()
-    again = _Again(replace(examples.record(), input=Config()), worker, budget_s)  # type: ignore[arg-type]
-    again._clock = Clock(budget_s, now=worker.now)
-    found = again.parts()
-    assert [(part.knob, part.ratio) for part in found] == [
-        (Config(precision="bf16"), pytest.approx(2.0))
-    ][:parts]
+    whole, without = Config(precision="bf16", fused_optimizer=True), Config(precision="bf16")
+    knobs = {"fused_optimizer": without, "precision": Config(fused_optimizer=True)}
+    once = {whole: [2.0], without: [1.0]}
+    assert list(_parts(once, whole, knobs, "compute")) == []
+    twice = {whole: [2.0, 2.0, 2.0], without: [1.0, 1.0, 1.0]}
+    (part,) = _parts(twice, whole, knobs, "compute")
+    assert (part.knob, part.ratio) == (Config(fused_optimizer=True), pytest.approx(2.0))
+
+
+def test_a_budget_that_is_too_small_says_so() -> None:
+    record = replace(examples.record(), input=Config())
+    with pytest.raises(WorkerError, match="no time was left to measure"):
+        again(record, place_of(record, step_s=1.0), 4.0).parts()
 
 
 @pytest.mark.parametrize(
@@ -291,11 +323,8 @@ def test_what_cannot_be_told_changes_nothing(tuned: Path) -> None:
     )
     changed = replace(slow, winners=winners, stale="it was busy", revised=time.time())
     records.put(changed, revises=record)
-    (tuned / "busy").touch()
-    try:
-        told = advisor(tuned, "verify", record.id, "--budget", "5s")
-    finally:
-        (tuned / "busy").unlink()
+    with made_up(GAINS, noise=1.0):
+        told = advisor(tuned, "verify", record.id, "--budget", "60s")
     last = told.stdout.splitlines()[-1]
     assert told.returncode == 1 and last.startswith("could not tell whether the record holds: ")
     assert "from end to end, is too wide to say; measure on a quieter machine" in last
@@ -410,7 +439,7 @@ def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_line(tuned: Path, arguments: tuple[str, ...], said: str) -> None:
-    (tuned / "other.py").write_text(BUSY.replace("width=8", "width=9"))
+    (tuned / "other.py").write_text(MODEL.replace("width=8", "width=9"))
     _, record = held()
     given = [record.id if word == "KEY" else word for word in arguments]
     done = advisor(tuned, *given)
@@ -460,10 +489,10 @@ class TestNothingARecordNamesIsRun:
 
     def test_a_moved_target_is_named(self, tuned: Path, tmp_path: Path) -> None:
         _, record = held()
-        (tmp_path / "model.py").write_text(BUSY)  # of that name, and not the one that was tuned
+        (tmp_path / "model.py").write_text(MODEL)  # of that name, and not the one that was tuned
         done = advisor(tmp_path, "verify", record.id)
         assert done.returncode == 2 and "name it with --target" in done.stderr
-        named = verified(tmp_path, record.id, "--target", "model.py")
+        named = advisor(tmp_path, "verify", record.id, "--target", "model.py")
         assert named.returncode == 0 and named.stdout.endswith(
             "not compared with fp32: the advice changes no numbers\nthe record holds\n"
         )

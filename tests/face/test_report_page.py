@@ -19,7 +19,8 @@ from advisor.report.data import Comparison, Row, Section, Timeline
 from advisor.report.html import Scale, across, page
 from advisor.report.sections import report
 from tests.cache import examples
-from tests.face.commands import MODEL, QUICK, SHAPE, advisor, own, take_over
+from tests.face.commands import MODEL, SHAPE, advisor, own, take_over
+from tests.face.unmeasured import made_up
 
 TAGS = frozenset(
     re.findall(
@@ -158,8 +159,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and its store with one record."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "model.py").write_text(MODEL)
-    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--no-compile", *QUICK)
-    done = advisor(folder, *tune, **own(folder))
+    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--budget", "20s")
+    with made_up():
+        done = advisor(folder, *tune, **own(folder))
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -301,6 +301,24 @@ def test_the_catch_all_says_where_it_went_wrong(
         advisor.apply("model.py:Net", device="cpu", strict=True)
 
 
+@pytest.mark.parametrize(
+    ("tune", "why"),
+    [
+        ("nonsense", "tune 'nonsense': expected a time above zero, as 90s, 5m or 1h30m"),
+        (0, "tune 0: expected a time above zero"),
+        ("10m", "tune='10m' tunes the running script, and takes no target; leave one of them out"),
+    ],
+)
+def test_a_time_to_tune_beside_a_target_is_refused(here: Path, tune: Any, why: str) -> None:
+    with pytest.warns(advisor.AdvisorWarning) as warned:
+        advice = advisor.apply("model.py:Net", device="cpu", tune=tune)
+    (one,) = warned
+    assert str(one.message).startswith(f"advisor: {why}")
+    assert advice.status == "miss"
+    with pytest.raises(advisor.UsageError, match="tune"):
+        advisor.apply("model.py:Net", device="cpu", tune=tune, strict=True)
+
+
 def test_a_miss_has_a_config(here: Path) -> None:
     with pytest.warns(advisor.AdvisorWarning):
         advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8), device="cpu")

@@ -404,3 +404,27 @@ def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path, unmeasured: 
     done = advisor(here, *tune, "4x3x9x9", "--cache", local)
     said = f"tried first: the advice of record {advice.record.id} (the same model, shapes 3x8x8"
     assert said in done.stderr and len(unmeasured) == 2
+
+
+def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
+    """It is not started: there is no such script."""
+    typed = ("python", "train.py", "--lr", "0.1 0.2")
+    records = open_records(None)
+    one = made()
+    for command, name in ((typed, "Xeon of another"), (typed[:2], detect("cpu").device.name)):
+        key = replace(one.key, task=replace(one.key.task, command=command))
+        records.put(replace(one, key=changed(key, "device.name", name)))
+    said = advisor(here, "why", "--", *typed).stdout.splitlines()
+    assert said[0] == "looked for  python train.py --lr '0.1 0.2'"
+    assert said[2].endswith(": channels_last, 1.50x (1.47-1.53)")
+    assert "of another device: Xeon of another: " in said[2]
+    found = json.loads(advisor(here, "why", "--strict", "--json", "--", *typed[:2]).stdout)
+    assert [one["state"] for one in found["records"]] == ["exact"]
+    missed = advisor(here, "why", "--strict", "--", "python", "other.py")
+    assert missed.returncode == 1
+    assert missed.stdout.splitlines()[-1] == (
+        "nothing was tuned by this command; run: advisor tune -- python other.py"
+    )
+    for words in (("model.py", "--", *typed), (), ("--shape", "4x3", "--", *typed)):
+        refused = advisor(here, "why", *words)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1

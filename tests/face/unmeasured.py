@@ -1,4 +1,4 @@
-"""Tuning without measuring anything: the worker builds the model, and a record is made up."""
+"""Tuning without waiting: the worker builds the model, and the record or its speed is made up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +18,15 @@ from advisor.keeping import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
+from advisor.tuners.knobs import plain
 from advisor.tuners.measure.worker import parent
-from advisor.tuners.measure.worker.child import code_of, recognise
+from advisor.tuners.measure.worker.bench import code_of
+from advisor.tuners.measure.worker.description import recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.tuner import Found
 from advisor.tuning import _Tuning
+from tests.builders import GAINS, MadeUp
 from tests.cache import examples
 
 
@@ -69,7 +74,7 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> Record:
+    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> tuple[Record, Found]:
         measured.append(subject.key.task)
         made = examples.record(subject.key)
         plan = self._plan
@@ -84,10 +89,53 @@ def unmeasured() -> Iterator[list[Task]]:
             made, target=subject.target, input=Config(), provenance=provenance, trials=()
         )
         keep(self._records, record, before.fresh, self._progress)
-        return record
+        return record, Found(
+            baseline=record.baseline,
+            winners=record.winners,
+            input=record.input,
+            trials=record.trials,
+            raced=record.raced,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", Describing)
         patch.setattr(_Tuning, "_tune", tune)
         patch.setattr(sys, "path", [*sys.path])
         yield measured
+
+
+class Worker(MadeUp, Describing):
+    """A worker that describes the model and measures by made-up gains."""
+
+    def __init__(self, job: Job, *, deadline_s: float) -> None:
+        MadeUp.__init__(self, plain(job.task, job.device))
+        Describing.__init__(self, job, deadline_s=deadline_s)
+        self.tolerance = job.task.tolerance
+
+
+@contextlib.contextmanager
+def made_up(
+    gains: Mapping[tuple[str, object], float] = GAINS, *, kind: type[Worker] = Worker, **more: Any
+) -> Iterator[list[Worker]]:
+    """All is real but the worker, its model's speed and its clock; the workers so far.
+
+    Args:
+        gains: see MadeUp, as are the others.
+        kind: of worker.
+    """
+    started: list[Worker] = []
+
+    def begun(job: Job, *, deadline_s: float) -> Worker:
+        worker = kind(job, deadline_s=deadline_s)
+        MadeUp.__init__(worker, worker.baseline, gains=gains, **more)
+        started.append(worker)
+        return worker
+
+    def now() -> float:
+        return started[-1].time if started else 0.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parent, "Worker", begun)
+        patch.setitem(Clock.__init__.__kwdefaults__, "now", now)  # type: ignore[arg-type]
+        patch.setattr(sys, "path", [*sys.path])
+        yield started

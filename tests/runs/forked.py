@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import torch
@@ -26,12 +27,14 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.knobs import Situation
-from advisor.tuners.measure.run.repeated import STEPS, Repeats, comparison
+from advisor.tuners.measure.run.calls import KeptCalls
+from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
 
 Weights = dict[str, Tensor]
 
 TOLERANCE = 0.02
+COMPARES_S = 60.0
 
 gc.freeze()  # no collection of a fork looks through what was imported before it
 atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
@@ -78,14 +81,14 @@ class There:
         between = [Order(config=own, steps=2), there, Order(config=own, steps=2)]
         if self.values.keys() <= set(knobs.FEEDS):
             half = there.config.replace(precision="bf16")
-            asked = comparison(half, knobs.strict(own), TOLERANCE, tf32=False)
-            between = [Order(config=own, steps=STEPS, compare=asked)]
+            asked = comparison(half, own, TOLERANCE, COMPARES_S)
+            between = [Order(config=own, steps=1, compare=asked)]
         self.orders = iter([*between, Order(config=there.config)])
         return there
 
     def next(self, lap: Lap) -> Order:
         assert lap.outcome == "ok", lap.reason
-        assert lap.steps == (STEPS if lap.reason else 2)
+        assert lap.reason or lap.steps == 2
         assert lap.samples > 0
         return next(self.orders)
 
@@ -101,7 +104,7 @@ def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) 
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # as in a process that no server of forks has started
     guide = There(Config(values or {}))
-    pilot = None if values is None else Pilot(guide, Repeats())
+    pilot = None if values is None else Pilot(guide, KeptCalls())
     sys.argv = [script, out, *words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:
@@ -127,11 +130,14 @@ def left_behind() -> list[str]:
     }
     found = [name for name, table in tables.items() if table]
     there = torch.utils.data.dataloader
-    patched = (there._BaseDataLoaderIter.__next__, there.DataLoader.__iter__)
-    found += [one.__name__ for one in patched if one.__module__ != there.__name__]
-    found += ["backward"] * (Tensor.backward.__module__ != "torch._tensor")
+    patched: tuple[Any, ...] = (
+        there._BaseDataLoaderIter.__next__,
+        there.DataLoader.__iter__,
+        Tensor.backward,
+        torch.autograd.backward,
+    )
     # A wrapper bears the name of what it wraps.
-    return found + ["backward"] * hasattr(torch.autograd.backward, "__wrapped__")
+    return found + [one.__name__ for one in patched if hasattr(one, "__wrapped__")]
 
 
 @dataclass(frozen=True)

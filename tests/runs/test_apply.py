@@ -26,19 +26,24 @@ from advisor.cache.record import USES, Provenance, Record, Target, Winner
 from advisor.finding.inside import own_command
 from advisor.finding.piloted import Found, Terms, in_force
 from advisor.opening import open_records
+from advisor.piloting import _made
 from advisor.tuners.act import following
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.in_charge import InCharge
-from advisor.tuners.act.pilot.orders import Lap, Order
-from advisor.tuners.act.pilot.pilot import ELSEWHERE, UNADVISED
+from advisor.tuners.act.pilot.orders import Guide, Lap, Order
+from advisor.tuners.act.pilot.pilot import ANEW, UNADVISED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.served import Served
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from tests.cache.examples import choice, trial
 from tests.runs.forked import left_behind, space_of
+from tests.tuners import test_gate as gated
+from tests.tuners.test_gate import EPOCH, FULL, SHORT, Backend, backend
 
+__all__ = ["backend"]  # a fixture
 STEPS = 8
 SCRIPT = """
 import sys
@@ -148,6 +153,14 @@ def record_of(seen: Seen, fast: Config) -> Record:
     )
 
 
+def compiled(seen: Seen) -> Record:
+    """What was found for it is compiled."""
+    found = record_of(seen, Config(compile="default"))
+    base = choice(found.baseline.config.replace(compile="none"))
+    winners = [replace(w, choice=base) if w.use == USES[0] else w for w in found.winners]
+    return replace(found, baseline=base, winners=tuple(winners))
+
+
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
     following._last.clear()  # what tests of other files have left
@@ -194,10 +207,7 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     charge.bring(guide)
     trained(Net())
     charge.release()
-    found = record_of(guide.seen, Config(compile="default"))
-    base = choice(found.baseline.config.replace(compile="none"))
-    winners = [replace(w, choice=base) if w.use == USES[0] else w for w in found.winners]
-    found = replace(found, baseline=base, winners=tuple(winners))
+    found = compiled(guide.seen)
     records = open_records(None)
     store = records.put(found)
     purpose = Purpose.of(found, found.winner("pilot").config, detect("cpu"), tools())
@@ -210,6 +220,35 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     refused = "artifacts: none that this version reads; refused; compiled anew"
     said = [one.getMessage() for one in caplog.records]
     assert refused in said and said[-1].endswith(f"; {refused}")
+
+
+@pytest.mark.parametrize("how", ["run", "apply"])
+def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend) -> None:
+    """Each has a short last batch and an evaluation."""
+
+    def begun(charge: InCharge, guide: Guide | None) -> tuple[gated.Net, torch.optim.Optimizer]:
+        if guide is not None:
+            charge.bring(guide)
+        net = gated.Net()
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    looks, charge = Looks(), InCharge()
+    gated.epoch(*begun(charge, looks), EPOCH)
+    charge.release()
+    open_records(None).put(compiled(looks.seen))
+    told = {"command": ["python", "train.py"], "tune_s": 0, "folder": "", "options": None}
+    if how == "apply":
+        advisor.apply()
+    net, optimizer = begun(charge, _made(told) if how == "run" else None)
+    gated.epoch(net, optimizer, EPOCH)
+    first = graphs_compiled()
+    assert backend.made == [FULL]
+    for _ in range(2):
+        net.ran.clear()
+        gated.epoch(net, optimizer, EPOCH)
+        assert net.ran == [SHORT, 3, FULL]
+    assert graphs_compiled() == first
+    charge.release()
 
 
 @pytest.mark.usefixtures("known")
@@ -244,13 +283,33 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
         for width in (5, 6):
             model = nn.Linear(3, width)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(ELSEWHERE):
+            for _ in range(2 * ANEW):
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()
     assert [str(one.message) for one in said] == [
         f"advisor: {UNADVISED}. Training goes on as it is"
     ]
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])
+@pytest.mark.usefixtures("known")
+def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) -> None:
+    advisor.apply()
+    first, second = Net(), nn.Linear(3, 5)
+    kept = trained(first, 24)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    with pytest.warns(advisor.AdvisorWarning) as said:
+        for _ in range(turns):
+            for _step in range(42 // turns):
+                second(torch.randn(2, 3)).sum().backward()
+                optimizer.step()
+            if turns > 1:
+                first(torch.randn(4, 3, 8, 8)).sum().backward()
+                kept.step()
+    assert [str(one.message) for one in said] == [
+        f"advisor: {UNADVISED}. Training goes on as it is"
+    ]
 
 
 @pytest.mark.usefixtures("known")

@@ -155,7 +155,7 @@ class Person:
 
     def log_in(self) -> None:
         self.go("/login")
-        self.page.wait_for_function("document.activeElement.name == 'token'")
+        self.page.wait_for_selector("[name=token]:focus")
         self.page.keyboard.type(self.team.token)
         self.page.keyboard.press("Enter")
         self.page.wait_for_url("**/")
@@ -343,9 +343,7 @@ def test_a_keyboard_reaches_everything(team: Team, sits: Sits) -> None:
     person.go(f"/jobs/{number}")
     person.page.locator("#cancel").focus()
     person.page.keyboard.press("Enter")
-    person.page.wait_for_function(
-        "document.querySelector('#now .state').textContent == 'cancelled'"
-    )
+    person.page.wait_for_selector("#now .state:text-is('cancelled')")
     assert person.page.locator("#cancel").count() == 0
     person.go("/audit")
     assert f"{number} by first admin" in person.text("main")

@@ -68,7 +68,7 @@ from advisor.service import reconcile
 reconcile.EVERY_S = 0.2  # tests wait for what it sees
 main()
 """
-EARLIER = "trials of an earlier run"
+EARLIER = "visits of an earlier run"
 HANGS = """
 import os, sys, time
 

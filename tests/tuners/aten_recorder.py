@@ -33,10 +33,12 @@ class AtenRecorder:
         self.fault = fault
         self.recordings = 0
         self.replays = 0
+        self.side_steps = 0
         self.exhausted = False
 
     @contextmanager
-    def beside(self) -> Iterator[list[str]]:
+    def side_stream(self) -> Iterator[list[str]]:
+        self.side_steps += 1
         waits: list[str] = []
         with _Waits(waits):
             yield waits
@@ -68,10 +70,6 @@ class AtenRecorder:
     def host_state(self) -> bytes:
         return b""  # the host is the device
 
-    def reserve(self) -> None:
-        if self.exhausted:
-            raise torch.OutOfMemoryError("out of memory")
-
     def empty(self) -> None:
         pass
 
@@ -82,14 +80,6 @@ def _storage(tensor: Tensor) -> int:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _over(result: Any) -> Any:
-    """What a collective returned, once it is over: a tensor, or several, and its work."""
-    for leaf in tree_flatten(result)[0]:
-        if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "Work":
-            leaf.wait()
-    return result
 
 
 class _Waits(TorchDispatchMode):
@@ -121,7 +111,7 @@ class _Tape(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(given.get(argument.name)):
                     self._keep(tensor)
-        result = _over(func(*args, **kwargs))
+        result = func(*args, **kwargs)
         known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         self.made |= {_storage(t) for t in _tensors(result) if _storage(t) not in known}
         if not self.fault(name):
@@ -141,7 +131,7 @@ class _Tape(TorchDispatchMode):
         with torch.no_grad():
             for func, args, kwargs, result in self.calls:
                 known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-                again = _tensors(_over(func(*args, **kwargs)))
+                again = _tensors(func(*args, **kwargs))
                 for ours, theirs in zip(_tensors(result), again, strict=True):
                     if _storage(ours) not in known and ours.numel():
                         ours.detach().copy_(theirs)

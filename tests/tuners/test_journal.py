@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import math
 import os
 import random
 import time
@@ -17,44 +19,55 @@ from optuna.storages.journal import JournalFileBackend
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.search.journal import Journal, open_study
+from advisor.tuners.measure.place import Compared
+from advisor.tuners.search.journal import Journal, Known, open_study
+from advisor.tuners.search.ratio import UNKNOWN, Ratio
 from advisor.tuners.search.space import Space
 
 SPACE = Space({"precision": ("default", "tf32"), "level": (0, 1, 2), "batch_size": (8, 16)})
 CONFIGS = [config for batch in SPACE.batches for config in SPACE.configs(batch)]
 
 
-def fill(folder: Path, count: int = 5) -> list[Trial]:
+def fill(folder: Path, count: int = 5) -> list[Known]:
     """A journal of some trials, each with a speed of its own."""
     journal = Journal(open_study(folder, "s")[0], SPACE)
     return [told(journal, number) for number in range(count)]
 
 
-def told(journal: Journal, number: int) -> Trial:
-    asked = journal.ask("guess", CONFIGS[number])
+def told(journal: Journal, number: int) -> Known:
+    """A trial that is told; every second one was compared, every third one had a turn only."""
+    asked = journal.ask("recipe", CONFIGS[number])
     trial = Trial(
         number=asked.number,
         config=CONFIGS[number],
         measurement=Measurement(outcome="ok", samples_per_s=100.0 + number, low=1.0, high=200.0),
         stage="compute",
-        origin="guess",
+        origin="recipe",
         seconds=1.5,
     )
-    journal.tell(asked, trial)
-    return trial
+    high = math.inf if number % 3 == 0 else 3.0 + number
+    ratio = Ratio(mean=1.0 + number, low=0.5, high=high)
+    compared = Compared("ok", "as fp32") if number % 2 else None
+    known = Known(trial=trial, ratio=ratio, compared=compared)
+    journal.tell(asked, known, [1.0 + number, 1.1 + number])
+    return known
 
 
 def again(folder: Path) -> tuple[dict[Config, float], str]:
     """What the next run finds, and what it is told."""
     study, notice = open_study(folder, "s")
-    trials, _interrupted = Journal(study, SPACE).resume()
-    return {t.config: t.measurement.samples_per_s for t in trials}, notice
+    found = [one.trial for one in Journal(study, SPACE).resume()]
+    return {t.config: t.measurement.samples_per_s for t in found}, notice
 
 
 def test_a_whole_journal_is_read_back_as_it_was(tmp_path: Path) -> None:
-    trials = fill(tmp_path)
-    found, _ = Journal(open_study(tmp_path, "s")[0], SPACE).resume()
-    assert found == trials
+    known = fill(tmp_path)
+    study = open_study(tmp_path, "s")[0]
+    assert Journal(study, SPACE).resume() == known
+    assert [list(t.intermediate_values.values()) for t in study.trials][:2] == [
+        [1.0, 1.1],
+        [2.0, 2.1],
+    ]
     assert again(tmp_path)[1] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["s.journal"]
 
@@ -102,7 +115,7 @@ DAMAGES = [
 def test_what_can_be_read_of_a_damaged_journal_goes_on(
     tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]]
 ) -> None:
-    trials = fill(tmp_path)
+    trials = [one.trial for one in fill(tmp_path)]
     path = tmp_path / "s.journal"
     harmed = b"".join(damage(lines_of(path)))
     path.write_bytes(harmed)
@@ -119,7 +132,7 @@ def test_what_can_be_read_of_a_damaged_journal_goes_on(
 
 
 def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
-    trials = fill(tmp_path)
+    trials = [one.trial for one in fill(tmp_path)]
     known = {trial.config: trial.measurement.samples_per_s for trial in trials}
     path = tmp_path / "s.journal"
     whole = path.read_bytes()
@@ -198,8 +211,8 @@ def test_a_disk_that_fills_loses_no_result(
     for number in range(5):
         told(journal, number)
     assert len(notices) == 1 and "No space left on device" in notices[0]
-    assert [t.value for t in journal.study.trials if t.value] == [100.0 + n for n in range(5)]
-    assert journal.study.best_value == 104.0
+    assert [t.value for t in journal.study.trials if t.value] == [1.0 + n for n in range(5)]
+    assert journal.study.best_value == 5.0
     # With space again the next run goes on with what was written.
     monkeypatch.undo()
     found, notice = again(tmp_path)
@@ -214,21 +227,62 @@ def test_a_folder_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
     told(Journal(study, SPACE), 0)
 
 
-def test_what_was_in_flight_is_told_and_named(tmp_path: Path) -> None:
+def test_what_was_in_flight_is_open_again(tmp_path: Path) -> None:
     journal = Journal(open_study(tmp_path, "s")[0], SPACE)
-    journal.ask("guess", CONFIGS[3])
+    journal.ask("recipe", CONFIGS[3])
+    journal.pass_over(journal.ask("recipe", CONFIGS[2]))
     study, _ = open_study(tmp_path, "s")
     study.enqueue_trial(dict(CONFIGS[4]))
-    trials, interrupted = Journal(study, SPACE).resume()
-    assert trials == [] and CONFIGS[3] in interrupted
+    assert Journal(study, SPACE).resume() == []
     assert {t.state for t in study.trials} == {optuna.trial.TrialState.FAIL}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ratio", [2.0, 3.0, 4.0]),
+        ("ratio", [math.nan, 0.0, 1.0]),
+        ("ratio", "fast"),
+        ("seconds", -1.0),
+        ("seconds", math.inf),
+        ("measurement", {"outcome": "splendid"}),
+        ("compared", ["ok"]),
+    ],
+)
+def test_what_makes_no_sense_of_a_trial_costs_that_trial(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    journal = Journal(open_study(tmp_path, "s")[0], SPACE)
+    told(journal, 0)
+    asked = journal.ask("recipe", CONFIGS[1])
+    good = journal.study.trials[0].user_attrs
+    for key, attribute in {**good, "compared": None, name: value}.items():
+        asked.set_user_attr(key, attribute)
+    journal.study.tell(asked, 2.0)
+    assert set(again(tmp_path)[0]) == {CONFIGS[0]}
+
+
+def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
+    journal = Journal(open_study(tmp_path, "s")[0], SPACE)
+    known = told(journal, 1)
+    failed = dataclasses.replace(
+        known.trial, config=CONFIGS[2], measurement=Measurement(outcome="crashed", reason="so")
+    )
+    asked = journal.ask("recipe", CONFIGS[2])
+    journal.tell(asked, Known(trial=failed, ratio=UNKNOWN, compared=None), [])
+    study = open_study(tmp_path, "s")[0]
+    assert [trial.value for trial in study.trials] == [2.0, 0.0]
+    assert [one.trial.measurement.outcome for one in Journal(study, SPACE).resume()] == [
+        "ok",
+        "crashed",
+    ]
 
 
 def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
     fill(tmp_path)
     narrow = Space({"precision": ("default", "tf32"), "level": (0, 1), "batch_size": (8,)})
-    trials, _ = Journal(open_study(tmp_path, "s")[0], narrow).resume()
-    assert all(narrow.holds(trial.config) for trial in trials) and len(trials) == 4
+    found = Journal(open_study(tmp_path, "s")[0], narrow).resume()
+    assert all(narrow.holds(one.trial.config) for one in found) and len(found) == 4
 
 
 @pytest.mark.parametrize("call", ["symlink", "rename", "unlink"])
@@ -249,5 +303,5 @@ def test_an_interruption_as_the_journal_is_locked_is_not_lost(
 
     monkeypatch.setattr(os, call, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        journal.ask("guess", SPACE.default)
+        journal.ask("recipe", SPACE.default)
     assert notices == []

@@ -24,10 +24,7 @@ from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
 REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
-OF_FULL = (
-    *("combo_kernels", "coordinate_descent_tuning"),
-    *("max-autotune-no-cudagraphs", "max-autotune"),
-)
+OF_FULL = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
 SHARING = ("file_descriptor", "file_system")
@@ -141,7 +138,8 @@ OFF, FIXED_ON = (False,), (True,)
         ("channels_last", on_cuda(dimensions=6), ()),
         ("channels_last", on_cuda(convolves=False), ()),
         ("channels_last", on_cpu(), OFF_ON),
-        ("cudnn_benchmark", on_cuda(), OFF_ON),
+        ("cudnn_benchmark", on_cuda(full=True), OFF_ON),
+        ("cudnn_benchmark", on_cuda(), OFF),
         ("cudnn_benchmark", on_cuda(deterministic=True), OFF),
         ("cudnn_benchmark", on_cuda(use="pilot"), OFF),
         ("cudnn_benchmark", on_cuda(convolves=False), ()),
@@ -237,7 +235,7 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
 # By knob and value: the use that can follow it, whether it is held against fp32, its weight.
 FOLLOWING = {
     ("precision", "default"): ("flags", False, 1),
-    ("precision", "tf32"): ("flags", False, 1),
+    ("precision", "tf32"): ("flags", True, 1),
     ("precision", "fp32"): ("flags", False, 1),
     ("precision", "bf16"): ("pilot", True, 1),
     ("precision", "fp16"): ("loop", True, 2),
@@ -247,7 +245,7 @@ FOLLOWING = {
     ("cudnn_deterministic", True): ("flags", False, 1),
     ("cudnn_enabled", False): ("flags", False, 1),
     (BATCH, 32): ("loop", False, 1),
-    ("fused_optimizer", True): ("pilot", False, 1),
+    ("fused_optimizer", True): ("pilot", True, 1),
     **{("compile", mode): ("pilot", True, 1) for mode in (*MODES, *OF_FULL)},
     ("dynamic_shapes", True): ("pilot", True, 1),
     ("activation_memory", 0.5): ("pilot", True, 1),
@@ -293,20 +291,19 @@ def test_what_holds_of_a_row() -> None:
     loading |= {"in_order", "sharing"}
     assert names(lambda knob: knob.stage == "input") == loading
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
-    assert names(lambda knob: knob.per_epoch) == {"persistent_workers"}
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
         *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
         *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
     }
-    assert names(lambda knob: knob.by_rule) == {"sharing"}
+    assert names(lambda knob: knob.by_rule) == {"persistent_workers", "sharing"}
     assert (
         names(lambda knob: knob.feeds)
         == set(knobs.FEEDS)
         == {*("num_workers", "prefetch_factor", "pin_memory")}
     )
     assert names(lambda knob: knob.mapped) == {BATCH, "num_workers"}
-    assert names(lambda knob: knob.strict is not None) == {"precision"}
+    assert names(lambda knob: knob.strict is not None) == {"precision", "cudnn_benchmark"}
     assert names(lambda knob: knob.layout) == {"channels_last"}
     assert names(lambda knob: knob.chosen) == {"threads"}
     assert BY_NAME["threads"].chosen is threads_set
@@ -659,19 +656,17 @@ def test_the_domains_of_numbers() -> None:
     assert BY_NAME["threads"].domain == Domain(most=2**12)
 
 
-@pytest.mark.parametrize("recipe", [one for one, _why in knobs.RECIPES] + list(knobs.HALF))
-def test_recipes_can_be_run(recipe: dict[str, Value]) -> None:
-    for name, value in recipe.items():
-        assert value in BY_NAME[name].values(on_cuda())
-        if value == BY_NAME[name].default:
-            continue
-        for other, values in BY_NAME[name].conflicts.items():
-            assert recipe.get(other) not in values
+FIRST = (*knobs.RECIPE, *knobs.COMPILED, *knobs.CAPTURED, *knobs.GRAPHS, *knobs.FORMATS_TRIED)
 
 
-def test_no_recipe_twice() -> None:
-    configs = [Config(one) for one, _why in knobs.RECIPES]
-    assert len(set(configs)) == len(configs)
+@pytest.mark.parametrize("changes", [*FIRST, *knobs.FRUGAL])
+def test_what_is_tried_first_can_be_run(changes: dict[str, Value]) -> None:
+    here = on_cuda(varies=True, precisions=PRECISIONS, fp8=True, batches=(32, 64))
+    for name, value in changes.items():
+        assert value in (*BY_NAME[name].values(here), knobs.BLOCKS)
+        if value != BY_NAME[name].default:
+            for other, values in BY_NAME[name].conflicts.items():
+                assert changes.get(other) not in values
 
 
 def test_what_torch_does_for_a_task() -> None:
@@ -729,7 +724,8 @@ def test_the_least_use(changes: dict[str, Value], use: str) -> None:
     [
         ({}, False),
         (dict(TORCH), False),
-        ({"precision": "tf32", "channels_last": True}, False),
+        ({"precision": "tf32", "channels_last": True}, True),
+        ({"fused_optimizer": True}, True),
         ({"precision": "bf16"}, True),
         ({"precision": "fp16"}, True),
         ({"compile": "none"}, False),
@@ -745,7 +741,8 @@ def test_doubtful(config: dict[str, Value], doubts: bool) -> None:
 
 
 def test_the_reference_is_strict() -> None:
-    assert knobs.strict(BASE) == BASE.replace(precision="fp32")
+    searching = BASE.replace(cudnn_benchmark=True)
+    assert knobs.strict(searching) == knobs.strict(BASE) == BASE.replace(precision="fp32")
     assert knobs.strict(Config(channels_last=False)) == Config(channels_last=False)
 
 

@@ -25,13 +25,14 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import knobs
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import Crew, Trained, inputs_of, period
+from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.parts import Parts
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch, seat_of
+from advisor.tuners.act.pilot.switch import Switch, callable_module
 from advisor.tuners.act.pilot.trees import returned
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
@@ -108,7 +109,7 @@ def test_the_group_of_optimizer_steps_that_repeats(
 
 
 def test_inputs_are_named_where_they_stand() -> None:
-    found = inputs_of((torch.zeros(2, 3), [torch.zeros(2)]), {"mask": torch.zeros(2).bool()})
+    found = inputs_of((torch.zeros(2, 3), (torch.zeros(2),)), {"mask": torch.zeros(2).bool()})
     assert [one.name for one in found] == ["0", "1.0", "mask"]
     assert found[0].shape == (2, 3)
     assert found[2].dtype == "bool"
@@ -297,11 +298,11 @@ def test_copies_are_free_of_the_pilot(
 
 def test_where_replicas_are_made_nothing_sits_in_the_model() -> None:
     net = Net()
-    assert seat_of(net) is net
+    assert callable_module(net) is net
     wrapped = nn.DataParallel(net)
-    assert seat_of(wrapped) is net  # on one device, or none, it copies nothing
+    assert callable_module(wrapped) is net  # on one device, or none, it copies nothing
     wrapped.device_ids = [0, 1]
-    assert seat_of(wrapped) is None
+    assert callable_module(wrapped) is None
 
 
 @pytest.fixture
@@ -846,3 +847,204 @@ def test_an_evaluation_is_no_part_of_a_lap(every: int, lap: str) -> None:
         stepped(net, optimizer)
     pilot.release()
     assert len(guide.laps) > 3 and set(guide.laps) == {lap}
+
+
+class Failing:
+    """Fused kernels that fail, once so many were called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, works: int = 0) -> None:
+        self._plain, self._left = getattr(torch, name), works
+        monkeypatch.setattr(torch, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("no such kernel")
+        return self._plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize("works", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "kernel"), [(torch.optim.AdamW, "_fused_adamw_"), (torch.optim.SGD, "_fused_sgd_")]
+)
+def test_a_step_that_fails_under_a_config_is_made_without_it(
+    kind: type[torch.optim.Optimizer], kernel: str, works: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[list[Tensor]] = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        groups = [{"params": list(part.parameters())} for part in net]
+        optimizer = kind(groups, lr=0.1)  # type: ignore[call-arg]
+        struck: list[Exception] = []
+        switch = switch_of(Trained(net, net), optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(4, 3)).square().sum().backward()
+            if step == 1 and fused:
+                switch.set(OWN.replace(fused_optimizer=True), struck.append)
+                with monkeypatch.context() as patch:
+                    Failing(patch, kernel, works)
+                    optimizer.step()
+                assert [str(one) for one in struck] == ["no such kernel"]
+                assert not optimizer.param_groups[0]["fused"]
+            else:
+                optimizer.step()
+        switch.release()
+        assert "step" not in vars(optimizer)
+        states = [s for state in optimizer.state.values() for s in state.values() if s is not None]
+        trained.append([p.detach() for p in net.parameters()] + states)
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_sparse_gradients_have_no_fused_kernels() -> None:
+    net = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    crew = Crew()
+    for _ in range(4):
+        net(x := torch.zeros(4, dtype=torch.int64)).sum().backward()
+        crew.saw_call(net, (x,), {})
+        crew.saw_step(optimizer)
+    assert space_of(Seen.of(crew, 4, Loading())).choices["fused_optimizer"] == (False,)
+    switch = switch_of(Trained(net, net), optimizer)
+    switch.set(OWN.replace(fused_optimizer=True))
+    optimizer.step()
+    assert not optimizer.param_groups[0]["fused"]
+    switch.release()
+
+
+def test_a_scheduler_that_comes_while_a_step_is_protected_works() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    switch = switch_of(Trained(net, net), optimizer)
+    switch.set(OWN.replace(fused_optimizer=True))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepped(net, optimizer)
+    scheduler.step()
+    switch.release()
+    stepped(net, optimizer)
+    scheduler.step()
+
+
+def test_a_patch_leaves_what_came_later() -> None:
+    class Owner:
+        def name(self) -> str:
+            return "own"
+
+    def around(word: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return lambda plain: lambda *args: f"{word} {plain(*args)}"
+
+    own = vars(Owner)["name"]
+    ours, theirs = (Patch(Owner, "name", around(word)) for word in ("ours", "theirs"))
+    assert Owner().name() == "theirs ours own"
+    ours.remove()
+    assert Owner().name() == "theirs own"
+    theirs.remove()
+    assert Owner().name() == "own"
+    other = Patch(Owner, "name", around("other"))
+    ours.remove()
+    assert Owner().name() == "other own"
+    other.remove()
+    assert Owner().name() == "own"
+    one = Owner()
+    patch = Patch(one, "name", around("its"))
+    assert (one.name(), Owner().name()) == ("its own", "own")
+    patch.remove()
+    assert not vars(one) and own
+
+
+def test_weights_keep_an_address_for_each_layout() -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    stepped(net, optimizer)
+    switch = switch_of(Trained(net, net), optimizer)
+
+    def addresses() -> list[int]:
+        state = optimizer.state[net.conv.weight]
+        return [one.data_ptr() for one in (net.conv.weight, state["exp_avg"])]
+
+    other = OWN.replace(channels_last=True)
+    found: list[list[int]] = []
+    for config in (OWN, other) * 3:
+        before = [net.conv.weight.detach().clone(), optimizer.state[net.conv.weight]["exp_avg"] + 0]
+        switch.set(config)
+        after = [net.conv.weight.detach(), optimizer.state[net.conv.weight]["exp_avg"]]
+        assert all(map(torch.equal, before, after))
+        found.append(addresses())
+        stepped(net, optimizer)
+    assert found[0::2] == [found[0]] * 3
+    assert found[1::2] == [found[1]] * 3
+    assert found[0] != found[1]
+    # What the script loads is its own again.
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = [optimizer.state[net.conv.weight]["exp_avg"].clone()]
+    switch.set(OWN)
+    assert torch.equal(before[0], optimizer.state[net.conv.weight]["exp_avg"])
+    switch.set(other)
+    switch.set(OWN)
+    switch.forget(other)
+    assert len(switch._storages._kept[id(net.conv.weight)]) == 1
+    switch.release()
+
+
+def test_the_step_of_a_critic_waits_for_its_generator() -> None:
+    critic, generator = nn.Linear(2, 1), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
+    crew = Crew()
+    found = []
+    for step in range(12):
+        noise = torch.zeros(3, 2)
+        crew.saw_call(generator, (noise,), {})
+        crew.saw_call(critic, (noise,), {})
+        crew.saw_step(optimizers[step % 6 == 5])
+        found.append(crew.period())
+    assert found == [0] * 11 + [6]
+    later = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert not crew.joins(later)
+    assert not crew.joins(optimizers[1])
+
+
+def test_an_optimizer_that_comes_later_has_the_script_looked_at_anew() -> None:
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    first = torch.optim.SGD(one.parameters(), lr=0.1)
+    crew = Crew()
+    for _ in range(4):
+        for net in (one, other):
+            crew.saw_call(net, (torch.zeros(3, 2),), {})
+        crew.saw_step(first)
+    assert crew.period() == 1
+    assert crew.joins(torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "period", "expected"),
+    [
+        ([64, 64, 64, 64], 1, 64),
+        ([64, 64, 128, 64], 1, 64),  # a GradScaler left a step out
+        ([96, 64, 64, 64], 1, 64),  # an extra call
+        ([64, 64, 64, 32], 1, 64),
+        ([8, 0, 8, 0], 2, 8),
+        ([5, 8, 0, 8, 0], 2, 8),
+        ([], 1, 0),
+    ],
+)
+def test_the_batch_is_the_most_frequent_one(samples: list[int], period: int, expected: int) -> None:
+    net = nn.Linear(2, 1)
+    assert Trained(net, net, steps=samples).batch(period) == expected
+
+
+def test_a_list_of_images_is_one_input() -> None:
+    sizes = ((4, 5), (4, 6))
+    images = [torch.zeros(3, *size) for size in sizes]
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 2)]
+    found = inputs_of((images, targets), {})
+    assert [(one.name, one.shape) for one in found] == [
+        ("0", (2, 3, 4, 0)),
+        ("1.boxes", (2, 0, 4)),
+        ("1.labels", (2, 0)),
+    ]
+    assert batch_of((images, targets), {}) == 2
+    mixed = inputs_of(([torch.zeros(2), torch.zeros(2, 3)],), {})
+    assert [(one.name, one.shape) for one in mixed] == [("0.0", (2,)), ("0.1", (2, 3))]
+    assert batch_of((), {"x": (None, torch.zeros(4, 2))}) == 4

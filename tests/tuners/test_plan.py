@@ -1,4 +1,4 @@
-"""The options of a tuning, and how its time is divided."""
+"""The options of a tuning, and its time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from advisor.cache.record import EFFORTS
 from advisor.cache.task import rows, shell
 from advisor.errors import UsageError
 from advisor.tuners.length import Length
-from advisor.tuners.search.plan import RACE, SEARCH, Clock, Plan, parts, suffices
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Plan, suffices
 
 
 def test_a_plan_is_made_of_what_was_given() -> None:
@@ -57,46 +58,14 @@ def test_a_job_has_its_length_from_the_plan() -> None:
     assert Plan.of({}).length(8) is None
 
 
-def test_parts_end_with_the_budget() -> None:
+def test_a_clock_counts_down_one_budget() -> None:
     time = 0.0
-    clock = Clock(100.0, now=lambda: time)
-    search = clock.search()
-    assert search.left_s == 100.0 * SEARCH
-    time = 80.0  # it took longer: what follows has less
-    race = clock.part(0.5, reserve=0.25)
-    assert (search.left_s, race.left_s, race.reserve_s) == (100 * SEARCH - 80, 10.0, 5.0)
-    time = 120.0
-    assert clock.left_s == -20.0 and clock.part(0.5).left_s == 0.0
-    # Earlier runs count, but leave what follows the search its time.
-    again = Clock(100.0, now=lambda: time)
-    again.resume(1e6)
-    assert again.search().left_s == pytest.approx(0.0, abs=1e-9) and again.left_s == pytest.approx(
-        100 * (1 - SEARCH)
-    )
-
-
-def test_a_budget_is_planned_as_it_is_spent() -> None:
-    planned = parts(300.0)
-    assert list(planned) == ["search", "race", "comparison with fp32", "first steps"]
-    assert sum(planned.values()) == pytest.approx(300.0)
-    loads = parts(400.0, loads=True)
-    assert loads == planned | {"loader": pytest.approx(100.0)} and list(loads)[-2] == "loader"
-    time = 0.0
-    clock = Clock(300.0, now=lambda: time)
-    time = planned["search"]
-    assert clock.part(RACE).left_s == pytest.approx(planned["race"])
-
-
-def test_what_is_kept_for_the_loader_is_kept_however_late_it_begins() -> None:
-    time = 0.0
-    clock = Clock(40.0, kept_s=10.0, now=lambda: time)
-    assert clock.left_s == 30.0
-    time = 32.0
-    assert clock.left_s < 0
-    assert clock.kept().left_s == 10.0
-
-
-def test_an_advised_budget_is_clearly_more_than_the_one_that_was_given() -> None:
-    clock = Clock(40.0, kept_s=10.0)
-    assert clock.advised(30.0) == clock.advised(1.0) == "60s"
-    assert clock.advised(90.0) == "120s", "a quarter of it is the loader's"
+    clock = Clock(100.0, reserve_s=20.0, now=lambda: time)
+    assert (clock.left_s, clock.deadline_s) == (80.0, 85.0)
+    time = 82.0
+    assert (clock.left_s, clock.spent_s) == (0.0, 82.0)
+    assert clock.deadline_s == pytest.approx(3.0)
+    clock.release()
+    assert (clock.left_s, clock.deadline_s) == (18.0, pytest.approx(23.0))
+    time = 200.0
+    assert clock.left_s == 0.0 and clock.deadline_s == 0.1

@@ -145,3 +145,11 @@ def test_the_ladder() -> None:
     assert ladder(4, fits=16) == (4, 8, 16)
     assert ladder(4, fits=31) == (4, 8, 16)
     assert ladder(1, fits=10**6) == tuple(2**power for power in range(9))
+
+
+def test_what_feeds_a_run_can_be_held() -> None:
+    space = on_cuda(use="pilot", workers=4, batches=(32,))
+    feed = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
+    held = set(space.configs(32, feed=feed))
+    everything = {config for config in space.configs(32) if config.only(*feed) == feed}
+    assert held == everything and held

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,10 +26,12 @@ from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.capture.agreement import apart, nudge, nudge_back
+from advisor.tuners.act.capture import step_graph
+from advisor.tuners.act.capture.agreement import compare_outputs, nudge, nudge_back
+from advisor.tuners.act.capture.object_graph import ObjectGraph
+from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
-from advisor.tuners.act.capture.watch import Watch
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
@@ -202,7 +205,8 @@ def test_scaled_replays_train_as_the_step_does(
     # The script's factor is the graph's, too.
     assert isinstance(runs[0].step, StepGraph)
     runs[0].advice.scaler.set_growth_factor(4.0)
-    assert "GradScaler" in runs[0].step._watch.differs()
+    assert runs[0].step._objects is not None
+    assert "GradScaler" in runs[0].step._objects.differs()
 
 
 def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
@@ -373,7 +377,7 @@ class Branching(Net):
     [
         ({"hinder": lambda loss: loss.item()}, "waits for the device"),
         ({"hinder": lambda loss: print(end="") if loss > 0 else 1 / 0}, "waits for the device"),
-        ({"model": Buffered()}, "'mean' is replaced"),
+        ({"model": Buffered()}, "what a replay (does|returns)"),
         ({"model": Branching()}, "draws random numbers"),
     ],
 )
@@ -530,7 +534,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         (keep, r"changes self\.said"),
         (lambda owner: owner.lately.append(1), r"changes self\.lately"),
         (lambda owner: random.random(), "draws random numbers"),
-        (add_up, "what a replay returns differs"),
+        (add_up, "what a replay (does|returns)"),
     ],
 )
 def test_what_a_step_changes_in_python_is_never_frozen(
@@ -584,7 +588,7 @@ def test_a_schedule_and_a_counter_outside_cost_no_capture(recorder: AtenRecorder
 
 
 class Part:
-    """What an owner reads of another object bears the name of what it keeps for itself."""
+    """Reads of another object bear its attributes' names."""
 
     loss = staticmethod(functional.mse_loss)
     rate = 1.0
@@ -592,34 +596,167 @@ class Part:
 
 class Keeper:
     def __init__(self, advice: Advice) -> None:
-        self.part, self.model, self.loss, self.rate = Part(), made(), None, 0.0
-        self.advice, self.at = advice, iter(range(0))
+        self.part, self.model, self.factor, self.seen = Part(), made(), 1.0, 0
+        self.advice, self.losses = advice, [torch.zeros(())]
         (self.optimizer,) = [torch.optim.SGD(self.model.parameters(), lr=0.05, fused=True)]
 
     def train(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss: Tensor = self.part.loss(self.model(batch[0]), batch[1]) * self.part.rate
+        loss = self.weighed(self.model(batch[0]), batch[1])
         self.advice.step(loss, self.optimizer)
         return loss
 
-    def step(self, number: int) -> None:
-        """Named as `advice.step` is, and no part of the step."""
-        self.at = iter(range(number))
-        self.rate += next(self.at, 0)
+    def weighed(self, output: Tensor, wanted: Tensor) -> Tensor:
+        found: Tensor = self.part.loss(output, wanted) * self.part.rate * self.factor
+        return found
 
 
-def test_what_only_bears_the_name_of_what_a_step_reads_costs_no_capture(
-    recorder: AtenRecorder,
+@pytest.mark.parametrize("change", ["part", "factor"])
+def test_what_methods_of_the_step_read_is_followed_and_the_rest_costs_no_capture(
+    change: str, recorder: AtenRecorder
 ) -> None:
     advice = Advice(Config(step_graph=True), device="cpu")
     keeper = Keeper(advice)
     step = advice.capture(keeper.train, pair(0))
     for number in range(20):
-        keeper.loss = step(pair(number))
-        keeper.step(number)
+        keeper.losses.append(step(pair(number)))
+        keeper.seen += 1
     assert recorder.recordings == 1 and recorder.replays > 14
-    keeper.part.rate = 0.5
+    if change == "part":
+        keeper.part.rate = 0.5
+    else:
+        keeper.factor = 0.5
     step(pair(0))
     assert recorder.recordings == 2
+
+
+class Deep:
+    """Holds what the step reads two levels below its own objects."""
+
+    def __init__(self) -> None:
+        self.settings = {"inner": {"weight": 1.0}}
+
+
+@pytest.mark.parametrize("way", ["own", "list", "object"])
+def test_a_schedule_that_is_stepped_inside_is_named_before_the_rate_changes(way: str) -> None:
+    advice, model = Advice(Config(step_graph=True), device="cpu"), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
+    holder, schedules = Part(), [schedule]
+    holder.schedule = schedule  # type: ignore[attr-defined]
+
+    advance: Callable[[], Any] = {
+        "own": lambda: schedule.step(),
+        "list": lambda: schedules[0].step(),
+        "object": lambda: holder.schedule.step(),  # type: ignore[attr-defined]
+    }[way]
+
+    def train(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+        advice.step(loss, optimizer)
+        advance()
+        return loss
+
+    step = advice.capture(train, pair(0))
+    with pytest.warns(AdvisorWarning, match="changes .* in Python"):
+        for number in range(EARLY):
+            step(pair(number))
+
+
+def test_a_change_deeper_than_is_watched_is_found_by_a_later_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_graph, "CHECKED_AGAIN", 4)
+    advice, deep, model = Advice(Config(step_graph=True), device="cpu"), Deep(), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+    def train(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+        loss = loss * deep.settings["inner"]["weight"]
+        advice.step(loss, optimizer)
+        return loss
+
+    step = advice.capture(train, pair(0))
+    for number in range(EARLY + 2):
+        step(pair(number))
+    assert isinstance(step, StepGraph) and step.ready and not step.failure
+    deep.settings["inner"]["weight"] = 0.5
+    with pytest.warns(AdvisorWarning, match="a replay (does|returns)"):
+        for number in range(8):
+            step(pair(number))
+
+
+def test_comparisons_become_rarer(monkeypatch: pytest.MonkeyPatch, recorder: AtenRecorder) -> None:
+    monkeypatch.setattr(step_graph, "CHECKED_AGAIN", 4)
+    step, _ = stepping(made())
+    plain = 0
+    for number in range(EARLY + 4 + 1 + 8 + 1 + 16):
+        before = recorder.side_steps
+        step(pair(number))
+        plain += number >= EARLY and recorder.side_steps > before
+    assert plain == 2 and isinstance(step, StepGraph) and not step.failure
+
+
+def test_in_a_process_group_the_step_stays_itself(tmp_path: Path) -> None:
+    """No graph may hold its work: NCCL would wait for the graph at its end."""
+    advice = Advice(Config(step_graph=True), device="cpu")
+
+    def step(batch: Any) -> Any:
+        return batch
+
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.warns(AdvisorWarning, match="process group") as said:
+            assert advice.capture(step, pair(0)) is step
+        assert len(said) == 1 and "process group" in advice.reason
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_that_comes_later_ends_it(tmp_path: Path) -> None:
+    step, _ = stepping(made())
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.warns(AdvisorWarning, match="process group"):
+            for number in range(WARM_STEPS):
+                step(pair(number))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_counters_of_steps_are_on_the_device_only_while_captured() -> None:
+    """And in no checkpoint: an optimizer that loads one waits for the device at every step."""
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.ones(2, device="cuda"))
+        adam = torch.optim.Adam([weight])
+        adam.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(weight)}
+        optimizers = Optimizers("cuda")
+        optimizers._met[0] = adam
+        optimizers.begin()
+        assert adam.state[weight]["step"].is_cuda
+        optimizers.begin()  # a second capture
+        assert adam.state_dict()["state"][0]["step"].device.type == "cpu"
+        assert adam.state[weight]["step"].is_cuda
+        optimizers.end()
+        assert adam.state[weight]["step"].device.type == "cpu"
+        assert adam.state[weight]["exp_avg"].is_cuda
+        assert not adam._optimizer_state_dict_post_hooks
+        assert adam.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.gpu
+def test_after_giving_up_adam_counts_where_it_did() -> None:
+    training = Training("cuda", make=torch.optim.Adam, fused=False, lr=1e-3)
+    training.run(EARLY + 2)
+    assert all(s["step"].is_cuda for s in training.optimizer.state.values())
+    held = training.optimizer.state_dict()["state"].values()
+    assert not any(s["step"].is_cuda for s in held)
+    assert isinstance(training.step, StepGraph)
+    with pytest.warns(AdvisorWarning):
+        training.step._give_up("enough")
+    assert not any(s["step"].is_cuda for s in training.optimizer.state.values())
+    training.run(3)
 
 
 class Ramp(nn.Linear):
@@ -662,7 +799,6 @@ def test_a_measured_workload_is_captured_once(tmp_path: Path, recorder: AtenReco
         Task(target=name, shapes=((4, 3),)),
         Advice(Config(step_graph=True), device="cpu"),
         Feed(batch=4, seed=0, count=3),
-        watch=True,
     )
     workload.start()
     for _ in range(20):
@@ -714,15 +850,15 @@ def test_a_kink_that_rounding_decides_is_no_disagreement() -> None:
         slope = (weight @ signs) / weight.norm()
         return [weight - 0.1 - 0.001 * signs * float(bent or slope > 0)]
 
-    def nudged(seed: int) -> list[Tensor]:
-        nudges = nudge([weight], seed)
+    def nudged(seed: int | None = None) -> list[Tensor]:
+        nudges = [] if seed is None else nudge([weight], seed)
         found = left(bent=False)
         nudge_back(nudges)
         return found
 
-    replayed, plain = (functools.partial(left, bent=bent) for bent in (True, False))
-    assert apart(replayed, plain, nudged, [weight]) is None
-    assert apart(replayed, plain, lambda _seed: plain(), [weight]) is not None
+    replayed = functools.partial(left, bent=True)
+    assert compare_outputs(replayed, nudged, [weight]) is None
+    assert compare_outputs(replayed, lambda *_seed: left(bent=False), [weight]) is not None
     assert torch.equal(weight, torch.ones(32))
 
 
@@ -912,8 +1048,8 @@ def test_what_a_failed_attempt_has_taken_from_a_list_is_there_again() -> None:
         queue.pop(0)
         lately.popleft()
 
-    watch = Watch(step, (), ())
-    before = watch.read()
+    objects = ObjectGraph(step, (), ())
+    before = objects.read()
     step()
-    watch.put_back(before)
+    objects.put_back(before)
     assert (queue, list(lately)) == ([1, 2, 3], [4, 5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,39 @@ def test_a_fingerprint_raises_nothing() -> None:
     )
     assert fingerprint.size(lazy) == (3, 0)
     assert len({fingerprint.of_model(one) for one in (lazy, Sour())}) == 2
-    assert fingerprint._code([Odd]) == [Odd.__qualname__]
+    whole = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    assert fingerprint._code([Odd]) == [whole]
+
+
+def test_what_a_module_cannot_say_of_itself_counts() -> None:
+    class Sour(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate = rate
+
+        def extra_repr(self) -> str:
+            raise ValueError("sour")
+
+    same, train, other = Sour(0.1), Sour(0.1).eval(), Sour(0.2)
+    assert fingerprint.of_model(same) == fingerprint.of_model(train)
+    assert fingerprint.of_model(same) != fingerprint.of_model(other)
+
+
+def test_the_last_of_many_pieces_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "MOST_PIECES", 1)
+    same = code(tmp_path, CODE, "first.py")
+    assert code(tmp_path, CODE.replace("return x * 2", "return x * 3"), "other.py") != same
+
+
+def test_code_that_is_nowhere_fits_no_record(caplog: pytest.LogCaptureFixture) -> None:
+    class Meta(type):
+        __hash__ = None  # type: ignore[assignment]
+
+    odd = Meta("Odd", (nn.Module,), {"__module__": "gone"})
+    odd.forward = lambda self, x: x  # type: ignore[attr-defined]
+    (found,) = fingerprint._code([odd])
+    assert len(found) == 64
+    assert "no record fits" in caplog.text
 
 
 def test_hooks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker process: whatever the user's code does costs one trial."""
+"""The worker process: whatever the user's code does costs one config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 
+from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import fingerprint, host, target
+from advisor.tuners.measure.place import Block, ConfigFailed
+from advisor.tuners.measure.worker.child import Answers
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, Job
+from tests.runs.forked import FORKS
 
 MEAN = """
 import os, signal, sys, threading, time
@@ -30,7 +33,8 @@ import torch
 from torch import nn
 
 print("noise on stdout while it is imported")
-os.write(1, b"and on the descriptor")
+for _ in range(200):
+    os.write(1, b"x" * 100_000 + b"\\n")
 
 class Sour(torch.autograd.Function):
     @staticmethod
@@ -48,9 +52,8 @@ class Net(nn.Module):
     def forward(self, x):
         y, n = self.linear(x), len(x)
         if n == 3:
-            os._exit(7)
-        if n == 5:
-            os.kill(os.getpid(), signal.SIGSEGV)
+            print("the last of it")
+            sys.exit(7)
         if n == 6:
             time.sleep(1000)
         if n == 7:
@@ -62,7 +65,7 @@ class Net(nn.Module):
         if n == 11:
             return Sour.apply(y)
         if n == 12:
-            sys.exit(3)
+            os.kill(os.getpid(), signal.SIGSEGV)
         if n == 13:
             print("more noise " * 1000)
             os.write(1, b"x" * 100_000)
@@ -73,8 +76,12 @@ class Net(nn.Module):
             threading.Thread(target=time.sleep, args=(1000,)).start()
         if n == 15:
             hoard = [torch.empty(2**28) for _ in range(64)]
+        if n == 17:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if n == 4 and torch.get_num_threads() == 3:
+            os._exit(8)
         if n == 16 and torch.get_num_threads() != 2:
-            raise ValueError("another trial set the threads")
+            raise ValueError("another config set the threads")
         return y
 """
 
@@ -107,134 +114,119 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def measure(worker: Worker, batch: int) -> Measurement:
-    return worker.measure(config(batch), seconds=0.05)
+def block(worker: Worker, batch: int, deadline_s: float = 60.0) -> Block:
+    return worker.block(config(batch), 2, deadline_s=deadline_s)
+
+
+def failed(worker: Worker, batch: int, deadline_s: float = 60.0) -> ConfigFailed:
+    with pytest.raises(ConfigFailed) as raised:
+        block(worker, batch, deadline_s)
+    return raised.value
+
+
+def test_the_baseline_is_torchs_default_until_it_is_set(worker: Worker) -> None:
+    assert worker.baseline.batch == 4 and worker.baseline["precision"] == "default"
 
 
 @pytest.mark.parametrize(
     ("batch", "outcome", "reason"),
     [
-        (3, "crashed", "exit code 7"),
-        (5, "crashed", "signal SIGSEGV"),
+        (3, "crashed", "exit code 7): the last of it"),
         (7, "out_of_memory", "MemoryError"),
         (9, "out_of_memory", "allocate memory"),
         (10, "wrong", "the loss is nan"),
         (11, "failed", "ValueError: sour in the backward pass"),
-        (12, "crashed", "exit code 3"),
+        (12, "crashed", "signal SIGSEGV"),
         (15, "out_of_memory", "allocate memory"),
     ],
 )
-def test_a_mean_config_costs_one_trial(
+def test_a_mean_config_costs_itself_alone(
     worker: Worker, batch: int, outcome: str, reason: str
 ) -> None:
-    measured = measure(worker, batch)
-    assert measured.outcome == outcome
-    assert reason in measured.reason
-    assert "\n" not in measured.reason
-    assert "nanobind" not in measured.reason, "what is said as an interpreter ends"
-    good = measure(worker, 4)
-    assert good.ok and good.samples_per_s > 0
+    found = failed(worker, batch)
+    assert found.outcome == outcome and not found.graphs
+    assert reason in str(found)
+    assert "\n" not in str(found)
+    assert "nanobind" not in str(found), "what is said as an interpreter ends"
+    assert os.fstat(worker._output.fileno()).st_size < 20_000, "what it printed is capped"
+    good = block(worker, 4)
+    assert good.samples == 8 and good.seconds > 0
 
 
 def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
-    worker.deadline_s = 1
-    try:
-        measured = measure(worker, 6)
-    finally:
-        worker.deadline_s = 60
-    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 1 s")
-    assert measure(worker, 4).ok
+    found = failed(worker, 6, deadline_s=1)
+    assert (found.outcome, str(found)) == ("timed_out", "no answer within 1 s")
+    assert block(worker, 4).steps == 2
 
 
-def test_a_measurement_has_a_deadline_of_its_own(worker: Worker) -> None:
-    measured = worker.measure(config(6), seconds=0.1, deadline_s=1.0)
-    assert (measured.outcome, measured.reason) == ("timed_out", "no answer within 1 s")
-    assert measure(worker, 4).ok
+def test_what_fails_by_cuda_graphs_says_so(worker: Worker) -> None:
+    found = failed(worker, 17)
+    assert found.outcome == "failed" and found.graphs
 
 
-def test_first_steps_are_those_of_a_fresh_process(tmp_path: Path) -> None:
-    """What the process has loaded, searched or compiled before does not count."""
-    path = tmp_path / "model.py"
-    path.write_text(
-        MEAN.replace(
-            "        return y\n",
-            "        if self.training and torch.is_grad_enabled() and not PAID:\n"
-            "            PAID.append(time.sleep(0.5))\n"
-            "        return y\n",
-        ).replace("class Net", "PAID = []\n\nclass Net")
-    )
-    with Worker(job(path), deadline_s=60) as worker:
-        worker.describe()
-        assert measure(worker, 4).first_step_s < 0.4
-        started = worker.start(config(4), deadline_s=60)
-        assert started.ok and started.first_step_s >= 0.5 > started.step_s
-        assert worker.start(config(6), deadline_s=1).outcome == "timed_out"
-        assert measure(worker, 4).ok
+def test_first_steps_are_known_where_a_block_switches(worker: Worker) -> None:
+    worker.forget(config(4))
+    assert block(worker, 4).first_s > 0
+    assert block(worker, 4).first_s == 0
+    assert block(worker, 8).first_s > 0
+    assert block(worker, 4).first_s > 0
+    process = worker._process
+    worker.forget(config(4))
+    assert block(worker, 4).first_s > 0 and worker._process is process
 
 
 def test_where_nothing_was_compiled_nothing_is_saved(worker: Worker, tmp_path: Path) -> None:
-    assert measure(worker, 4).ok
+    block(worker, 4)
     process = worker._process
     worker.save(config(4), tmp_path / "saved")
-    assert measure(worker, 4).ok and worker._process is process
+    assert block(worker, 4).first_s == 0 and worker._process is process
     assert list(tmp_path.iterdir()) == []
 
 
 def test_noise_is_no_answer(worker: Worker) -> None:
-    assert measure(worker, 13).ok
-    assert measure(worker, 4).ok
+    block(worker, 13)
+    block(worker, 4)
 
 
-def test_flags_do_not_leak_into_the_next_trial(worker: Worker) -> None:
-    assert measure(worker, 14).ok
-    assert measure(worker, 16).ok
+def test_flags_do_not_leak_into_the_next_config(worker: Worker) -> None:
+    block(worker, 14)
+    block(worker, 16)
+
+
+def test_a_config_is_compared_with_fp32_in_the_process_that_timed_it(worker: Worker) -> None:
+    worker.baseline = config(4)
+    block(worker, 4)
+    process = worker._process
+    compared = worker.compare(config(4), deadline_s=60)
+    assert compared.ok and not compared.blames, compared
+    at_users = worker.compare(config(8), deadline_s=60)
+    assert at_users.ok, "at the user's batch"
+    assert block(worker, 4).compiled == 0 and worker._process is process
+
+
+def test_a_comparison_that_crashes_is_an_outcome(worker: Worker) -> None:
+    worker.baseline = config(4)
+    sneaky = config(4).replace(threads=3)
+    compared = worker.compare(sneaky, deadline_s=60)
+    assert compared.outcome == "crashed" and "exit code 8" in compared.reason
+    block(worker, 4)
 
 
 def test_what_searches_for_algorithms_has_a_process_in_which_nothing_else_chose_any(
-    tmp_path: Path,
+    worker: Worker,
 ) -> None:
-    path, seen, refused = (tmp_path / name for name in ("spy.py", "seen", "refused"))
-    path.write_text(
-        MEAN.replace(
-            "        return y\n",
-            "        cudnn = torch.backends.cudnn\n"
-            f"        with open({str(seen)!r}, 'a') as file:\n"
-            "            print(os.getpid(), cudnn.enabled, cudnn.benchmark, file=file)\n"
-            f"        if os.path.exists({str(refused)!r}) and not cudnn.enabled:\n"
-            "            raise ValueError('not without cuDNN')\n"
-            "        return y\n",
-        )
+    plain = config(18).replace(cudnn_benchmark=False)
+    searching, other = (
+        plain.replace(cudnn_benchmark=True, precision=p) for p in ("default", "fp32")
     )
-    plain = config(4).replace(cudnn_enabled=True, cudnn_benchmark=False)
-    searching = plain.replace(cudnn_benchmark=True)
-    with Worker(job(path), deadline_s=60) as worker:
-        worker.describe()
-        refused.touch()
-        measured = worker.measure(searching, seconds=0.05)
-        assert measured.outcome == "failed" and "not without cuDNN" in measured.reason
-        refused.unlink()
-        seen.unlink()
-        for one in (plain, searching, plain, searching):
-            assert worker.measure(one, seconds=0.05, keep=True).ok
-        lines = [line.split() for line in seen.read_text().splitlines()]
-        by_process: dict[str, set[tuple[str, str]]] = {}
-        for process, enabled, benchmark in lines:
-            by_process.setdefault(process, set()).add((enabled, benchmark))
-        # Without cuDNN are the first steps of all, and the making of a target.
-        beside = {("False", "False"), ("False", "True"), ("True", "True")}
-        assert list(by_process.values()) == [{("True", "False")}, beside]
-        assert worker.start(plain, deadline_s=60).ok
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(list(by_process)[1]), 0)
 
+    def process_of(one: Config) -> int:
+        worker.block(one, 1, deadline_s=60)
+        assert worker._process is not None
+        return worker._process.pid
 
-def test_a_race_keeps_configs_and_survives_a_death(worker: Worker) -> None:
-    kept = [worker.measure(config(b), seconds=0.05, keep=True).ok for b in (4, 8, 4, 8)]
-    assert kept == [True] * 4
-    assert worker.measure(config(3), seconds=0.05, keep=True).outcome == "crashed"
-    assert worker.measure(config(4), seconds=0.05, keep=True).ok
-    worker.release()
-    assert measure(worker, 4).ok
+    first, *rest = [process_of(one) for one in (plain, other, plain, searching, other)]
+    assert rest[:2] == [first] * 2 and rest[2] == rest[3] != first
 
 
 def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
@@ -245,25 +237,15 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
     assert "exit code 9" in str(caught.value)
 
 
-def test_the_default_must_fit(tmp_path: Path) -> None:
-    path = tmp_path / "mean.py"
-    path.write_text(MEAN)
-    with (
-        Worker(job(path, batch=9), deadline_s=60) as big,
-        pytest.raises(TargetFailed, match="batch 9 does not fit on cpu"),
-    ):
-        big.describe()
-
-
-def test_a_worker_that_ended_between_two_trials_is_replaced(worker: Worker) -> None:
-    """As where another process took the memory: no trial is charged for it."""
-    assert measure(worker, 4).ok
+def test_a_worker_that_ended_between_two_blocks_is_replaced(worker: Worker) -> None:
+    """As where another process took the memory: no config is charged for it."""
+    block(worker, 4)
     assert worker._process is not None
     guard = worker._process.pid
     child = host.family(guard)[1]
     os.kill(child, signal.SIGKILL)
     assert ended(child)
-    assert measure(worker, 4).ok
+    block(worker, 4)
     assert worker._process.pid != guard
 
 
@@ -338,59 +320,40 @@ def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
     assert not scratch.exists()
 
 
+def tune_for_ever(path: Path, temporary: Path) -> None:
+    """In a process of its own."""
+    tempfile.tempdir = str(temporary)
+    worker = Worker(job(path), deadline_s=100)
+    worker.describe()
+    worker.block(config(6), 1, deadline_s=100)
+
+
 @linux
 def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> None:
-    (tmp_path / "leaves.py").write_text(LEAVES)
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from tests.tuners.test_worker import Worker, config, job\n"
-        "worker = Worker(job(Path(sys.argv[1])), deadline_s=100)\n"
-        "worker.describe(); worker.measure(config(6), seconds=1)\n"
-    )
+    (path := tmp_path / "leaves.py").write_text(LEAVES)
     (temporary := tmp_path / "temporary").mkdir()
-    tuner = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "leaves.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)},
-    )
+    tuner = FORKS.Process(target=tune_for_ever, args=(path, temporary))
+    tuner.start()
+    assert tuner.pid is not None
     await_file(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
-    (scratch,) = temporary.iterdir()
+    (scratch,) = temporary.glob("advisor-*")
     assert list(scratch.glob("cc*.s"))
     tuner.kill()
-    tuner.wait()
+    tuner.join()
     assert all(map(ended, started))
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("advisor-*")) == []
 
 
 @linux
 def test_nothing_outlives_a_guard_that_was_killed(worker: Worker) -> None:
-    assert measure(worker, 4).ok
+    block(worker, 4)
     assert worker._process is not None
     child = host.family(worker._process.pid)[1]
     worker._process.kill()
     assert ended(child)
-    assert measure(worker, 4).ok
-
-
-def test_what_a_worker_prints_is_capped(tmp_path: Path) -> None:
-    path = tmp_path / "loud.py"
-    path.write_text(
-        "import os\nfrom torch import nn\n"
-        "for _ in range(2000): os.write(1, b'x' * 100_000 + b'\\n')\n"
-        "class Net(nn.Linear):\n"
-        "    def __init__(self): super().__init__(3, 4)\n"
-        "    def forward(self, x):\n"
-        "        if len(x) == 5: print('the last of it', flush=True); os._exit(5)\n"
-        "        return super().forward(x)\n"
-    )
-    with Worker(job(path), deadline_s=60) as made:
-        made.describe()
-        assert os.fstat(made._output.fileno()).st_size == 0
-        assert measure(made, 4).ok
-        died = measure(made, 5)
-        assert died.outcome == "crashed" and "the last of it" in died.reason
-        assert os.fstat(made._output.fileno()).st_size < 20_000
+    block(worker, 4)
 
 
 HUNGRY = """
@@ -433,13 +396,15 @@ def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> Non
     model = fingerprint.of_model(target.build(loaded))
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     known = ("0" * 64 if other == "model" else model, "0" * 64 if "loss" in other else hooks)
-    made = Worker(dataclasses.replace(job(path), known=known), deadline_s=60)
-    with made:
-        if not other:
-            assert made.describe().model == model and (tmp_path / "ran").exists()
-            return
-        with pytest.raises(TargetError, match=f"the {other} of known.py:Net {CHANGED}"):
-            made.describe()
+    answers, made = Answers(), dataclasses.replace(job(path), known=known)
+    load = {"do": "load", "job": to_plain(made)}
+    if not other:
+        answers.answer(load)
+        assert answers.answer({"do": "describe"})["facts"]["model"] == model
+        assert (tmp_path / "ran").exists()
+        return
+    with pytest.raises(TargetError, match=f"the {other} of known.py:Net {CHANGED}"):
+        answers.answer(load)
     assert not (tmp_path / "ran").exists()
 
 
@@ -449,9 +414,8 @@ def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
     path.write_text(HUNGRY)
     with Worker(job(path, max_memory=2**30), deadline_s=60) as made:
         made.describe()
-        tried = measure(made, 5)
-        assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in tried.reason
-        assert measure(made, 4).ok
+        tried = failed(made, 5)
+        assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in str(tried)
     with (
         Worker(job(path, max_memory=2**30, batch=6), deadline_s=60) as made,
         pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1 GiB"),
@@ -485,7 +449,7 @@ def test_a_control_groups_limit(
 
 
 def test_nothing_outlives_the_tuning_process(worker: Worker) -> None:
-    assert measure(worker, 4).ok
+    block(worker, 4)
     assert worker._process is not None
     pid = worker._process.pid
     assert os.getsid(pid) == pid, "Ctrl-C in the terminal would reach it"
@@ -501,13 +465,17 @@ def test_a_compiled_config_between_eager_ones(tmp_path: Path) -> None:
         "from torch import nn\nmodel = lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU())\n"
     )
     with Worker(job(path), deadline_s=200) as worker:
-        worker.describe()
-        eager, compiled = (config(4).replace(compile=how) for how in ("none", "default"))
-        measured = [worker.measure(c, seconds=0.05) for c in (eager, compiled, eager)]
-    assert [m.outcome for m in measured] == ["ok"] * 3
-    # Compilation is in the first step and nowhere else.
-    assert measured[1].first_step_s > 20 * measured[1].step_s
-    assert measured[1].first_step_s > 3 * measured[2].first_step_s
+        worker.baseline = eager = config(4)
+        compiled = eager.replace(compile="default")
+        first = worker.block(eager, 3, deadline_s=200)
+        blocks = [worker.block(c, 3, deadline_s=200) for c in (compiled, eager, compiled)]
+        assert [one.compiled for one in (first, *blocks)] == [0] * 4, "all before they are timed"
+        assert blocks[2].first_s < blocks[0].first_s, "it is kept"
+        assert worker.compare(compiled, deadline_s=200).ok
+        after = worker.block(compiled, 3, deadline_s=200)
+        assert after.compiled == 0 and after.first_s < blocks[0].first_s
+        worker.save(compiled, tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_size > 0
 
 
 GPU_MODEL = """
@@ -538,17 +506,70 @@ def test_on_a_gpu_memory_and_lost_contexts_cost_one_trial(tmp_path: Path) -> Non
         facts = worker.describe()
         assert facts.memory_bytes > 0 and facts.device_uuid
 
-        def tried(batch: int) -> Measurement:
-            return worker.measure(Config(config(batch)).without("threads"), seconds=0.05)
+        def tried(batch: int) -> Block:
+            return worker.block(config(batch).without("threads"), 2, deadline_s=60)
 
         first = tried(4)
-        assert first.ok and first.gpu_s > 0 and first.peak_bytes > 0
+        assert first.gpu_s > 0 and first.peak_bytes > 0
         assert worker._process is not None
         pid = worker._process.pid
-        assert tried(7).outcome == "out_of_memory"
-        assert worker._process.pid == pid and tried(4).ok
-        lost = tried(6)
-        assert lost.outcome == "failed" and "assert" in lost.reason
-        again = tried(4)
-        assert again.ok
+        with pytest.raises(ConfigFailed) as raised:
+            tried(7)
+        assert raised.value.outcome == "out_of_memory"
+        assert worker._process.pid == pid and tried(4).steps == 2
+        with pytest.raises(ConfigFailed, match="assert") as raised:
+            tried(6)
+        assert raised.value.outcome == "failed"
+        tried(4)
         assert worker._process.pid != pid, "a lost CUDA context was used again"
+
+
+GPU_NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.second, self.last = nn.Conv2d(32, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        return self.last(torch.relu(self.second(x)).mean((2, 3)))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_on_a_gpu_what_is_kept_is_timed_and_compared_as_it_is(
+    tmp_path: Path, optimizer: str
+) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(GPU_NET)
+    task = {"device": "cuda:0", "shape": (3, 32, 32), "batch": 64, "optimizer": optimizer}
+    with Worker(job(path, **task), deadline_s=120) as worker:
+        worker.describe()
+        plain = worker.baseline = Config(worker.baseline | {"compile": "none"})
+        half = plain.replace(precision="bf16", channels_last=True)
+        configs = [
+            half,
+            half.replace(step_graph=True),
+            plain.replace(precision="fp16"),
+            plain.replace(precision="fp16", step_graph=True),
+            plain.replace(fused_optimizer=True),
+            half.replace(compile="cudagraphs"),
+            half.replace(compile="reduce-overhead"),
+            half.replace(compile="default", step_graph=True),
+        ]
+        assert worker._process is not None
+        process = worker._process.pid
+        for config in configs:
+            for one in (plain, config, plain, config):
+                block = worker.block(one, 20, deadline_s=300)
+                assert block.compiled == 0 and block.gpu_s > 0 and block.peak_bytes > 0
+            compared = worker.compare(config, deadline_s=120)
+            assert compared.ok, (config, compared)
+            again = worker.block(config, 20, deadline_s=300)
+            assert again.compiled == 0, "what is compared is what was timed"
+        assert worker._process.pid == process

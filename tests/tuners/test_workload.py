@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from advisor.cache.config import Config
-from advisor.errors import TargetError, TargetFailed
-from advisor.tuners.measure.worker import child
-from advisor.tuners.measure.worker.child import Bench
+from advisor.errors import AdvisorWarning, TargetError, TargetFailed
+from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.worker import bench as benches
+from advisor.tuners.measure.worker.bench import Bench
+from advisor.tuners.measure.worker.description import describe
+from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
 from advisor.tuners.measure.workload import Workload
+from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
 CONFIG = Config(precision="default", cudnn_deterministic=False, batch_size=2)
+FP32 = CONFIG.replace(precision="fp32")
 
 KINDS = {
     "a dict of outputs": """
@@ -84,17 +88,18 @@ def bench(folder: Path, source: str, **changes: object) -> Bench:
     path.write_text(
         "import torch\nfrom torch import nn\n" + "\n".join(line[indent:] for line in lines)
     )
-    return Bench(job(path, batch=2, **({"shape": (3, 8, 8)} | changes)))
+    return Bench(job(path, **({"shape": (3, 8, 8), "batch": 2} | changes)))
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
     made = bench(tmp_path, KINDS[kind], mode=mode)
-    made.first_step()
-    measured = made.measure(CONFIG, 0.02, "compute", False)
-    assert measured.ok, measured.reason
-    assert measured.low <= measured.samples_per_s <= measured.high
+    describe(made)
+    block = made.block(CONFIG, 2, 1)
+    assert (block.steps, block.samples) == (2, 4)
+    compared = made.compare(CONFIG, FP32, FP32, 60.0, 0.02)
+    assert compared.ok, compared
 
 
 @pytest.mark.parametrize(
@@ -116,20 +121,19 @@ def test_inputs_and_modes(tmp_path: Path, source: str, changes: str) -> None:
         "float64": {"dtype": "float64", "shape": (3,)},
     }
     made = bench(tmp_path, source, **how[changes])
-    made.first_step()
+    describe(made)
     config = CONFIG.replace(cudnn_deterministic=changes == "deterministic", channels_last=True)
     try:
-        measured = made.measure(config, 0.02, "compute", False)
+        assert made.block(config, 2, 1).steps == 2
         assert torch.are_deterministic_algorithms_enabled() == (changes == "deterministic")
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
-    assert measured.ok, measured.reason
 
 
 def test_the_step_trains(tmp_path: Path) -> None:
     made = bench(tmp_path, "model = lambda: nn.Linear(3, 4)", shape=(3,))
-    workload = made._build(CONFIG, "compute")
+    workload = made.workload(CONFIG)
     before = [p.detach().clone() for p in workload.model.parameters()]
     workload.step()
     assert workload.loss is not None and workload.loss.isfinite()
@@ -140,7 +144,7 @@ def test_the_step_trains(tmp_path: Path) -> None:
 
 def test_inference_trains_nothing(tmp_path: Path) -> None:
     made = bench(tmp_path, "model = lambda: nn.Dropout()", shape=(3,), mode="infer")
-    workload = made._build(CONFIG, "compute")
+    workload = made.workload(CONFIG)
     workload.step()
     assert workload.loss is None and not workload.model.training
 
@@ -170,52 +174,14 @@ def test_inference_trains_nothing(tmp_path: Path) -> None:
 )
 def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        bench(tmp_path, source, shape=(3,)).first_step()
+        describe(bench(tmp_path, source, shape=(3,)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("lraspp_mobilenet_v3_large", (3, 64, 64)),
-        ("googlenet", (3, 96, 96)),
-        ("r3d_18", (3, 4, 32, 32)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::FutureWarning:torchvision")  # the worker ignores all
-def test_torchvision(name: str, shape: tuple[int, ...]) -> None:
-    made = Bench(job(Path(f"torchvision:{name}"), shape=shape, batch=2))
-    made.first_step()
-    measured = made.measure(CONFIG, 0.02, "compute", False)
-    assert measured.ok, measured.reason
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_whether_the_host_is_the_limit_is_asked_where_others_are_measured_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    """It takes a step for which the device is held up."""
-    monkeypatch.setattr(child, "busy_share", lambda _step, _clock, _timing: 0.5)
-    made = bench(tmp_path, "model = lambda: nn.Linear(3, 4)", shape=(3,))
-    made = Bench(dataclasses.replace(made._job, shares_host=shared))
-    made.first_step()
-    assert made.measure(CONFIG, 0.02, "compute", False).busy == (0.5 if shared else 0.0)
-    assert made.measure(CONFIG, 0.02, "compute", True).busy == 0.0, "in a race"
-
-
-def test_a_captured_steps_first_steps_are_all_before_its_first_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = bench(tmp_path, "model = lambda: nn.Linear(3, 4)", shape=(3,))
-    begun: list[str] = []
-
-    def start(workload: Workload) -> None:
-        begun.append("start")
-        time.sleep(0.2)
-
-    monkeypatch.setattr(Workload, "start", start)
-    assert made.start(CONFIG).first_step_s >= 0.2
-    assert made.measure(CONFIG, 0.02, "compute", False).first_step_s >= 0.2
-    assert begun == ["start", "start"]
+def test_torchvision() -> None:
+    path = Path("torchvision:lraspp_mobilenet_v3_large")
+    made = Bench(job(path, shape=(3, 64, 64), batch=2))
+    describe(made)
+    assert made.block(CONFIG, 1, 1).steps == 1
 
 
 def test_the_first_step_is_as_the_task_asks(tmp_path: Path) -> None:
@@ -228,11 +194,223 @@ def test_the_first_step_is_as_the_task_asks(tmp_path: Path) -> None:
                 return super().forward(x)
     """
     strict = bench(tmp_path, spy, shape=(3,), deterministic=True)
-    seen = sys.modules[type(strict._loaded.factory()).__module__].seen
+    seen = sys.modules[type(strict.loaded.factory()).__module__].seen
     try:
-        strict.first_step()
-        strict.describe()
+        describe(strict)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
     assert set(seen) == {(True, 2)}
+
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+"""
+EIGHT = CONFIG.at(8)
+
+
+def eight(folder: Path, **changes: object) -> Bench:
+    return bench(folder, NET, shape=(3,), **({"batch": 8} | changes))
+
+
+def subject(made: Bench) -> WorkloadSubject:
+    return WorkloadSubject(made._new_model, made._workload, made.device, draws=False)
+
+
+def test_what_was_built_is_kept_and_dropped_when_memory_runs_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = eight(tmp_path)
+    three = [EIGHT, EIGHT.replace(channels_last=True), EIGHT.replace(precision="fp32")]
+    for config in (*three, three[0]):
+        made.block(config, 1, 1)
+    workloads = {config: built.workload for config, built in made._built.items()}
+    assert list(workloads) == [three[1], three[2], three[0]], "the one used last comes last"
+    for config in three:
+        made.block(config, 1, 1)
+        assert made._built[config].workload is workloads[config]
+    free = iter([0, 0])
+    monkeypatch.setattr(made, "_free_bytes", lambda: next(free, 2**60))
+    made.block(EIGHT.at(4), 1, 1)
+    assert list(made._built) == [three[2], EIGHT.at(4)]
+
+
+def test_what_does_not_fit_beside_others_is_built_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = eight(tmp_path)
+    made.block(EIGHT, 1, 1)
+    plain = Workload.start
+
+    def start(workload: Workload) -> None:
+        if made._built:
+            raise torch.OutOfMemoryError("out of memory")
+        plain(workload)
+
+    monkeypatch.setattr(Workload, "start", start)
+    other = EIGHT.replace(precision="fp32")
+    assert made.block(other, 1, 1).steps == 1 and list(made._built) == [other]
+    monkeypatch.setattr(Workload, "start", lambda _: torch.empty(2**60))
+    with pytest.raises(ConfigFailed) as failed:
+        made.block(EIGHT, 1, 1)
+    assert failed.value.outcome == "out_of_memory" and made.healthy and not made._built
+
+
+def test_a_block_has_the_steps_after_those_that_settle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = eight(tmp_path)
+    count = [0]
+    plain = Workload.step
+
+    def step(workload: Workload) -> None:
+        count[0] += 1
+        plain(workload)
+
+    monkeypatch.setattr(Workload, "step", step)
+    graphs = iter([3, 5])
+    monkeypatch.setattr(benches, "graphs_compiled", lambda: next(graphs, 5))
+    block = made.block(EIGHT, 5, 1)
+    assert count[0] >= 1 + 3 + 1 + 5 and (block.steps, block.samples, block.compiled) == (5, 40, 2)
+    count[0] = 0
+    assert made.block(EIGHT, 5, 2).first_s == 0.0 and count[0] == 7
+
+
+def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path: Path) -> None:
+    made = eight(tmp_path)
+    one, other = EIGHT, EIGHT.replace(precision="fp32")
+    for config in (one, other):
+        made.block(config, 3, 1)
+    held = subject(made)
+    assert held.points == POINTS == 4
+    workload = made._built[one].workload
+    for point in (*range(POINTS), POINTS):
+        first, second = (held.sample(config, point, 0) for config in (one, other))
+        assert (
+            first.tensors.keys()
+            == second.tensors.keys()
+            == {"output", *(name for name, _ in workload.model.named_parameters())}
+        )
+        for name, tensor in first.tensors.items():
+            torch.testing.assert_close(tensor, second.tensors[name])
+        assert first.loss == pytest.approx(second.loss) and not first.gradients["unused.bias"].any()
+    points = [held.sample(one, point, 0).gradients["last.weight"] for point in range(POINTS)]
+    assert not any(torch.equal(points[0], two) for two in points[1:]), "a batch each"
+    nudged = held.sample(one, POINTS, 0).gradients["last.weight"]
+    assert not torch.equal(nudged, points[0])
+    torch.testing.assert_close(nudged, points[0], rtol=1e-2, atol=1e-4)
+    held.restore()
+    fresh = dict(made._new_model().named_parameters())
+    assert all(torch.equal(p, fresh[name]) for name, p in workload.model.named_parameters())
+    assert workload.optimizer is not None
+    states = workload.optimizer.state.values()
+    assert states and not any(bool(v.any()) for one in states for v in one.values())
+    assert made.block(one, 2, 1).steps == 2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"fused_optimizer": True},
+        {"precision": "fp16"},
+        {"precision": "fp16", "step_graph": True},
+    ],
+)
+def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, knobs: dict[str, object]
+) -> None:
+    """A GradScaler's factor is in neither, whoever divides by it."""
+    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+    made = eight(tmp_path, optimizer=optimizer)
+    config = EIGHT.replace(**knobs)  # type: ignore[arg-type]
+    made.block(config, 2, 1)
+    held = subject(made)
+    ours, theirs = (held.sample(one, 0, 0).gradients for one in (config, FP32.at(8)))
+    for name in ("last.weight", "last.bias", "first.weight"):
+        slope = float(torch.dot(ours[name], theirs[name]) / theirs[name].square().sum())
+        assert slope == pytest.approx(1.0, abs=0.05), name
+    part, name = held.optimizer_error(config)
+    assert part < 1e-4, name
+
+
+@pytest.mark.parametrize("knobs", [{}, {"step_graph": True}])
+def test_a_setting_that_the_optimizer_lost_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, object]
+) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+    plain = Workload._optimizer
+
+    def without_decay(workload: Workload) -> torch.optim.Optimizer:
+        made = plain(workload)
+        for group in made.param_groups:
+            group["weight_decay"] = 0.0
+        return made
+
+    monkeypatch.setattr(Workload, "_optimizer", without_decay)
+    made = eight(tmp_path, optimizer="adamw")
+    part, name = subject(made).optimizer_error(EIGHT.replace(**knobs))  # type: ignore[arg-type]
+    assert part > 1e-4 and name
+
+
+def test_what_a_captured_step_is_compared_by_is_its_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders: list[AtenRecorder] = []
+
+    def recorder() -> AtenRecorder:
+        recorders.append(AtenRecorder())
+        return recorders[-1]
+
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    made = eight(tmp_path)
+    captured = EIGHT.replace(step_graph=True)
+    made.block(captured, 3, 1)
+    (own,) = recorders
+    before = own.replays, own.recordings
+    compared = made.compare(
+        captured, FP32.at(8), FP32.at(8).replace(precision="default"), 60.0, 0.02
+    )
+    assert compared.ok, compared
+    assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
+    made.block(captured, 3, 1)
+    assert own.recordings == before[1]
+
+
+def test_what_cannot_be_captured_failed_by_its_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+    source = NET.replace("return self.last(", "float(x.sum())\n        return self.last(")
+    made = bench(tmp_path, source, shape=(3,))
+    with pytest.warns(AdvisorWarning), pytest.raises(ConfigFailed, match="no CUDA graph") as failed:
+        made.block(CONFIG.replace(step_graph=True), 1, 1)
+    assert failed.value.graphs and failed.value.outcome == "failed"
+
+
+def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
+    source = NET.replace(
+        "        return self.last(torch.relu(self.norm(self.first(x))))",
+        "        y = self.last(torch.relu(self.norm(self.first(x))))\n"
+        "        return y + torch.is_autocast_enabled('cpu') * 0.3 * y.detach()",
+    )
+    made = bench(tmp_path, source, shape=(3,), batch=64)
+    bf16 = FP32.at(64).replace(precision="bf16")
+    made.block(bf16, 1, 1)
+    compared = made.compare(bf16, FP32.at(64), bf16, 60.0, 0.02)
+    assert (compared.outcome, compared.blames) == ("wrong", "format"), compared
+
+
+def test_dropout_is_compared_by_draws(tmp_path: Path) -> None:
+    source = NET.replace("torch.relu(", "nn.functional.dropout(").replace("(x)))", "(x)), 0.1)")
+    made = bench(tmp_path, source, shape=(3,), batch=8)
+    assert describe(made).draws
+    assert made.compare(EIGHT, FP32.at(8), EIGHT, 60.0, 0.02).outcome in ("ok", "unverified")

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.tuners.knobs import KNOBS, Knob
+from advisor.tuners.knobs import KNOBS, WORKERS, Knob
+
+DYNAMIC_SHAPES = "dynamic_shapes"
 
 
 def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
@@ -29,7 +31,9 @@ class Acting:
         non_blocking: whether batches are copied beside the host's work.
         graphs: whether the forward pass replays CUDA graphs.
         captured: whether the whole step is to be captured.
-        compiles: whether the model is compiled.
+        compiles: whether the model is compiled; `any_size`: for inputs of any size at once.
+        undoes_autocast, undoes_compile: the script's own is off, which is measured and never
+            advised.
     """
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
@@ -43,6 +47,11 @@ class Acting:
         self.graphs = self._any(lambda knob: knob.graphs)
         self.captured = self._any(lambda knob: knob.captured)
         self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
+        known = [(k, v) for k, v in self.rows if k.name in default]
+        undone = [(k, default[k.name]) for k, value in known if value == k.default]
+        self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
+        self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
+        self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)
 
     def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:
         return any(says(value) for knob, value in self.rows if (says := column(knob)) is not None)
@@ -58,7 +67,10 @@ class Acting:
 
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader."""
-        return _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+        found = _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+        if found.get(WORKERS) == 0:
+            found.pop("prefetch_factor", None)  # which a DataLoader without workers refuses
+        return found
 
 
 def _merged(parts: Iterator[dict[str, object]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint, known_wrong
-from advisor.tuners.act import buckets, momentum, ranks
+from advisor.tuners.act import buckets, gate, momentum, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import (
     AUTOCAST,
@@ -178,6 +178,9 @@ class Advice:
                 buckets.rebuild(model)
         if self._acting.graphs:
             self._replays.attach(model)
+        if self._acting.compiles:
+            inference = self.record is None or self.record.key.task.mode != "train"
+            gate.attach(model, sizes=not self._acting.any_size, inference=inference)
         if self.artifacts is not None:
             self.artifacts.begin()
             from advisor.tuners.act.artifacts import before_first_call
@@ -265,12 +268,20 @@ class Advice:
         if not self._acting.captured:
             return train_step
         from advisor.tuners.act.capture.recorder import RECORDERS
-        from advisor.tuners.act.capture.step_graph import StepGraph
+        from advisor.tuners.act.capture.step_graph import (
+            StepGraph,
+            process_group_obstacle,
+            warn_plain,
+        )
 
         recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
+        if obstacle := process_group_obstacle():
+            self._following.failed = obstacle
+            warn_plain(obstacle)
+            return train_step
         scaler = self.scaler if self._acting.scaled else None
         self._step_graph = StepGraph(
             train_step, self.place(example_batch), self._models, recorder(), scaler

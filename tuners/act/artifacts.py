@@ -23,6 +23,7 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.environment import tools
 
 WAIT_S = 5.0
@@ -31,6 +32,7 @@ MOST_SAVED = 2**30
 """Bytes that are read of what a process saved."""
 
 _log = logging.getLogger("advisor")
+_stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
@@ -67,28 +69,30 @@ def have_stable_keys() -> None:
     multiprocessing, and what was compiled elsewhere is not found. Where PyTorch makes its keys by
     something else, this changes nothing.
     """
+    global _stable_keys
     from torch._inductor import codecache
 
     pickler: Any = getattr(codecache, "FxGraphCachePickler", None)
-    if pickler is None or hasattr(pickler, "advisor_plain"):
+    if pickler is None or _stable_keys is not None:
         return
-    plain = pickler.advisor_plain = pickler.__init__
 
-    def stable(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        # Only for a digest: nothing of it is read again.
-        self.dispatch_table |= {kind: _by_name for kind in (torch.memory_format, torch.dtype)}
+    def stable(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            # Only for a digest: nothing of it is read again.
+            self.dispatch_table |= {kind: _by_name for kind in (torch.memory_format, torch.dtype)}
 
-    pickler.__init__ = stable
+        return begin
+
+    _stable_keys = Patch(pickler, "__init__", stable)
 
 
 def have_own_keys() -> None:
     """Have PyTorch make its keys as it does by itself."""
-    codecache = sys.modules.get("torch._inductor.codecache")
-    pickler: Any = getattr(codecache, "FxGraphCachePickler", None)
-    if hasattr(pickler, "advisor_plain"):
-        pickler.__init__ = pickler.advisor_plain
-        del pickler.advisor_plain
+    global _stable_keys
+    if _stable_keys is not None:
+        _stable_keys.remove()
+        _stable_keys = None
 
 
 def _by_name(value: object) -> tuple[type[str], tuple[str]]:

@@ -29,16 +29,6 @@ def can_rebuild(outer: nn.Module) -> bool:
     )
 
 
-def move(parallel: DistributedDataParallel) -> None:
-    """Exchange gradients on the stream that is current now, as a capture on it needs: on what
-    stream a weight's gradient is gathered is settled when a reducer is made, if none was there.
-    In all processes at one step."""
-    del parallel.logger, parallel.reducer  # they keep what gathers gradients
-    rebuild(parallel)
-    # Its own timing, once in so many steps, has no place in a capture.
-    parallel._set_ddp_runtime_logging_sample_rate(2**30)
-
-
 def rebuild(outer: nn.Module) -> None:
     """Exchange gradients by the strides that weights have now; in all processes at one step."""
     for parallel in within(outer):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from advisor.cache.config import Config, Value
 from advisor.cache.record import USES
 from advisor.cache.seal import UNSIGNED
+from advisor.cache.shown import times
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.knobs import Knob, caveats, described
@@ -125,10 +126,10 @@ class Following:
         if whole is None:
             return f"{served.reason}; {once} {', '.join(waiting)}"
         flags = served.gains.get(USES[0]) if claimed else None
-        now = f"{flags:.2f}x in force ({USES[0]})" if flags else "not in force yet"
+        now = f"{times(flags)} in force ({USES[0]})" if flags else "not in force yet"
         stale = f" ({served.status})" if served.status == STALE else ""
         unsigned = "" if served.signed else f"; {UNSIGNED}"
-        return f"{now}; {whole:.2f}x{stale} {once} {', '.join(waiting)}{served.doubt}{unsigned}"
+        return f"{now}; {times(whole)}{stale} {once} {', '.join(waiting)}{served.doubt}{unsigned}"
 
     def further(self) -> str:
         """What the next use would give, of those that give more."""
@@ -136,7 +137,7 @@ class Following:
         mine = gains.get(use, 1.0)
         for more in USES[USES.index(use) + 1 :]:
             if gains.get(more, 0.0) > mine:
-                return f"{more} would give {gains[more]:.2f}x instead of {mine:.2f}x"
+                return f"{more} would give {times(gains[more])} instead of {times(mine)}"
         return ""
 
     def lines(self) -> list[str]:

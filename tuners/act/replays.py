@@ -97,12 +97,13 @@ class Replays:
         found = {
             w: g.detach() for w in weights if (g := w.grad) is not None and not self._is_own(w)
         }
-        if not found:
-            return
-        # The backward pass gave its outputs away; what is added to must not be its buffers. All at
-        # once takes a kernel or two, where clones would take hundreds.
-        moved = [torch.empty_like(gradient) for gradient in found.values()]
-        torch._foreach_copy_(moved, list(found.values()))
+        try:
+            moved = _copies(list(found.values()))
+        except RuntimeError:
+            # Those of an earlier step were written over: nobody can read them any more, and a
+            # script that adds to them is told so by PyTorch.
+            found = {weight: one for weight, one in found.items() if _is_readable(one)}
+            moved = _copies(list(found.values()))
         for weight, gradient in zip(found, moved, strict=True):
             weight.grad = gradient
             self._own[id(weight)] = weakref.ref(gradient)
@@ -110,6 +111,24 @@ class Replays:
     def _is_own(self, weight: Tensor) -> bool:
         own = self._own.get(id(weight))
         return own is not None and own() is weight.grad
+
+
+def _copies(gradients: list[Tensor]) -> list[Tensor]:
+    """The backward pass gave its outputs away; what is added to must not be its buffers. All at
+    once takes a kernel or two, where clones would take hundreds."""
+    if not gradients:
+        return []
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    torch._foreach_copy_(copies, gradients)
+    return copies
+
+
+def _is_readable(gradient: Tensor) -> bool:
+    """Whether a CUDA graph's output is still there."""
+    try:
+        return bool(gradient.data_ptr()) or not gradient.numel()
+    except RuntimeError:
+        return False
 
 
 def _moved(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,13 @@ class Feed:
         batch: samples in one.
         seed: of its numbers.
         count: different batches of each shape, which are cycled through.
-        given: the one batch, in place of one that is made.
+        given: batches in the place of made-up ones.
     """
 
     batch: int
     seed: int
     count: int = 1
-    given: tuple[Any, Any] | None = None
+    given: Sequence[Any] = ()
 
 
 def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:

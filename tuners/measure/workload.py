@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +17,7 @@ from advisor.errors import TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.measure.made_up import Feed, make_batch, outputs_of, random_targets
+from advisor.tuners.measure.samples import sampled
 from advisor.tuners.target import Loaded, build
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -28,31 +29,86 @@ PATIENCE = 100
 """Steps within which a captured step must come to its first replay."""
 
 
+class _Step:
+    """Forward, loss, backward and optimizer step of one batch, as a script has them.
+
+    Attributes:
+        outputs: samples of the model's, of the last step that kept them.
+        keeps: whether steps keep their outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor] | None,
+        advice: Advice,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._model, self._loss = model, loss or _loss
+        self._advice, self._optimizer = advice, optimizer
+        self.outputs: list[Tensor] = []
+        self.keeps = False
+
+    def train(self, batch: Any) -> Tensor:
+        """Train on a batch; its loss."""
+        assert self._optimizer is not None
+        inputs, target = batch
+        with self._advice.autocast():
+            output = self.forward(inputs)
+            loss = self._loss(output, target)
+        if self.keeps:
+            self._keep(output)
+        self._advice.step(loss, self._optimizer)
+        return loss.detach()
+
+    def infer(self, batch: Any) -> Tensor:
+        """A forward pass; there is no loss of it."""
+        with torch.inference_mode(), self._advice.autocast():
+            output = self.forward(batch[0])
+        if self.keeps:
+            self._keep(output)
+        return _NO_LOSS
+
+    def forward(self, inputs: Any) -> Any:
+        """What the model makes of the inputs of a batch."""
+        if isinstance(inputs, Mapping):
+            return self._model(**inputs)
+        if isinstance(inputs, tuple | list):
+            return self._model(*inputs)
+        return self._model(inputs)
+
+    def _keep(self, output: Any) -> None:
+        # In place, so that a captured step does it too.
+        found = [sampled(one) for one in outputs_of(output)]
+        if [one.shape for one in found] == [one.shape for one in self.outputs]:
+            for held, seen in zip(self.outputs, found, strict=True):
+                held.copy_(seen)
+        else:
+            self.outputs = found
+
+
 class Workload:
     """One training or inference step on one config, built as a script would build it."""
 
-    def __init__(
-        self, loaded: Loaded, task: Task, advice: Advice, feed: Feed, *, watch: bool = False
-    ) -> None:
-        """A step is a pass through the shapes of the task's mix, where there are any.
-
-        With `watch`, `outputs` holds those of the last step.
-        """
+    def __init__(self, loaded: Loaded, task: Task, advice: Advice, feed: Feed) -> None:
+        """A step is a pass through the shapes of the task's mix, where there are any."""
         torch.manual_seed(feed.seed)
         advice.set_flags()
         self.advice = advice
         self._loaded, self._task = loaded, task
-        self._training = task.mode == "train"
+        training = task.mode == "train"
         self.model = advice.prepare(build(loaded))
-        self.model.train(self._training)
+        self.model.train(training)
         self.loss: Tensor | None = None
         self._plain_optimizer = OPTIMIZERS[task.optimizer]
-        self.optimizer = self._optimizer() if self._training else None
-        self._watch = watch
-        self.outputs: list[Tensor] = []
+        self.optimizer = self._optimizer() if training else None
+        self._own = _Step(self.model, loaded.loss, advice, self.optimizer)
         made = self._made_batches(feed)
         self._passes = max(1, len(task.mix))
-        self._train_step = advice.capture(self._train, made[0]) if self._training else self._train
+        plain = self._own.train if training else self._own.infer
+        self._step = advice.capture(plain, made[0]) if training else plain
+        # A replay runs no Python, so that a captured step keeps its outputs always.
+        self._own.keeps = isinstance(self._step, StepGraph)
         self._placed = [advice.place(one) for one in made]
         self.rewind()
         torch.manual_seed(feed.seed + 1000)
@@ -65,18 +121,28 @@ class Workload:
         return self._plain_optimizer(parameters, **self.advice.optimizer)
 
     def _made_batches(self, feed: Feed) -> list[tuple[Any, Any]]:
-        if feed.given is not None:
-            return [feed.given]
+        if feed.given:
+            return list(feed.given)
         made = []
+        outputs: dict[tuple[int, ...], Any] = {}
         for number in range(feed.count):
             # The same numbers for every config, whatever a model's dropout has drawn before.
             torch.manual_seed(feed.seed + 1 + number)
             for shape in self._task.mix or ((feed.batch, *self._task.sample),):
                 inputs, target = make_batch(self._loaded, self._task, shape)
-                if target is None and self._training:
-                    target = self._make_target(inputs, feed.seed + 1 + number)
+                if target is None and self.optimizer is not None:
+                    if shape not in outputs:
+                        outputs[shape] = self._output(inputs)
+                    torch.manual_seed(feed.seed + 1 + number)
+                    # A list where there are several outputs: a `loss` gets a tensor for a tensor.
+                    target = random_targets(outputs[shape])
                 made.append((inputs, target))
         return made
+
+    def _output(self, inputs: Any) -> Any:
+        """What the model makes of inputs, without compiling: it is no part of a step."""
+        with torch.no_grad(), self.advice.autocast(), _uncompiled(self.model), _unchosen():
+            return self._own.forward(self.advice.place(inputs))
 
     def rewind(self, first: int = 0) -> None:
         """Go on with the batch of this number, and from there in their order."""
@@ -98,30 +164,6 @@ class Workload:
         other.advice = advice
         return other
 
-    def _make_target(self, inputs: Any, seed: int) -> Any:
-        """Random labels for a 2-D output, a random tensor of the output's shape otherwise.
-
-        A list where there are several outputs, so that a `loss` gets a tensor for a tensor.
-        """
-        with torch.no_grad(), self.advice.autocast(), self._eagerly(), _unchosen():
-            output = self._forward(self.advice.place(inputs))
-        torch.manual_seed(seed)
-        return random_targets(output)
-
-    def _eagerly(self) -> AbstractContextManager[Any]:
-        """Without compiling: for a forward pass that is not part of a step."""
-        eager: AbstractContextManager[Any] = nullcontext()
-        if any(module._compiled_call_impl is not None for module in self.model.modules()):
-            eager = torch.compiler.set_stance("force_eager")
-        return eager
-
-    def _forward(self, inputs: Any) -> Any:
-        if isinstance(inputs, Mapping):
-            return self.model(**inputs)
-        if isinstance(inputs, tuple | list):
-            return self.model(*inputs)
-        return self.model(inputs)
-
     def step(self) -> None:
         """One step, exactly as in a script: batch, autocast, forward, loss, advice.step.
 
@@ -129,18 +171,23 @@ class Workload:
             RuntimeError: it was to be captured as a CUDA graph and cannot be.
         """
         losses = [self._one_step(next(self._source)) for _ in range(self._passes)]
-        if self._training:
+        if self.optimizer is not None:
             self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def _one_step(self, batch: Any) -> Tensor:
-        if self._training:
-            loss: Tensor = self._train_step(batch)
-            if isinstance(self._train_step, StepGraph) and self._train_step.failure:
-                raise RuntimeError(f"no CUDA graph: {self._train_step.failure}")
-            return loss
-        with torch.inference_mode(), self.advice.autocast():
-            self._forward(batch[0])
-        return _NO_LOSS
+        loss: Tensor = self._step(batch)
+        if isinstance(self._step, StepGraph) and self._step.failure:
+            raise RuntimeError(f"no CUDA graph: {self._step.failure}")
+        return loss
+
+    def observed_step(self) -> list[Tensor]:
+        """Take a step; samples of the model's outputs in it, which the next one writes over."""
+        before, self._own.keeps = self._own.keeps, True
+        try:
+            self.step()
+        finally:
+            self._own.keeps = before
+        return self._own.outputs
 
     def start(self) -> None:
         """The first step, and those before the first that a captured step replays.
@@ -150,29 +197,23 @@ class Workload:
         """
         self.step()
         for _ in range(PATIENCE):
-            if not isinstance(self._train_step, StepGraph) or self._train_step.ready:
+            if not isinstance(self._step, StepGraph) or self._step.ready:
                 return
             self.step()
         raise RuntimeError("no CUDA graph: the batches are not alike")
 
-    def _train(self, batch: Any) -> Tensor:
-        assert self.optimizer is not None
-        inputs, target = batch
-        with self.advice.autocast():
-            output = self._forward(inputs)
-            loss = self._loaded.loss(output, target) if self._loaded.loss else _loss(output, target)
-        if self._watch:
-            self._keep([part.detach() for part in outputs_of(output)])
-        self.advice.step(loss, self.optimizer)
-        return loss.detach()
 
-    def _keep(self, outputs: list[Tensor]) -> None:
-        # In place, so that a captured step does it too.
-        if [one.shape for one in outputs] == [one.shape for one in self.outputs]:
-            for kept, seen in zip(self.outputs, outputs, strict=True):
-                kept.copy_(seen)
-        else:
-            self.outputs = [one.float().clone() for one in outputs]
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Without what was compiled in the place of a model, which counts what it is called with."""
+    compiled = {one: one._compiled_call_impl for one in model.modules()}
+    for one in compiled:
+        one._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for one, call in compiled.items():
+            one._compiled_call_impl = call
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,18 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import RecordDamaged, UsageError
+from advisor.tuners.measure.place import Compared
+from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.sampler import FAILED, SECONDS
 from advisor.tuners.search.space import Space
 
 MOST_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
-OUT, SETTLED = "passed over", "settled"
-"""Attributes: of a trial that was not measured; of a study, how many of its trials are of runs that
-ended before a race."""
-BESIDE = "beside"
-"""Attribute of a trial: as many ran while it did, on devices of their own."""
+OUT = "passed over"
+"""Attribute of a trial that was not measured."""
+RATIO, COMPARED = "ratio", "compared"
+"""Attributes of a trial: its speed-up with the ends of its interval; how the comparison with fp32
+ended, as (outcome, reason, what it blames)."""
 MOST_DROPPED = 100
 """Lines that are JSON and make no sense; after as many nothing is taken from a journal."""
 
@@ -214,6 +218,15 @@ def _add(study: optuna.Study, trials: Iterable[FrozenTrial]) -> int:
     return added
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A trial of an earlier run of the same study."""
+
+    trial: Trial
+    ratio: Ratio
+    compared: Compared | None
+
+
 class Journal:
     """The study that is asked, and told what was measured.
 
@@ -232,11 +245,10 @@ class Journal:
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in space.choices.items()
         }
-        self._told: list[Trial] = []
-        self._beside: dict[int, int] = {}
+        self._told: list[tuple[Config, float, dict[str, Any]]] = []
 
-    def resume(self) -> tuple[list[Trial], list[Config]]:
-        """The trials of earlier runs, and what was in flight when one of them was interrupted."""
+    def resume(self) -> list[Known]:
+        """The trials of earlier runs; what was in flight when one was interrupted is open again."""
         try:
             for _ in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
                 self.study.tell(self.study.ask(), state=TrialState.FAIL)
@@ -245,40 +257,28 @@ class Journal:
                 self.study.tell(frozen.number, state=TrialState.FAIL)
         except UNWRITABLE as exc:
             self._forgo(exc)
-        frozen_trials = self.study.get_trials(deepcopy=False)
-        self._told = [one for frozen in frozen_trials if (one := self._trial(frozen))]
-        beside = ((frozen.number, frozen.user_attrs.get(BESIDE)) for frozen in frozen_trials)
-        self._beside = {at: n for at, n in beside if isinstance(n, int) and n > 1}
-        failed = [t for t in frozen_trials if t.state == TrialState.FAIL]
-        interrupted = [Config(t.params) for t in failed if not t.user_attrs.get(OUT)]
-        return list(self._told), interrupted
+        found = [
+            one for frozen in self.study.get_trials(deepcopy=False) if (one := self._of(frozen))
+        ]
+        self._told = [(one.trial.config, one.ratio.mean, _attributes(one)) for one in found]
+        return found
 
-    @property
-    def spent_s(self) -> float:
-        """Seconds of the trials that were told, but for those of runs that `settle`d."""
-        settled = self.study.user_attrs.get(SETTLED, 0)
-        own = (trial for trial in self._told if trial.number >= settled)
-        return sum(trial.seconds / self._beside.get(trial.number, 1) for trial in own)
-
-    def settle(self) -> None:
-        """The time of what was tried until now is no later run's: this one ends without a race."""
-        try:
-            self.study.set_user_attr(SETTLED, len(self.study.get_trials(deepcopy=False)))
-        except UNWRITABLE as exc:
-            self._forgo(exc)
-
-    def _trial(self, frozen: FrozenTrial) -> Trial | None:
+    def _of(self, frozen: FrozenTrial) -> Known | None:
         """As it was told; None for what was not, or is of no config here."""
         kept = frozen.user_attrs
         try:
             config = Config(frozen.params)
             measured = from_plain(Measurement, kept["measurement"])
             seconds, origin = float(kept[SECONDS]), str(kept["origin"])
+            mean, low, high = (float(number) for number in kept[RATIO])
+            compared = Compared(*map(str, kept[COMPARED])) if kept.get(COMPARED) else None
         except (KeyError, TypeError, ValueError, RecordDamaged, UsageError):
             return None
-        if not self._space.holds(config) or not 0 <= seconds < float("inf"):
+        if not self._space.holds(config) or not 0 <= seconds < math.inf:
             return None
-        return Trial(
+        if not (0 <= low <= mean <= high and math.isfinite(mean)):
+            return None
+        trial = Trial(
             number=frozen.number,
             config=config,
             measurement=measured,
@@ -286,6 +286,7 @@ class Journal:
             origin=origin,
             seconds=seconds,
         )
+        return Known(trial=trial, ratio=Ratio(mean=mean, low=low, high=high), compared=compared)
 
     def ask(self, origin: str, config: Mapping[str, Any] | None = None) -> optuna.Trial:
         """The next trial: of a config, or of a part of one; without one the sampler chooses."""
@@ -302,20 +303,17 @@ class Journal:
         asked.set_user_attr("origin", origin)
         return asked
 
-    def tell(self, asked: optuna.Trial, trial: Trial, *, beside: int = 1) -> None:
-        """What the trial gave; with it as many as `beside` ran at once."""
-        measured = trial.measurement
-        self._told.append(trial)
-        self._beside[trial.number] = beside
+    def tell(self, asked: optuna.Trial, known: Known, turns: Iterable[float]) -> None:
+        """What a visit gave; `turns` are the ratios of its turns: its intermediate values."""
+        value, attributes = known.ratio.mean, _attributes(known)
+        self._told.append((known.trial.config, value, attributes))
         try:
-            if beside > 1:
-                asked.set_user_attr(BESIDE, beside)
-            asked.set_user_attr("measurement", to_plain(measured))
-            asked.set_user_attr(SECONDS, trial.seconds)
-            if not measured.ok:
-                asked.set_user_attr(FAILED, True)
-            # A failure's throughput is nothing: finite, so that any sampler learns to stay away.
-            self.study.tell(asked, measured.samples_per_s if measured.ok else 0.0)
+            for step, turn in enumerate(turns):
+                asked.report(turn, step)
+            for name, attribute in attributes.items():
+                asked.set_user_attr(name, attribute)
+            # A failure's speed-up is nothing: finite, so that any sampler learns to stay away.
+            self.study.tell(asked, value if known.trial.measurement.ok else 0.0)
         except UNWRITABLE as exc:
             self._forgo(exc)
 
@@ -330,14 +328,27 @@ class Journal:
     def _forgo(self, exc: BaseException) -> None:
         self._notice(f"the search cannot be saved any more: {exc}; it goes on in memory")
         self.study = optuna.create_study(direction="maximize", sampler=self.study.sampler)
-        for trial in self._told:
-            ok = trial.measurement.ok
-            attrs: dict[str, Any] = {SECONDS: trial.seconds} | ({} if ok else {FAILED: True})
+        for config, value, attributes in self._told:
             self.study.add_trial(
                 optuna.trial.create_trial(
-                    params=dict(trial.config),
+                    params=dict(config),
                     distributions=self._distributions,
-                    value=trial.measurement.samples_per_s if ok else 0.0,
-                    user_attrs=attrs,
+                    value=0.0 if attributes.get(FAILED) else value,
+                    user_attrs=attributes,
                 )
             )
+
+
+def _attributes(known: Known) -> dict[str, Any]:
+    trial, ratio, compared = known.trial, known.ratio, known.compared
+    found: dict[str, Any] = {
+        "measurement": to_plain(trial.measurement),
+        SECONDS: trial.seconds,
+        RATIO: (ratio.mean, ratio.low, ratio.high),
+        "origin": trial.origin,
+    }
+    if compared is not None:
+        found[COMPARED] = (compared.outcome, compared.reason, compared.blames)
+    if not trial.measurement.ok:
+        found[FAILED] = True
+    return found

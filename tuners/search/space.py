@@ -70,6 +70,10 @@ class Space:
             found.reference = strict
         return found
 
+    def of_inputs(self, choices: Mapping[str, tuple[Value, ...]]) -> Space:
+        """A space of other choices, with the conflicts of this one."""
+        return Space(choices, conflicts=self._conflicts)
+
     @property
     def batches(self) -> tuple[int, ...]:
         """Batch sizes, the user's first."""
@@ -161,12 +165,18 @@ class Space:
                     config = config.replace(**{other: self.choices[other][0]})
         return config if self.holds(config) else None
 
-    def configs(self, batch: int, *, dear: bool = False) -> Iterator[Config]:
+    def configs(
+        self, batch: int, *, dear: bool = False, feed: Mapping[str, Value] | None = None
+    ) -> Iterator[Config]:
         """All configs at one batch size; dear knobs at their default, unless asked for, and frugal
-        ones."""
+        ones; `feed`: values of knobs that are fixed."""
         fixed = {*self.frugal, *(() if dear else self.dear)}
         names = [name for name in self.choices if name != BATCH]
-        offered = [self.choices[name][: 1 if name in fixed else None] for name in names]
+        held = feed or {}
+        offered = [
+            (held[name],) if name in held else self.choices[name][: 1 if name in fixed else None]
+            for name in names
+        ]
         for values in itertools.product(*offered):
             config = Config(dict(zip(names, values, strict=True))).at(batch)
             if self._combines(config):

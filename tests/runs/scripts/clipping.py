@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Tagger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent = nn.LSTM(6, 16, batch_first=True)
+        self.recurrent = nn.GRU(6, 16, batch_first=True)
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,82 +27,69 @@ RELATIVE = 1e-5
 FLIPS, FLIPPED = 4, 1e-4
 """Numbers of a tensor, and share of them, that may be rounded to their neighbours."""
 
-Run = Callable[[], list[Tensor]]
 _Kept = dict[int, Tensor]
 
 
-def apart(
-    ours: Run,
-    theirs: Run,
-    nudged: Callable[[int], list[Tensor]],
-    start: list[Tensor],
-    anyone: Callable[[bool], bool] = bool,
+def compare_outputs(
+    replayed: Callable[[], list[Tensor]], eager: Callable[..., list[Tensor]], start: list[Tensor]
 ) -> tuple[int, float] | None:
     """Which tensor comes out differently, and by what share of its move; None where none does.
 
     Args:
-        ours: takes the step one way; returns what it left, the same tensors at each call.
-        theirs: the same, the other way.
-        nudged: theirs, from weights moved by rounding alone, otherwise for each number: the last
-            resort, for kernels that were chosen differently.
+        replayed: takes the step one way; returns what it left, the same tensors at each call.
+        eager: the same, the other way; given a number, from weights moved by rounding alone,
+            otherwise for each number: the last resort, for kernels that were chosen differently.
         start: what tensors held before; those beyond its end did not exist.
-        anyone: whether any process that takes the step too has a doubt: it is taken by all.
     """
     left: list[_Kept] = []
     right: list[_Kept] = []
     doubted: Iterable[int] | None = None
     for _ in range(ROUNDS):
-        found = ours()
-        left.append(_kept(found, range(len(found)) if doubted is None else doubted))
-        found = theirs()
+        found = replayed()
+        left.append(_copies(found, range(len(found)) if doubted is None else doubted))
+        found = eager()
         live = {at: found[at] for at in left[-1]}
         doubted = [at for at in live if _gap(at, left, [*right, live], start) > 1]
-        if not anyone(bool(doubted)):
+        if not doubted:
             return None
-        right.append(_kept(found, doubted))
-        left = [_kept(one, doubted, copy=False) for one in left]
-        right = [_kept(one, doubted, copy=False) for one in right]
-    for number in range(NUDGES):
-        right.append(_kept(nudged(number), right[0]))
-    shares = {
-        at: _share(at, left, right, start) for at in right[0] if _gap(at, left, right, start) > 1
-    }
+        right.append(_copies(found, doubted))
+        left, right = ([{at: one[at] for at in doubted} for one in both] for both in (left, right))
+    right += [_copies(eager(number), right[0]) for number in range(NUDGES)]
+    wrong = [at for at in right[0] if _gap(at, left, right, start) > 1]
+    shares = {}
+    for at in wrong:
+        moved = _moved(right[0][at], start, at)
+        shares[at] = _least(at, left, right) / moved if moved else math.inf
     return max(shares.items(), key=lambda one: one[1]) if shares else None
 
 
-def _kept(found: Any, which: Iterable[int], *, copy: bool = True) -> _Kept:
-    # Cloned, because the next run writes over them.
-    return {at: found[at].detach().clone() if copy else found[at] for at in which}
+def _copies(found: list[Tensor], which: Iterable[int]) -> _Kept:
+    return {at: found[at].detach().clone() for at in which}  # the next run writes over them
 
 
 def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -> float:
     """The distance between the ways in units of what is allowed."""
-    a, b = [one[at] for one in ours], [one[at] for one in theirs]
-    least = min(_distance(x, y) for x in a for y in b)
+    least = _least(at, ours, theirs)
     if least == 0:
         return 0.0
-    within = [_distance(x, y) for runs in (a, b) for i, x in enumerate(runs) for y in runs[:i]]
-    allowed = SPREADS * max(within, default=0.0)
-    allowed += _rounding(b[0], start[at] if at < len(start) else None)
+    ways = [[one[at] for one in way] for way in (ours, theirs)]
+    within = [_distance(x, y) for way in ways for i, x in enumerate(way) for y in way[:i]]
+    value, allowed = theirs[0][at].detach(), SPREADS * max(within, default=0.0)
+    if value.is_floating_point():
+        largest = float(value.abs().max().nan_to_num()) if value.numel() else 0.0
+        flips = math.sqrt(FLIPS + FLIPPED * value.numel())
+        allowed += flips * torch.finfo(value.dtype).eps * largest
+        allowed += RELATIVE * _moved(value, start, at)
     return least / allowed if allowed else math.inf
 
 
-def _share(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -> float:
-    least = min(_distance(x[at], y[at]) for x in ours for y in theirs)
-    moved = _moved(theirs[0][at], start[at] if at < len(start) else None)
-    return least / moved if moved else math.inf
+def _least(at: int, ours: list[_Kept], theirs: list[_Kept]) -> float:
+    return min(_distance(x[at], y[at]) for x in ours for y in theirs)
 
 
-def _rounding(value: Tensor, start: Tensor | None) -> float:
-    if not value.is_floating_point():
-        return 0.0
-    largest = float(value.detach().abs().max().nan_to_num()) if value.numel() else 0.0
-    flips = math.sqrt(FLIPS + FLIPPED * value.numel())
-    return flips * torch.finfo(value.dtype).eps * largest + RELATIVE * _moved(value, start)
-
-
-def _moved(value: Tensor, start: Tensor | None) -> float:
-    return _distance(value, torch.zeros_like(value) if start is None else start)
+def _moved(value: Tensor, start: list[Tensor], at: int) -> float:
+    before = start[at] if at < len(start) else torch.zeros_like(value)
+    return _distance(value, before)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -111,8 +98,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     a, b = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0.0, a - b)
-    found = float(difference.abs().square().sum().sqrt())
+    found = float(torch.where(same, 0.0, a - b).abs().square().sum().sqrt())
     return found if math.isfinite(found) else math.inf
 
 
@@ -134,6 +120,6 @@ def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
     return nudges
 
 
-def nudge_back(nudges: list[tuple[Tensor, Tensor]]) -> None:
+def nudge_back(nudges: list[tuple[Tensor, Any]]) -> None:
     for weight, by in nudges:
         weight.sub_(by)

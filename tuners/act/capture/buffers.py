@@ -19,8 +19,7 @@ class Buffers:
     def leaves(self, batch: Any) -> list[Any] | None:
         """A batch in parts; None where it is not like the example."""
         leaves, tree = _flatten(batch)
-        fits = tree == self._tree and all(map(_alike, leaves, self._held))
-        return leaves if fits else None
+        return leaves if tree == self._tree and all(map(_alike, leaves, self._held)) else None
 
     def fill(self, leaves: list[Any]) -> None:
         for buffer, leaf in zip(self._held, leaves, strict=True):
@@ -44,19 +43,11 @@ def _dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _alike(ours: Any, held: Any) -> bool:
-    """Whether a graph that was captured with `held` is right for `ours`."""
-    if _dense(held) and _dense(ours):
-        return bool(
-            ours.shape == held.shape
-            and ours.dtype == held.dtype
-            and ours.requires_grad == held.requires_grad
-        )
-    if ours is held:
-        return True
-    if type(ours) is not type(held):
-        return False
+def _alike(a: Any, b: Any) -> bool:
+    """Whether a graph that was captured with `b` is right for `a`."""
+    if _dense(a) and _dense(b):
+        return (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
     try:
-        return bool(ours == held)
+        return a is b or bool(type(a) is type(b) and a == b)
     except (RuntimeError, ValueError, TypeError):  # arrays, and what has an order of its own
         return False

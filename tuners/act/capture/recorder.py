@@ -19,12 +19,9 @@ class Recorder(Protocol):
     device: str
     """'cuda': whose tensors it can hold."""
 
-    def beside(self) -> AbstractContextManager[list[str]]:
-        """For steps before a recording, and those that are compared with it.
-
-        Yields a list that holds, afterwards, the lines of code that waited for the device.
-        """
-        ...
+    def side_stream(self) -> AbstractContextManager[list[str]]:
+        """For steps before a recording, and those that are compared with it. Yields a list that
+        holds, afterwards, the lines of code that waited for the device."""
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """What does the same again, and what `step` returned: tensors that it writes into.
@@ -34,28 +31,17 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: the step does what cannot be recorded; nothing is left of the attempt.
         """
-        ...
 
     def random_state(self) -> Any:
         """Of the numbers that steps draw on the device."""
-        ...
 
     def set_random_state(self, state: Any) -> None: ...
 
     def host_state(self) -> bytes:
         """Of torch's numbers that are drawn on the host, and would stand still in a replay."""
-        ...
-
-    def reserve(self) -> None:
-        """See that there is as much memory for a step now as there was before the recording.
-
-        Raises:
-            torch.OutOfMemoryError: there is not.
-        """
 
     def empty(self) -> None:
         """Give back what memory is no longer used."""
-        ...
 
 
 class CudaRecorder:
@@ -68,12 +54,9 @@ class CudaRecorder:
 
     device = "cuda"
 
-    def __init__(self) -> None:
-        self._step_bytes = 0
-
     @contextmanager
-    def beside(self) -> Iterator[list[str]]:
-        side = _side_stream(torch.cuda.current_device())
+    def side_stream(self) -> Iterator[list[str]]:
+        side = _stream_of(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side), _noticing_waits() as waits:
@@ -82,9 +65,8 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(side)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self._step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         graph = torch.cuda.CUDAGraph()
-        side = _side_stream(torch.cuda.current_device())
+        side = _stream_of(torch.cuda.current_device())
         try:
             # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
             with (
@@ -106,9 +88,6 @@ class CudaRecorder:
 
     def host_state(self) -> bytes:
         return torch.get_rng_state().numpy().tobytes()
-
-    def reserve(self) -> None:
-        torch.empty(self._step_bytes, dtype=torch.uint8, device="cuda")  # kept for what comes next
 
     def empty(self) -> None:
         torch.cuda.empty_cache()
@@ -133,7 +112,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @cache
-def _side_stream(_device: int) -> torch.cuda.Stream:
+def _stream_of(_device: int) -> torch.cuda.Stream:
     """One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on."""
     return torch.cuda.Stream()
 

@@ -6,49 +6,38 @@ anyway, and says so: a replay runs kernels, and no Python.
 
 from __future__ import annotations
 
-import contextlib
-import time
+import random
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from advisor.errors import AdvisorWarning
-from advisor.tuners.act import buckets
-from advisor.tuners.act.capture.agreement import apart, nudge, nudge_back
+from advisor.tuners.act.capture.agreement import compare_outputs, nudge, nudge_back
 from advisor.tuners.act.capture.buffers import Buffers
-from advisor.tuners.act.capture.moment import Moment
+from advisor.tuners.act.capture.captured_graph import CapturedGraph, Gradient, detached
+from advisor.tuners.act.capture.object_graph import Held, ObjectGraph
 from advisor.tuners.act.capture.optimizers import Optimizers
-from advisor.tuners.act.capture.reach import Reach
-from advisor.tuners.act.capture.recorded import Gradient, Recorded, detached
 from advisor.tuners.act.capture.recorder import Recorder
-from advisor.tuners.act.capture.unison import Unison
-from advisor.tuners.act.capture.watch import Seen, Watch, drawn
-from advisor.tuners.act.ranks import Group
+from advisor.tuners.act.capture.state_snapshot import StateSnapshot
 
 WARM_STEPS = 3
 """Steps before the capture, as PyTorch's notes have it: lazy state is made in them."""
-WARM_STEPS_PARALLEL = 11
-"""The same under DistributedDataParallel, whose first ten are timed (PyTorch's notes)."""
-ENDS_S, ENDS_STEPS = 55.0, 30
-"""A capture and its comparisons have so many seconds, or as long as so many steps take, where other
-processes take part: one that is gone is not waited for longer."""
 CHECKED = 3
 """Replays that are compared with the same step without a graph, each on a batch of its own."""
+CHECKED_AGAIN = 1000
+"""Replays until one is compared again, for what is read deeper than is watched; then twice as many
+each time. A comparison takes up to ten steps: 1%."""
 RECAPTURES = 8
 """Captures in a row, each undone by the very next change, after which graphs are given up."""
 OTHERS = 64
 """Batches in a row that are unlike the example's, after which it is said that nothing replays."""
 SMALL = 16 * 2**20
-"""Bytes up to which a tensor that the step reaches, but is not known to write, is compared too."""
-
-_ALIKE, _CHANGED, _OTHER = range(3)
-"""What a rank would do at a step: replay, capture anew, or run its batch without."""
+"""Bytes up to which a tensor that the step holds, but is not known to write, is compared too."""
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -56,24 +45,18 @@ _MEND = (
 )
 
 TrainStep = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 class StepGraph:
     """A training step that is replayed; called as the step itself, with one batch.
 
-    The first WARM_STEPS calls train without a graph; the next CHECKED ones train twice from the
-    same state, with it and without, and keep the latter; from then on a call copies its batch into
-    the graph's buffers and replays. A batch unlike the example, as the last of an epoch or one with
-    another number or name among its tensors, runs without a graph. A learning rate that the script
-    changes between steps is taken over; any other change of the optimizer's settings, of which
-    weights train, or of a value that the step's code reads, captures anew.
-
-    Under DistributedDataParallel the exchange of gradients is in the graph, and all ranks do the
-    same at every step: what any of them cannot replay none does, and what one cannot capture all
-    train without. FSDP and other exchanges are trained without.
-
-    The step's Python code runs at captures only. One that changes values in Python, as a schedule
-    stepped inside or a counter, or draws Python's random numbers, is named and never replayed.
+    The first WARM_STEPS calls train without a graph. The next CHECKED ones train twice from the
+    same state, with it and without, and keep the latter. From then on a call copies its batch into
+    the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
+    changes between steps is taken over; another change of what the step reads captures anew. What
+    changes values in Python in the step, as a schedule or a counter, or cannot be captured for any
+    other reason, trains without a graph, and one warning says why.
 
     Args:
         train_step: takes a batch; returns tensors, such as the loss, in any nesting.
@@ -100,21 +83,14 @@ class StepGraph:
         self._models = tuple(models)
         self._optimizers = Optimizers(recorder.device)
         self._buffers = Buffers(example)
-        self._warm, self._warm_steps = 0, WARM_STEPS
-        self._began = self._step_s = 0.0
+        self._warm = self._checked = self._wasted = self._others = self._replays = 0
+        self._check_at = CHECKED_AGAIN
         self._stepped: list[list[int]] = []
-        self._checked = 0
-        self._wasted = 0
-        self._others = 0
-        self._recorded: Recorded | None = None
+        self._captured: CapturedGraph | None = None
         self._fixed: list[Any] = []
         self._written: list[Tensor] = []
-        self._watch = Watch(lambda: None, (), ())
+        self._objects: ObjectGraph | None = None
         self.failure = ""
-        self._unison = Unison(None)
-        self._parallels: list[DistributedDataParallel] = []
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._join()
 
     @property
     def ready(self) -> bool:
@@ -125,77 +101,33 @@ class StepGraph:
         if self.failure:
             return self._train_step(batch)
         leaves = self._buffers.leaves(batch)
-        recorded, changed = self._recorded, ""
-        if leaves is not None and recorded is not None and self._warm >= self._warm_steps:
-            changed = self._changed(recorded)
-        what = self._unison.most(_OTHER if leaves is None else _CHANGED if changed else _ALIKE)
-        if leaves is None or what == _OTHER:
+        if leaves is None:
             return self._other(batch)
         self._others = 0
-        if self._warm < self._warm_steps:
+        if self._warm < WARM_STEPS:
             return self._warm_up(batch)
-        if what == _CHANGED:
-            self._recorded, self._wasted = None, self._wasted + 1
+        if self._captured is not None and (changed := self._changed(self._captured)):
+            self._captured, self._wasted = None, self._wasted + 1
             if self._wasted >= RECAPTURES:
-                self._give_up(f"{changed or 'what another rank reads'} is changed at every step")
-                return self._train_step(batch)
-        if self._recorded is not None and self._checked >= CHECKED:
-            self._wasted = 0
-            return self._replay(leaves, batch)
-        with self._unison.ending(max(ENDS_S, ENDS_STEPS * self._step_s)):
-            return self._on_trial(leaves, batch)
-
-    def release(self) -> None:
-        """Train without the graph from now on: what it exchanges gradients by is to be gone."""
-        self.failure = self.failure or "its process group is destroyed"
-        self._recorded, self._written = None, []
-
-    def _on_trial(self, leaves: list[Any], batch: Any) -> Any:
-        """A step that captures where that is not done, and is compared with its replay."""
-        if self._recorded is None:
-            if not self._capture(leaves):
-                return self._train_step(batch)
+                return self._without(f"{changed} is changed at every step", batch)
+        if self._captured is None:
+            if why := self._capture(leaves):
+                return self._without(why, batch)
             self._checked = min(self._checked, CHECKED - 1)
-        return self._check(batch, leaves)
+        if self._checked < CHECKED or self._replays >= self._check_at:
+            return self._check(batch, leaves)
+        self._wasted = 0
+        self._replays += 1
+        replayed = _if_memory(lambda: [self._replayed(leaves)])
+        return replayed[0] if replayed else self._without("there is no memory to replay it", batch)
 
-    def _join(self) -> None:
-        """Train with the other ranks, their gradients' exchange on the stream that is captured."""
-        self._unison = Unison(Group.current())
-        reached = Reach(self._train_step, self._models, ())
-        found = [one for module in reached.modules for one in buckets.within(module)]
-        parallels = list({id(one): one for one in found}.values())
-        if not parallels and self._unison.alone:
-            return
-        obstacle = ""
-        if not parallels:
-            obstacle = "it reaches no DistributedDataParallel that exchanges its gradients"
-        elif not all(map(buckets.can_rebuild, parallels)):
-            obstacle = "DistributedDataParallel exchanges gradients with a hook or a static graph"
-        if obstacle := self._unison.agree(obstacle):
-            self._give_up(obstacle)
-            return
-        self._unison.share()
-        self._warm_steps = WARM_STEPS_PARALLEL
-        self._parallels = parallels
-        with self._recorder.beside():
-            self._exchange_anew()
-        from advisor.tuners.act.capture.outlived import release_first
-
-        release_first(self)
-
-    def _exchange_anew(self) -> None:
-        """Of gradients, on the stream that is current: in all ranks at one step. A capture that
-        broke off in an exchange is then forgotten too."""
-        for parallel in self._parallels:
-            buckets.move(parallel)
-
-    def _aside(self) -> AbstractContextManager[Any]:
-        """For a step without the graph, on the stream where its gradients are exchanged."""
-        return self._recorder.beside() if self._parallels else contextlib.nullcontext()
+    def _without(self, reason: str, batch: Any) -> Any:
+        self._give_up(reason)
+        return self._train_step(batch)
 
     def _plainly(self, batch: Any) -> Any:
-        if self._recorded is not None:
-            self._recorded.attached = False
+        if self._captured is not None:
+            self._captured.attached = False
         # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
         return tree_map(detached, self._train_step(batch))
 
@@ -211,245 +143,170 @@ class StepGraph:
                 AdvisorWarning,
                 stacklevel=3,
             )
-        if self._recorded is None:
-            with self._aside():
-                return self._plainly(batch)
+        if self._captured is None:
+            return self._plainly(batch)
         # The step may need what memory the graph holds. Buffers are small; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
-        kept, random = [buffer.clone() for buffer in buffers], self._recorder.random_state()
+        kept, drawn = [buffer.clone() for buffer in buffers], self._recorder.random_state()
         with self._optimizers.counting() as stepped:
-            try:
-                with self._aside():
-                    return self._plainly(batch)
-            except RuntimeError as exc:
-                if stepped or not self._goes_on(exc):
-                    raise
-        self._give_up("there is no memory for it beside a batch of another shape")
+            if (output := _if_memory(lambda: [self._plainly(batch)], stepped)) is not None:
+                return output[0]
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
-        self._recorder.set_random_state(random)
-        return self._train_step(batch)
+        self._recorder.set_random_state(drawn)
+        return self._without("there is no memory for it beside a batch of another shape", batch)
 
     def _warm_up(self, batch: Any) -> Any:
         self._warm += 1
-        last = self._warm == self._warm_steps
-        obstacle = self._look() if last else ""
-        if self._warm == WARM_STEPS:
-            self._began = time.monotonic()
-        before, luck = self._watch.read(), self._luck()
-        versions = {at: _version(tensor) for at, tensor in self._watch.tensors.items()}
-        with self._optimizers.counting() as stepped, self._recorder.beside() as waits:
+        objects, drawn = self._look(), self._drawn()
+        before, tensors = objects.read(), [*objects.tensors.values()]
+        versions = [_version(tensor) for tensor in tensors]
+        with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
         self._stepped.append(stepped)
-        if not last:
+        if self._warm < WARM_STEPS:
             return output
-        self._step_s = (time.monotonic() - self._began) / (self._warm + 1 - WARM_STEPS)
-        if not stepped:
-            obstacle = obstacle or "the step ran no optimizer of torch.optim"
         # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
-        obstacle = obstacle or self._moving(before, luck)
+        obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
+        obstacle = obstacle or process_group_obstacle() or self._moved(objects, before, drawn)
         if waits:
             obstacle = obstacle or f"it waits for the device ({waits[0]}); {_MEND}"
         if self._stepped[-1] != self._stepped[-2]:
             obstacle = obstacle or "not every call steps the same optimizers"
-        if obstacle := self._unison.agree(obstacle):
+        if obstacle:
             self._give_up(obstacle)
-        else:
-            self._written = [
-                tensor
-                for at, tensor in self._watch.tensors.items()
-                if _version(tensor) != versions[at] or tensor.nbytes <= SMALL
-            ]
-            self._watch.settle(before)
+        pairs = zip(tensors, versions, strict=True)
+        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes <= SMALL]
         return output
 
-    def _look(self) -> str:
-        """Why what the step may change cannot be watched; '' where it can."""
+    def _look(self) -> ObjectGraph:
         also = (*self._optimizers, *self._scalers)
-        self._watch = Watch(self._train_step, self._models, also)
-        if self._watch.complete:
-            return ""
-        return "it reaches too many objects to see which of them it changes"
+        self._objects = ObjectGraph(self._train_step, self._models, also)
+        return self._objects
 
-    def _luck(self) -> object:
-        return drawn(), self._recorder.host_state()
+    def _drawn(self) -> object:
+        return drawn_by_python(), self._recorder.host_state()
 
-    def _moving(self, before: Seen, luck: object) -> str:
+    def _moved(self, objects: ObjectGraph, before: Held, drawn: object) -> str:
         """What a step just now has changed that a replay would not; '' where nothing."""
-        if moved := self._watch.moved(before):
+        if moved := objects.moved(before):
             return f"it changes {moved} in Python, which a replay would not: do that outside"
-        if not self._watch.between_steps:
+        if not objects.between_steps:
             return "it steps by a GradScaler and leaves it as it is: call its update in the step"
-        if luck != self._luck():
+        if drawn != self._drawn():
             return "it draws random numbers of Python, NumPy or the host, which would stand still"
         return ""
 
-    def _changed(self, recorded: Recorded) -> str:
+    def _settings(self) -> list[Any]:
+        return [*self._optimizers.settings(), [w.requires_grad for w in self._trained()]]
+
+    def _changed(self, captured: CapturedGraph) -> str:
         """What the script has changed since the capture, where the graph would not follow."""
+        assert self._objects is not None
         self._optimizers.follow_rates()
-        if self._optimizers.settings() != self._fixed:
+        if self._settings() != self._fixed:
             return (
                 "a setting of the optimizer, other than the learning rate of a fused one, or what "
                 "weights train,"
             )
-        if not all(map(Gradient.as_recorded, recorded.gradients)):
+        if not all(map(Gradient.as_recorded, captured.gradients)):
             return "which gradients there are before a step"
-        return self._watch.differs()
+        return self._objects.differs()
 
-    def _capture(self, leaves: list[Any]) -> bool:
-        seen: Seen = []
+    def _capture(self, leaves: list[Any]) -> str:
+        """Why there is no graph; '' where there is, and everything else is as before."""
+        before: Held = []
         gradients: list[Gradient] = []
+        objects = self._objects
         try:
             self._buffers.fill(leaves)
-            self._optimizers.count_on_device()
-            self._optimizers.take_rates()
-            why = self._look()
-            seen = self._watch.read()
-            self._fixed = self._optimizers.settings()
+            self._optimizers.begin()
+            objects = self._look()
+            before = objects.read()
+            self._fixed = self._settings()
             gradients = [Gradient(weight) for weight in self._optimizers.weights()]
-            buffers = [(m, *b) for m in self._modules() for b in m.named_buffers(recurse=False)]
-            if not why:
-                self._recorded = Recorded(self._record(), gradients)
-        except (RuntimeError, ValueError, TypeError) as exc:
-            # What PyTorch, CUDA and the user's code raise where a step cannot be captured.
-            why = _why(exc)
-            if seen:
-                self._watch.put_back(seen)
+            with self._optimizers.capturable():
+                recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
+            self._captured = CapturedGraph(recording, gradients)
+        except Exception as exc:  # whatever it is, the step without a graph may not raise it
+            if before and objects is not None:
+                objects.put_back(before)
             for gradient in gradients:
                 gradient.weight.grad = gradient.before
-        else:
-            why = why or self._settled(seen, buffers)
-        if why := self._unison.agree(why):
-            del gradients  # they lie in the graph's memory, which is given back
-            self._give_up(why)
-        return not why
-
-    def _record(self) -> tuple[Callable[[], None], Any]:
-        with self._optimizers.capturable():
-            return self._recorder.record(lambda: self._train_step(self._buffers.batch()))
-
-    def _settled(self, seen: Seen, buffers: list[Any]) -> str:
-        """Put everything back as it was before the capture; why a replay cannot, or ''."""
-        replaced = [held for held in buffers if getattr(held[0], held[1]) is not held[2]]
-        for module, name, tensor in replaced:
-            setattr(module, name, tensor)
-        if replaced:
-            return f"the buffer {replaced[0][1]!r} is replaced, not changed in place"
-        assert self._recorded is not None
-        self._recorded.keep(self._watch.replaced(seen), seen)
-        self._watch.settle(seen)
-        self._watch.put_back(seen)
+            return _why(exc)
+        self._captured.keep(objects.replaced(before), before)
+        objects.settle(before)
+        objects.put_back(before)
         return ""
 
-    def _modules(self) -> Iterator[nn.Module]:
-        for model in self._models:
-            yield from model.modules()
-
-    def _replay(self, leaves: list[Any], batch: Any) -> Any:
-        """The batch trained on by the graph; where there is no memory for that, without it."""
-        try:
-            return self._played(leaves)
-        except RuntimeError as exc:
-            if not self._goes_on(exc):
-                raise
-        self._give_up("there is no memory to replay it")
-        return self._train_step(batch)
-
-    def _played(self, leaves: list[Any]) -> Any:
-        assert self._recorded is not None
-        return self._recorded.play(lambda: self._buffers.fill(leaves))
+    def _replayed(self, leaves: list[Any]) -> Any:
+        assert self._captured is not None
+        return self._captured.play(lambda: self._buffers.fill(leaves))
 
     def _check(self, batch: Any, leaves: list[Any]) -> Any:
         """One step with the graph, undone, and one without; both must come to the same."""
-        start, wrong = self._moment()
-        if wrong := self._unison.agree(wrong):
-            del start
-            self._give_up(wrong)
-            return self._train_step(batch)
-        assert start is not None
-        wrong = "there is no memory to compare a replay with the step itself"
+        objects, wrong = (
+            self._objects,
+            "there is no memory to compare a replay with the step itself",
+        )
+        assert objects is not None
+        state, trained = self._state(), self._trained()
+        start = _if_memory(lambda: StateSnapshot(state, trained, self._recorder, objects))
+        if start is None:
+            return self._without(wrong, batch)
         try:
-            wrong = self._disagreement(start, leaves)
-        except RuntimeError as exc:
-            if not self._goes_on(exc):
-                raise
+            found = _if_memory(lambda: self._disagreement(start, leaves))
         finally:
             start.restore()
-        luck = self._luck()
-        try:
-            with self._optimizers.counting() as stepped, self._aside():
-                output = self._plainly(batch)
-        except RuntimeError as exc:
-            if not self._goes_on(exc):
-                raise
+        drawn = self._drawn()
+        with self._optimizers.counting() as stepped:
+            output = _if_memory(lambda: [self._plainly(batch)])
+        if output is None:
             start.restore()
-            wrong = "there is no memory for the step itself beside it"
-        else:
-            wrong = self._moving(start.seen, luck) or wrong
-            if stepped != self._stepped[-1]:
-                wrong = "not every call steps the same optimizers"
-            if wrong := self._unison.agree(wrong):
-                self._give_up(wrong)
-            self._checked += 1
-            return output
-        del start
-        self._give_up(wrong)
-        return self._train_step(batch)
+            del start
+            return self._without("there is no memory for the step itself beside it", batch)
+        wrong = self._moved(objects, start.held, drawn) or (wrong if found is None else found)
+        if stepped != self._stepped[-1]:
+            wrong = "not every call steps the same optimizers"
+        self._checked += 1
+        self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
+        if wrong:
+            self._give_up(wrong)
+        return output[0]
 
-    def _moment(self) -> tuple[Moment | None, str]:
-        """What a step changes, kept, and why it cannot be; '' where it can."""
-        try:
-            start = Moment(self._state(), self._trained(), self._recorder, self._watch)
-            if not self._unison.alone:
-                self._recorder.reserve()
-        except RuntimeError as exc:
-            if not _no_memory(exc):
-                raise
-            return None, "there is no memory to compare a replay with the step itself"
-        return start, ""
-
-    def _goes_on(self, exc: RuntimeError) -> bool:
-        """Whether a step that failed can be taken anew, without the graph: in that of several ranks
-        the others wait, and would take the new one's gradients for those of the old."""
-        return _no_memory(exc) and self._unison.alone
-
-    def _disagreement(self, start: Moment, leaves: list[Any]) -> str:
+    def _disagreement(self, start: StateSnapshot, leaves: list[Any]) -> str:
         """Where replays differ from steps, as the optimizers take them in a capture."""
-        recorded = self._recorded
-        assert recorded is not None
+        captured = self._captured
+        assert captured is not None
 
         def left(output: Any) -> list[Tensor]:
-            return [*start.tensors, *_tensors((output, recorded.kept()))]
+            return [*start.tensors, *_tensors((output, captured.kept()))]
 
         def replayed() -> list[Tensor]:
             start.restore()
-            return left(self._played(leaves))
+            return left(self._replayed(leaves))
 
-        def plain(seed: int | None = None) -> list[Tensor]:
+        def eager(seed: int | None = None) -> list[Tensor]:
             start.restore()
             nudges = [] if seed is None else nudge(self._optimizers.weights(), seed)
-            for gradient in recorded.gradients:
-                if gradient.before is not None and gradient.after is not gradient.before:
+            for gradient in captured.gradients:
+                grad, before = gradient.weight.grad, gradient.before
+                if grad is not None and before is not None and gradient.after is not before:
                     # A step that clears them first, as it must have, does not see this.
-                    self._spoil(gradient.weight)
-            with self._optimizers.capturable(), self._recorder.beside():
+                    grad.detach().fill_(torch.nan)
+            with self._optimizers.capturable(), self._recorder.side_stream():
                 output = self._plainly(self._buffers.batch())
             nudge_back(nudges)
             return left(output)
 
-        found = apart(replayed, plain, plain, start.clones, self._unison.any)
+        found = compare_outputs(replayed, eager, start.clones)
         if found is None:
             return ""
         at, share = found
-        if at >= len(start.tensors):
-            return f"what a replay returns differs by {share:.2g} of it from the step itself"
-        called = self._called(start.tensors[at])
-        return f"what a replay does to {called} differs by {share:.2g} of it from the step itself"
-
-    @staticmethod
-    def _spoil(weight: Tensor) -> None:
-        if weight.grad is not None:
-            weight.grad.detach().fill_(torch.nan)
+        what = "what a replay returns"
+        if at < len(start.tensors):
+            what = f"what a replay does to {self._called(start.tensors[at])}"
+        return f"{what} differs by {share:.2g} of it from the step itself"
 
     def _called(self, tensor: Tensor) -> str:
         for model in self._models:
@@ -461,43 +318,59 @@ class StepGraph:
     def _trained(self) -> list[Tensor]:
         """Whatever may have a gradient."""
         held = [p for model in self._models for p in model.parameters()]
-        found = (*self._optimizers.weights(), *held)
-        return list({id(one): one for one in found}.values())
+        return list({id(one): one for one in (*self._optimizers.weights(), *held)}.values())
 
     def _state(self) -> list[Tensor]:
         """What a step changes: weights, buffers, the optimizers' own, and what else it writes."""
-        found = self._trained()
-        found += [buffer for model in self._models for buffer in model.buffers()]
+        found = [*self._trained(), *(b for model in self._models for b in model.buffers())]
         found += [*self._optimizers.state(), *self._written]
         return [one for one in {id(one): one for one in found}.values() if _fills(one)]
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
-        self._recorded, self._written = None, []
-        self._exchange_anew()
+        self._captured, self._written, self._objects = None, [], None
         self._buffers.drop()
-        self._optimizers.drop_rates()
-        self._watch = Watch(lambda: None, (), ())
-        if self._warm >= self._warm_steps:
+        self._optimizers.end()
+        if self._warm >= WARM_STEPS:
             self._recorder.empty()
-        warnings.warn(
-            f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
-            "without, which is slower than the advice says",
-            AdvisorWarning,
-            stacklevel=4,
-        )
+        warn_plain(reason)
 
 
-def _fills(value: Any) -> bool:
-    """Whether it is a tensor that another can be copied into."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and not value.is_inference()
-        and not any(
-            n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True)
-        )
+def warn_plain(reason: str) -> None:
+    """One line: the step trains without a graph, and why."""
+    warnings.warn(
+        f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
+        "without, which is slower than the advice says",
+        AdvisorWarning,
+        stacklevel=5,
     )
+
+
+def process_group_obstacle() -> str:
+    """Why no step is captured in a process of several; '' in one alone.
+
+    NCCL waits, at the end of a process group, for every graph that its work was captured in.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return "it runs in a process group of torch.distributed, whose work no graph may hold"
+    return ""
+
+
+def drawn_by_python() -> object:
+    """The state of Python's and NumPy's random numbers, for comparison."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), tuple(rest)
+
+
+def _fills(value: Tensor) -> bool:
+    """Whether another can be copied into it."""
+    sizes = zip(value.shape, value.stride(), strict=True) if value.layout is torch.strided else ()
+    overlaps = any(size > 1 and step == 0 for size, step in sizes)
+    return value.layout is torch.strided and not value.is_inference() and not overlaps
 
 
 def _version(tensor: Tensor) -> int:
@@ -506,6 +379,16 @@ def _version(tensor: Tensor) -> int:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf.detach() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _if_memory(run: Callable[[], T], past_repair: Collection[Any] = ()) -> T | None:
+    """What `run` returns; None where the device has no memory for it."""
+    try:
+        return run()
+    except RuntimeError as exc:
+        if past_repair or not _no_memory(exc):
+            raise
+    return None
 
 
 def _no_memory(exc: BaseException) -> bool:

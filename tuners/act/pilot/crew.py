@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
+from advisor.tuners.act.gate import Signatures, signature
 from advisor.tuners.act.pilot.drawn import Drawn
 
 LEAST_STEPS = 4
 """Of optimizers, before it is told which of them make a step together."""
 MOST_PERIOD = 64
+MOST_AWAITED = 32
+"""Steps that are waited for an optimizer which holds weights of a model that was called, and has
+made none: twice a period of up to 15 steps of a critic for one of a generator."""
+MOST_COUNTED = 256
+"""Steps of optimizers of which the samples are kept."""
 VARIES = 0
 LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Of models that another one took over from, as in a cross-validation: none is taken up again, so
@@ -42,7 +50,8 @@ class Over(Exception):
 class Input:
     """One tensor that a model is called with: where it stands, its shape and dtype.
 
-    A dimension beyond the first is VARIES where it is not the same in all calls that were seen.
+    A list of tensors that are alike is one, whose first dimension is the list's length. A
+    dimension beyond the first is VARIES where it is not the same in all calls that were seen.
     """
 
     name: str
@@ -56,21 +65,63 @@ class Trained:
 
     Attributes:
         outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
-        inputs: of its first calls.
+        inputs: of all calls that `saw` was told of, as `signatures` are.
         calls: with gradients, and `samples` of them, since they were last looked at.
         evaluated: whether it was called in evaluation since then.
+        steps: samples before each step of an optimizer that was seen, the last of them.
     """
 
     outer: nn.Module
     model: nn.Module
-    inputs: tuple[Input, ...]
+    inputs: tuple[Input, ...] = ()
     calls: int = 0
     samples: int = 0
     evaluated: bool = False
+    signatures: Signatures = field(default_factory=Signatures)
+    steps: list[int] = field(default_factory=list)
+    _since: int = 0
+    _batches: Counter[int] = field(default_factory=Counter)
 
     def size(self) -> int:
         """Of its parameters, in elements."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call with gradients, of which everything is looked at."""
+        one = signature(args, kwargs)
+        if one not in self.signatures:
+            found = inputs_of(args, kwargs)
+            self.inputs = varying(self.inputs, found) if self.inputs else found
+        self.signatures.add(one)
+        self.count(args, kwargs)
+
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call with gradients, of which the samples are counted."""
+        found = batch_of(args, kwargs)
+        self.calls += 1
+        self.samples += found
+        self._since += found
+        self._batches[found] += 1
+
+    def stepped(self) -> None:
+        """An optimizer made a step."""
+        self.steps.append(self._since)
+        self._since = 0
+        del self.steps[:-MOST_COUNTED]
+
+    def micro_batches(self, samples: int) -> int:
+        """The number of calls in a step with so many samples."""
+        most = self._batches.most_common(1)
+        return max(1, round(samples / max(1, most[0][0]))) if most else 1
+
+    def batch(self, period: int) -> int:
+        """The most frequent number of samples in a step of the script, which has `period` steps of
+        optimizers: others are those of a last short batch, of an extra call, or several where a
+        GradScaler has left a step out."""
+        period = max(1, period)
+        ends = range(len(self.steps), period - 1, -period)
+        found = Counter(sum(self.steps[end - period : end]) for end in ends)
+        return max(found, key=lambda samples: (samples > 0, found[samples], samples), default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +134,7 @@ class Crew:
         draws: random numbers were drawn within such a call.
         optimizers: in the order of their first steps; `order` is that of all steps.
         spends: whether the script lets go of gradients between two steps, as `zero_grad` does.
+        sparse: whether a gradient was.
     """
 
     called: dict[nn.Module, Trained] = field(default_factory=dict)
@@ -91,6 +143,9 @@ class Crew:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     spends: bool = True
+    sparse: bool = False
+    _met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
     _gradients: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     _before: Drawn | None = None
 
@@ -98,17 +153,15 @@ class Crew:
         """A module was called by no other one."""
         before, self._before = self._before, None
         self.draws = self.draws or (before is not None and before.passed())
+        self._met.add(module)
         if not torch.is_grad_enabled() or not module.training:
             return
         one = self.called.get(module)
-        found = inputs_of(args, kwargs)
         if one is None:
             from advisor.tuners.fingerprint import unwrapped
 
-            one = self.called[module] = Trained(module, unwrapped(module), found)
-        one.inputs = varying(one.inputs, found)
-        one.calls += 1
-        one.samples += batch_of(args, kwargs)
+            one = self.called[module] = Trained(module, unwrapped(module))
+        one.saw(args, kwargs)
 
     def saw_within(self, module: nn.Module) -> None:
         """A module is called, by another one or not."""
@@ -119,22 +172,25 @@ class Crew:
 
     def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
+        for one in self.called.values():
+            one.stepped()
         if not any(optimizer is one for one in self.optimizers):
             self.optimizers.append(optimizer)
         at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
         self.order.append(at)
         del self.order[: -2 * MOST_PERIOD]
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-        if (gradient := next((g for g in gradients if g is not None), None)) is not None:
+        gradients = [p.grad for p in _weights(optimizer) if p.grad is not None]
+        self.sparse |= any(gradient.is_sparse for gradient in gradients)
+        if gradient := gradients[:1]:
             before = self._gradients.get(at)
-            self.spends &= before is None or before() is not gradient
-            self._gradients[at] = weakref.ref(gradient)
+            self.spends &= before is None or before() is not gradient[0]
+            self._gradients[at] = weakref.ref(gradient[0])
 
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is one of these, or has taken over the parameters of one."""
         if any(optimizer is one for one in self.optimizers):
             return True
-        first = optimizer.param_groups[0]["params"][0]
+        first = _weights(optimizer)[0]
         return any(first is p for one in self.trained() for p in one.model.parameters())
 
     def is_like(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -143,23 +199,41 @@ class Crew:
         shapes = _shapes(optimizer)
         return optimizer not in LET_GO and any(_shapes(one) == shapes for one in self.optimizers)
 
+    def joins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it trains a model that was called, and was not there when a step of the script
+        was told: what is tuned is to be looked at anew."""
+        return not self.includes(optimizer) and self._holds(optimizer)
+
     def period(self) -> int:
         """Optimizer steps that make one step of the script; 0 while that is not known.
 
         The shortest group in which every optimizer steps, and which came twice.
         """
-        if len(self.order) < LEAST_STEPS:
+        if len(self.order) < LEAST_STEPS or self._awaits():
             return 0
         return period(self.order, len(self.optimizers))
 
+    def _awaits(self) -> bool:
+        """Whether an optimizer has yet to make its first step, as a generator's where the critic
+        makes several for one of it."""
+        if self._awaited is None:
+            # There is no other list of the optimizers that a script has.
+            found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+            self._awaited = [weakref.ref(one) for one in found if self._holds(one)]
+        if len(self.order) >= MOST_AWAITED:
+            return False
+        return any((one := there()) is not None and self._holds(one) for there in self._awaited)
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it holds a weight of a model that was called, and that none of the optimizers
+        holds that made a step."""
+        held = {id(weight) for one in self.optimizers for weight in _weights(one)}
+        called = {id(weight) for module in self._met for weight in module.parameters()}
+        return any(id(p) in called and id(p) not in held for p in _weights(optimizer))
+
     def trained(self) -> list[Trained]:
         """The models whose parameters an optimizer holds, the largest first."""
-        held = {
-            id(parameter)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        held = {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
         found = [
             one
             for module, one in self.called.items()
@@ -184,11 +258,16 @@ class Crew:
     def forget(self) -> None:
         """Hold on to nothing: the script may have done with it, and need its memory."""
         self.called.clear()
+        self._met.clear()
         self.optimizers.clear()
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
-    return [p.shape for group in optimizer.param_groups for p in group["params"]]
+    return [weight.shape for weight in _weights(optimizer)]
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def period(order: Sequence[int], kinds: int) -> int:
@@ -201,13 +280,36 @@ def period(order: Sequence[int], kinds: int) -> int:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...]:
-    """The tensors of a call, positional ones first."""
-    flat, _ = tree_flatten_with_path((args, kwargs))
-    return tuple(
-        Input(_name(path), tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for path, value in flat
-        if isinstance(value, Tensor)
-    )
+    """The tensors of a call, positional ones first: '0' is the first positional argument, 'mask'
+    that keyword, '0.x' what lies deeper."""
+    named = [*enumerate(args), *kwargs.items()]
+    return tuple(one for name, value in named for one in _inputs(str(name), value))
+
+
+def _inputs(name: str, value: Any) -> Iterator[Input]:
+    if isinstance(value, Tensor):
+        yield Input(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    elif isinstance(value, list):
+        yield from _samples(name, [tuple(_inputs("", part)) for part in value])
+    elif isinstance(value, tuple | Mapping):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        yield from (one for key, part in parts for one in _inputs(f"{name}.{key}".strip("."), part))
+
+
+def _samples(name: str, parts: Sequence[tuple[Input, ...]]) -> Iterator[Input]:
+    """What a list holds: one input where its parts are alike, else each of them."""
+    kinds = {tuple((one.name, len(one.shape), one.dtype) for one in part) for part in parts}
+    if len(kinds) > 1:
+        parts = [
+            tuple(replace(o, name=f"{n}.{o.name}") for o in part) for n, part in enumerate(parts)
+        ]
+        yield from (replace(o, name=f"{name}.{o.name}".strip(".")) for part in parts for o in part)
+        return
+    for alike in zip(*parts, strict=True):
+        shapes = zip(*(one.shape for one in alike), strict=True)
+        shape = tuple(sizes[0] if len(set(sizes)) == 1 else VARIES for sizes in shapes)
+        one = alike[0]
+        yield Input(f"{name}.{one.name}".strip("."), (len(alike), *shape), one.dtype)
 
 
 def varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input, ...]:
@@ -223,23 +325,31 @@ def _varying(one: Input, shape: tuple[int, ...]) -> Input:
     return replace(one, shape=(*one.shape[:1], *rest))
 
 
-def _name(path: Any) -> str:
-    """'0' of the first positional argument, 'mask' of that keyword, '0.x' of what lies deeper."""
-    text = keystr(path[1:])
-    return text.replace("']['", ".").replace("][", ".").strip("[]'").replace("'", "")
-
-
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples of a call: the first dimension of its first tensor."""
+    """Samples of a call: the first dimension of its first tensor, or the length of the list that
+    this tensor lies in."""
     # At each call: what is taken apart only if need be.
-    first = _first((*args, *kwargs.values()))
-    if first is None:
-        first = _first(tree_leaves((args, kwargs)))
-    return int(first.shape[0]) if first is not None and first.dim() else 1
+    found = _batch((*args, *kwargs.values()))
+    if found is None:
+        first = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)), None)
+        found = None if first is None else _first_size(first)
+    return 1 if found is None else found
 
 
-def _first(values: Iterable[Any]) -> Tensor | None:
+def _batch(values: Iterable[Any]) -> int | None:
     for value in values:
         if isinstance(value, Tensor):
-            return value
+            return _first_size(value)
+        if isinstance(value, list):
+            found = None if _batch(value[:1]) is None else len(value)
+        elif isinstance(value, tuple | Mapping):
+            found = _batch(value.values() if isinstance(value, Mapping) else value)
+        else:
+            continue
+        if found is not None:
+            return found
     return None
+
+
+def _first_size(tensor: Tensor) -> int:
+    return int(tensor.shape[0]) if tensor.dim() else 1

@@ -23,6 +23,8 @@ What is not a hook of PyTorch's own, and why:
   compiled lazily for it fails there, or runs out of memory, and no hook is told.
 - `torch._C._current_graph_task_id`, as PyTorch's own checkpoints use it: whether a module is called
   from within a backward pass. `torch.autograd` has no name for that.
+- `step` of an optimizer, while its kernels are not the script's: what they raise is no script's own
+  failure. A hook is not told of what a step raises.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
@@ -44,6 +46,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+
+from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.act.patch import Patch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -115,10 +120,7 @@ def recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def compiled() -> int:
-    """Graphs that torch.compile has traced in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+compiled = graphs_compiled
 
 
 def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
@@ -127,6 +129,12 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(model).pop("_compiled_call_impl", None)
     else:
         model._compiled_call_impl = call
+
+
+def leave(model: nn.Module, call: Callable[..., Any], before: Callable[..., Any] | None) -> None:
+    """Call a module as before `through`, unless it has been compiled since."""
+    if vars(model).get("_compiled_call_impl") is call:
+        through(model, before)
 
 
 def on_batches(
@@ -138,21 +146,18 @@ def on_batches(
     what gives its next batch by itself."""
     from torch.utils.data import dataloader
 
-    iterator_of = dataloader._BaseDataLoaderIter
-    plain, next_ = dataloader.DataLoader.__iter__, iterator_of.__next__
+    def iterating(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda loader: begun(loader, plain)
 
-    def iterate(self: DataLoader[Any]) -> Any:
-        return begun(self, plain)
+    def fetching(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda iterator: fetch(iterator, plain)
 
-    def batch(iterator: Any) -> Any:
-        return fetch(iterator, next_)
-
-    dataloader.DataLoader.__iter__ = iterate  # type: ignore[method-assign]
-    iterator_of.__next__ = batch  # type: ignore[assignment, method-assign]
+    iterators = Patch(dataloader.DataLoader, "__iter__", iterating)
+    batches = Patch(dataloader._BaseDataLoaderIter, "__next__", fetching)
 
     def remove() -> None:
-        dataloader.DataLoader.__iter__ = plain  # type: ignore[method-assign]
-        iterator_of.__next__ = next_  # type: ignore[method-assign]
+        iterators.remove()
+        batches.remove()
 
     return remove
 
@@ -216,7 +221,8 @@ def looking(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        fetch.__defaults__ = plain
+        if fetch.__defaults__ == (seconds,):
+            fetch.__defaults__ = plain
 
 
 def send_away(iterator: Any) -> None:
@@ -226,56 +232,51 @@ def send_away(iterator: Any) -> None:
 
 def on_backward(begins: Callable[[Tensor], None]) -> Remove:
     """Tell what `backward` is called on, before it runs."""
-    plain = Tensor.backward
 
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        begins(self)
-        return plain(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            begins(loss)
+            return plain(loss, *args, **kwargs)
 
-    Tensor.backward = backward  # type: ignore[method-assign]
+        return backward
 
-    def remove() -> None:
-        Tensor.backward = plain  # type: ignore[method-assign]
-
-    return remove
+    return Patch(Tensor, "backward", telling).remove
 
 
 def on_failing_backward(failed: Callable[[Exception], None]) -> Remove:
     """Tell what a backward pass raises, before the script has it."""
-    plain = torch.autograd.backward
 
-    @functools.wraps(plain)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        try:
-            plain(*args, **kwargs)
-        except Exception as exc:  # whatever it is: the script's, once it was told
-            failed(exc)
-            raise
+    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            try:
+                plain(*args, **kwargs)
+            except Exception as exc:  # whatever it is: the script's, once it was told
+                failed(exc)
+                raise
 
-    torch.autograd.backward = backward
+        return backward
 
-    def remove() -> None:
-        if torch.autograd.backward is backward:
-            torch.autograd.backward = plain
+    return Patch(torch.autograd, "backward", telling).remove
 
-    return remove
+
+def around_step(
+    optimizer: torch.optim.Optimizer, step: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Remove:
+    """Have an optimizer's steps made by what `step` makes of its own."""
+    return Patch(optimizer, "step", step).remove
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:
     """Tell what ends the script, once it is printed: whoever is told may end the process."""
-    plain = sys.excepthook
 
-    def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
-        try:
-            return plain(kind, exc, trace)
-        finally:
-            sys.stderr.flush()
-            failed(exc)
+    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
+            try:
+                return plain(kind, exc, trace)
+            finally:
+                sys.stderr.flush()
+                failed(exc)
 
-    sys.excepthook = hook
+        return hook
 
-    def remove() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = plain
-
-    return remove
+    return Patch(sys, "excepthook", telling).remove

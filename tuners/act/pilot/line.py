@@ -63,7 +63,7 @@ class Line:
         """As `Guide.failed`."""
         if isinstance(exc, Brief | Untrained):
             return
-        outcome, said = told(exc)
+        outcome, said = _located(exc)
         own = not (isinstance(exc, Over | Unclear) or plausible(exc))
         if isinstance(exc, Over):
             outcome, said = OVER, str(exc)
@@ -124,6 +124,16 @@ class Line:
         import msgpack
 
         pipe.send_bytes(msgpack.packb(message))
+
+
+def _located(exc: BaseException) -> tuple[str, str]:
+    """(Outcome, reason) of what a script raised, with file and line."""
+    from advisor.tuners import faults
+
+    outcome, said = told(exc)
+    if faults.CAUGHT.search(str(exc)):
+        return outcome, faults.told(exc)
+    return outcome, f"{said} ({at})" if (at := faults.where(exc)) else said
 
 
 def from_environment() -> Line | None:

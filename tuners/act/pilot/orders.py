@@ -19,44 +19,46 @@ MOST_SAID = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is to be compared on a script's steps: a config with strict fp32.
+    """What is to be compared: a config with strict fp32.
 
     Attributes:
         plain: the candidate's number format, and nothing else of it.
-        rounding: what results are rounded to in that format, relatively.
         tolerance: fraction of fp32's loss that is always allowed.
+        left_s: seconds that it may take.
     """
 
     fp32: Config
     plain: Config
     candidate: Config
-    rounding: Span
     tolerance: Span
+    left_s: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """Train on with a config; after `steps` the pilot asks again, after 0 never.
 
-    `own`: in the first order, the config that the script itself has; empty: it is left alone.
-    `careful`: the run is not to end of it; see `Lap.outcome`.
-    `compare`: on these steps, which the script makes as it is.
-    `found`: of the last order, what was measured of its config, for people.
-    `loads`, `saves`: files of artifacts, loaded before the first of these steps and saved after the
-    last; '' for none.
-    `hands`: a folder that takes what it needs to make the calls of these steps in other processes;
-    '' for none. The lap's outcome says whether it could be.
+    Attributes:
+        warm: untimed steps before them.
+        own: the config that the script itself has; empty: it is left alone.
+        careful: the run must not end because of the config; see `Lap.outcome`.
+        needs_room: the config is set only where memory is free for it: the run is a real one.
+        compare: compare this, on steps that the script makes unmodified where any are needed.
+        forget: a config whose compiled code is freed first.
+        found: of the last order, what was measured of its config, for people.
+        saves: a file for the artifacts of what is compiled; '' for none.
     """
 
     config: Config
     steps: Count = 0
+    warm: Count = 0
     own: Config = Config()  # noqa: RUF009 # immutable
     careful: bool = False
+    needs_room: bool = False
     compare: Comparison | None = None
+    forget: Config | None = None
     found: str = ""
-    loads: str = ""
     saves: str = ""
-    hands: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +91,16 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
-    """The steps of one order. `seconds` by the wall clock, the device's work included; `waited_s`
-    of them for data; `samples` of this process; `first_s` of the first step alone.
+    """The timed steps of one order.
 
-    `outcome`: of a careful order's config; where it is not 'ok' the script has gone on as it is,
-    and `reason` says why. Of a comparison, whether the candidate passed it, and what was seen; of
-    calls that were to be handed over, whether they were.
+    Attributes:
+        samples: of this process.
+        seconds: by the wall clock, the device's work included; `waited_s` of them for data.
+        first_s: of the untimed steps before them, where the order switched to another config.
+        compiled: graphs that torch.compile made within the timed steps.
+        outcome: of a careful order's config; where it is not 'ok' the script has gone on as it was,
+            and `reason` says why. Of a comparison, how that ended; `blames` as in `Compared`.
+        graphs: whether CUDA graphs were the reason.
     """
 
     steps: Count
@@ -103,9 +109,12 @@ class Lap:
     first_s: Span
     waited_s: Span
     peak_bytes: Bytes
+    compiled: Count = 0
     feed: Feed = Feed()
     outcome: str = "ok"
     reason: str = ""
+    blames: str = ""
+    graphs: bool = False
 
 
 class Guide(Protocol):
@@ -145,6 +154,15 @@ def of_config(exc: BaseException) -> bool:
     compiling = ("torch._dynamo", "torch._inductor")
     compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
     return compiled or isinstance(exc, torch.OutOfMemoryError)
+
+
+GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "capturing")
+"""In what is raised because of CUDA graphs."""
+
+
+def of_graphs(exc: BaseException | str) -> bool:
+    """Whether CUDA graphs are why something was raised."""
+    return any(word in str(exc).lower() for word in GRAPHS)
 
 
 def plausible(exc: BaseException) -> bool:

@@ -27,7 +27,7 @@ from advisor.tuners.act.pilot.crew import (
     Untrained,
 )
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, of_graphs, told
 from advisor.tuners.act.steps import EVERY_STEP
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ LOOKED = 256
 ELSEWHERE = 2 * MOST_PERIOD
 """Steps of other optimizers in a row after which a trial is over: what it times trains no more."""
 ANEW = 8
-"""The same, of one like those that advice is in force for, which is then put in force anew."""
+"""Steps in a row of an optimizer like those that advice is in force for, after which it is put in
+force anew; and steps in all of others, after which the user is told once. An optimizer that makes
+fewer, as one that fits a few weights before the training, is not worth a warning."""
 MOST_CUTS = 3
 """Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
 its steps."""
@@ -73,21 +75,8 @@ class RecompileLimit(Exception):
     """A model's shapes vary more than can be compiled for."""
 
 
-class Witness(Protocol):
-    """Looks on at some of a script's steps, which it makes as it is."""
-
-    def stepped(self) -> None:
-        """A step is over."""
-
-    def verdict(self) -> tuple[str, str]:
-        """Outcome and reason, once all steps are over; the script is as it was."""
-
-    def leave(self) -> None:
-        """Have the script go on as it was."""
-
-
-class Watch(Witness, Protocol):
-    """Compares configs on a script's steps."""
+class Watch(Protocol):
+    """Compares configs, on calls that it has seen the script make."""
 
     def begin(
         self,
@@ -95,8 +84,18 @@ class Watch(Witness, Protocol):
         trained: Sequence[Trained],
         device: torch.device,
         asked: Comparison,
-    ) -> None:
-        """The next step is the first to be looked at; the script trains as it is."""
+    ) -> bool:
+        """Compare; whether it is over already, as all steps that it needs were seen before. Else
+        the next step is the first to be looked at, and the script trains unmodified."""
+
+    def stepped(self) -> bool:
+        """A step is over; whether the comparison is."""
+
+    def verdict(self) -> tuple[str, str, str]:
+        """Outcome, reason and what is blamed; the script is as it was."""
+
+    def close(self) -> None:
+        """Let go of all that was kept."""
 
 
 class Pilot:
@@ -116,15 +115,17 @@ class Pilot:
         self._guide = guide
         self._watch = watch
         self._another = another
-        self._witness: Witness | None = None
+        self._comparing = False
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
         self._looked = 0
         self._switch: Switch | None = None
         self._order = Order(config=Config())
         self._period = 0
-        self._at = self._done = self._elsewhere = 0
-        self._began = self._first_s = self._waited_s = 0.0
+        self._at = self._done = self._warm = self._graphs = 0
+        self._elsewhere = self._unadvised = 0
+        self._began = self._first_s = self._waited_s = self._switched = 0.0
+        self._blames, self._of_graphs = "", False
         self._cuts = 0
         self._fresh = self._released = False
         self._own_peak = 0
@@ -146,9 +147,9 @@ class Pilot:
         """The same, but for hooks that the script has compiled into a function of its own."""
         self._released = True
         self._calls.rest()
-        if self._witness is not None:
-            self._witness.leave()
-            self._witness = None
+        self._comparing = False
+        if self._watch is not None:
+            self._watch.close()
         if self._switch is not None:
             self._switch.release()
             self._switch = None
@@ -197,6 +198,10 @@ class Pilot:
             self._look(optimizer)
             return
         if not self._crew.includes(optimizer):
+            if self._another is not None and not self._order.steps and self._crew.joins(optimizer):
+                self._leave()
+                self._another()
+                return
             self._stepped_elsewhere(optimizer)
             return
         self._elsewhere = 0
@@ -211,14 +216,17 @@ class Pilot:
             if self._elsewhere >= ELSEWHERE:
                 self._guide.failed(Over(ANOTHER))
                 self._leave()
-        elif self._another is not None:
-            if self._elsewhere == ANEW and self._crew.is_like(optimizer):
+        elif self._another is None or optimizer in LET_GO:
+            return
+        elif self._crew.is_like(optimizer):
+            if self._elsewhere >= ANEW:
                 LET_GO.update(self._crew.optimizers)
                 self._leave()
                 self._another()
-            elif self._elsewhere == ELSEWHERE:
+        else:
+            self._unadvised += 1
+            if self._unadvised == ANEW:
                 self._guide.failed(Over(UNADVISED))
-                self._another = None
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
@@ -266,33 +274,47 @@ class Pilot:
         switch.began()
         if self._crew.spends:
             switch.spent()
-        self._done += 1
         if not self._order.steps:
             return
+        if self._comparing:
+            self._compared_step(switch)
+            return
+        # Of several processes one that stopped before the others would have them wait in backward.
+        cut_short = self._outcome != "ok" and self._processes == 1
+        if self._warm and not cut_short:
+            self._warm -= 1
+            if not self._warm:
+                self._synchronize()
+                self._first_s = time.perf_counter() - self._switched if self._fresh else 0.0
+                self._begin_lap()
+            return
+        self._done += 1
         if self._evaluated() and self._cuts < MOST_CUTS:
             self._cuts += 1
             self._begin_lap()
             return
-        if self._witness is not None:
-            self._witness.stepped()
-        if self._done == 1 and self._fresh:
-            self._synchronize()
-            self._first_s = time.perf_counter() - self._began
-        # Of several processes one that stopped before the others would have them wait in backward.
-        cut_short = self._outcome != "ok" and self._processes == 1
         if self._done >= self._order.steps or cut_short:
             self._synchronize()
             if switch.fell_back:
                 self._fell_back(switch)
             if self._released:
                 return
-            if self._witness is not None:
-                self._outcome, self._reason = self._witness.verdict()
-            lap = self._lap()
-            self._save(self._order)
-            if self._order.config == switch.own and self._witness is None:
-                self._own_peak = max(self._own_peak, lap.peak_bytes)
-            self._obey(switch, self._guide.next(lap))
+            self._finish(switch)
+
+    def _compared_step(self, switch: Switch) -> None:
+        assert self._watch is not None
+        self._done += 1
+        if self._watch.stepped():
+            self._outcome, self._reason, self._blames = self._watch.verdict()
+            self._finish(switch)
+
+    def _finish(self, switch: Switch) -> None:
+        """Report on the order that is over, and take the next one."""
+        self._comparing = False
+        lap = self._lap()
+        if self._order.config == switch.own:
+            self._own_peak = max(self._own_peak, lap.peak_bytes)
+        self._obey(switch, self._guide.next(lap))
 
     def _lap(self) -> Lap:
         cuda = self._device.type == "cuda"
@@ -303,45 +325,48 @@ class Pilot:
             first_s=self._first_s,
             waited_s=self._loaders.waited_s - self._waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
+            compiled=hooks.compiled() - self._graphs,
             feed=self._loaders.fed(),
             outcome=self._outcome,
             reason=self._reason,
+            blames=self._blames,
+            graphs=self._of_graphs,
         )
 
     def _obey(self, switch: Switch, order: Order) -> None:
+        while self._begin(switch, order):
+            order = self._guide.next(self._lap())
+
+    def _begin(self, switch: Switch, order: Order) -> bool:
+        """Begin what is ordered; whether it is over at once."""
         self._fresh = order.config != switch.config
-        self._outcome, self._reason = "ok", ""
+        self._outcome, self._reason, self._blames, self._of_graphs = "ok", "", "", False
+        self._switched = time.perf_counter()
+        self._order, self._first_s, self._cuts = order, 0.0, 0
+        if order.forget is not None:
+            switch.forget(order.forget)
+        self._save(order)
         if self._fresh:
             self._set(switch, order)
-        if (self._fresh or self._witness is not None) and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._order = order
-        self._witness = None
-        if order.compare is not None:
-            self._compare(switch, order, order.compare)
-        elif order.hands:
-            from advisor.tuners.act.pilot.handing import Handing
-
-            self._witness = Handing(Path(order.hands), switch, self._device)
-        self._first_s, self._cuts = 0.0, 0
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
         if not order.steps:
-            switch.stay()
-            if not self._loaders.at_work:
-                self._loaders.remove()
-            if not (switch.counts_steps or self._another):
-                self._count_no_more()
-            if order.config == switch.own:
-                self._outlive()
+            self._stay(switch, order)
+        self._warm = order.warm
         self._begin_lap()
-        self._load(order)
+        return order.compare is not None and self._compare(switch, order, order.compare)
 
-    def _load(self, order: Order) -> None:
-        """What was compiled for an order, which is part of its first step."""
-        if order.loads:
-            from advisor.tuners.act import artifacts
-
-            if saved := artifacts.saved(Path(order.loads)):
-                artifacts.load(saved[1])
+    def _stay(self, switch: Switch, order: Order) -> None:
+        """No order comes after this one: go out of the way of what is not needed any more."""
+        switch.stay()
+        if self._watch is not None:
+            self._watch.close()
+        if not self._loaders.at_work:
+            self._loaders.remove()
+        if not (switch.counts_steps or self._another):
+            self._count_no_more()
+        if order.config == switch.own:
+            self._outlive()
 
     def _save(self, order: Order) -> None:
         if order.saves and self._rank == 0:
@@ -354,20 +379,19 @@ class Pilot:
         self._crew.looked_at()
         self._synchronize()
         self._waited_s = self._loaders.waited_s
+        self._graphs = hooks.compiled()
         self._loaders.begin_lap()
         self._began = time.perf_counter()
 
     def _evaluated(self) -> bool:
         """Whether the script has evaluated since the lap began, which is no part of a step. Where
         there are other processes they may not, and all are to end a lap with the same step."""
-        first = self._fresh and self._done == 1  # it may compile: none is like it
-        alone = self._processes == 1 and self._witness is None
-        return alone and not first and any(one.evaluated for one in self._trained)
+        return self._processes == 1 and any(one.evaluated for one in self._trained)
 
     def _set(self, switch: Switch, order: Order) -> None:
         if not order.careful or order.config == switch.own:
             switch.set(order.config)
-        elif self._has_room(HEADROOM):
+        elif not order.needs_room or self._has_room(HEADROOM):
             struck, lost = (functools.partial(one, switch) for one in (self._struck, self._lost))
             switch.set(order.config, struck, lost)
         else:
@@ -375,13 +399,16 @@ class Pilot:
             self._outcome = "out_of_memory"
             self._reason = "not tried: little of the device's memory is free"
 
-    def _compare(self, switch: Switch, order: Order, asked: Comparison) -> None:
-        if order.careful and not self._has_room_to_compare():
+    def _compare(self, switch: Switch, order: Order, asked: Comparison) -> bool:
+        """Compare; whether that is over at once."""
+        if order.needs_room and not self._has_room_to_compare():
             self._outcome, self._reason = "out_of_memory", "little memory is free"
-            return
+            return True
         assert self._watch is not None, "whoever asks for a comparison brings what makes it"
-        self._witness = self._watch
-        self._watch.begin(switch, self._trained, self._device, asked)
+        self._comparing = not self._watch.begin(switch, self._trained, self._device, asked)
+        if not self._comparing:
+            self._outcome, self._reason, self._blames = self._watch.verdict()
+        return not self._comparing
 
     def _struck(self, switch: Switch, exc: Exception) -> None:
         """A careful config has raised in a model's call: the lap ends with this step."""
@@ -393,6 +420,7 @@ class Pilot:
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
         self._outcome, self._reason = told(exc)
+        self._of_graphs = of_graphs(exc)
         if not self._order.steps:
             self._guide.gave_up(exc)
 
@@ -400,6 +428,7 @@ class Pilot:
         """Backward has raised under a careful config."""
         switch.give_up()
         self._outcome, self._reason = told(exc)
+        self._of_graphs = of_graphs(exc)
         self._guide.lost(exc, self._order)
         if self._order.steps and self._processes == 1:
             # Told now, as the script may end of it; of several processes the others wait in theirs.

@@ -20,6 +20,7 @@ from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
+FUSED = "fused_optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Seen:
         main = trained[0]
         models = [fingerprint.of_model(one.model) for one in trained]
         sizes = [fingerprint.size(one.model) for one in trained]
-        samples = max(1, round(main.samples / max(1, steps)))
+        samples = main.batch(crew.period()) or max(1, round(main.samples / max(1, steps)))
         processes, rank = _place()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
         own, kept, limits = _own(crew, trained, loading)
@@ -163,8 +164,8 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
         for n, one in enumerate(main.inputs)
         if n or VARIES in one.shape[1:]
     ]
-    if main.inputs and samples != main.inputs[0].shape[0]:
-        parts.append(f"{max(1, round(samples / max(1, main.inputs[0].shape[0])))} {MICRO}")
+    if (calls := main.micro_batches(samples)) > 1:
+        parts.append(f"{calls} {MICRO}")
     if len(crew.optimizers) > 1:
         parts.append(", ".join(_called(one) for one in crew.optimizers))
     return "; ".join(parts)[:500]
@@ -202,6 +203,9 @@ def _own(
             found[knob.name] = own.value
         kept += [knob.name] if own.stays else []
         limits += [own.why] if own.why else []
+    if crew.sparse:
+        kept.append(FUSED)
+        limits.append("fused kernels: a gradient is sparse, for which there are none")
     beyond = [why for one in trained if (why := _beyond(one.outer))]
     if beyond:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]

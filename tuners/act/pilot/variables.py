@@ -13,6 +13,17 @@ ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"
 """The command that `advisor run` started, and seconds for its tuning, as JSON."""
 
+KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"
+"""Set where a run that is tuned is to write its checkpoints where it says."""
+
+
+def checkpoints() -> Path | None:
+    """The folder for the checkpoints of a run that is tuned; None where they are as ever."""
+    address = os.environ.get(ADDRESS)
+    if not address or os.environ.get(KEEP_CHECKPOINTS):
+        return None
+    return Path(address).with_name("checkpoints")
+
 
 def note(address: str) -> Path:
     """A file that is there once a process has loaded torch; in it, what one of them failed with

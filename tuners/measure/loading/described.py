@@ -21,8 +21,8 @@ LOOKED_AT = 2
 """Batches whose shapes are held against the task's, and against one another."""
 
 
-def described(task: Task, *, made_batches: bool) -> tuple[Data, DataFacts, tuple[Any, Any]]:
-    """The data, what is known of it, and one batch.
+def described(task: Task, *, made_batches: bool) -> tuple[Data, DataFacts, list[Any]]:
+    """The data, what is known of it, and its first batches.
 
     Args:
         made_batches: whether the target's file makes batches itself, of whatever form.
@@ -47,7 +47,7 @@ def described(task: Task, *, made_batches: bool) -> tuple[Data, DataFacts, tuple
         held_open=tuple(held),
         batches=data.batches(task.batch),
     )
-    return data, facts, batches[0]
+    return data, facts, batches
 
 
 def _first(data: Data, batch: int) -> list[Any]:

@@ -11,6 +11,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
+from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
 from advisor.tuners.measure.first_step import inductor_folder
 from advisor.tuners.measure.run.guarded import Guarded
@@ -47,7 +48,7 @@ class Command(Guarded):
         injected: the folder that Python looks into first, for the pilot.
 
     Raises:
-        UsageError: as `measurable`.
+        UsageError: as `measurable`; the temporary folder's name is too long for a socket.
     """
 
     def __init__(
@@ -62,7 +63,13 @@ class Command(Guarded):
         self._folder = Scratch()
         secret = secrets.token_bytes(32)
         self._address = str(self._folder.path / "pilot")
-        self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
+        try:
+            self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
+        except OSError as error:
+            self._folder.remove()
+            raise UsageError(
+                f"no socket at {self._address} ({error}): set TMPDIR to a shorter path"
+            ) from error
         scratch = self._folder.path / "tmp"
         scratch.mkdir()
         environment = {

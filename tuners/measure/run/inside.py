@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -10,12 +9,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement
 from advisor.errors import WorkerError
-from advisor.tuners.measure.first_step import ANEW, Compiled
-from advisor.tuners.measure.run.repeated import comparison
-from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Ended, Flight, Struck
+from advisor.tuners.measure.place import UNVERIFIED, Block, Compared
+from advisor.tuners.measure.run.run import Run, comparison
+from advisor.tuners.measure.run.session import Ended, Flight
 
 PATIENT_S = 3600.0
 """For the steps of a config: the script computes, and cannot be interrupted."""
@@ -60,80 +57,53 @@ class Joined:
 
 
 class Inside(Run):
-    """A Tester of a script that goes on: a config that fails costs a step of it, nothing else."""
-
-    hangs_s = PATIENT_S
+    """A script that goes on: a config that fails costs a step of it, nothing else."""
 
     def __init__(self, running: Joined, command: Sequence[str], *, log: Path) -> None:
-        super().__init__(command, injected=Path(), log=log, deadline_s=PATIENT_S)
+        super().__init__(command, injected=Path(), log=log)
         self._running = running
         self._flight: Flight | None = None
 
-    def measure(
-        self,
-        config: Config,
-        *,
-        seconds: float,
-        stage: str = "compute",
-        keep: bool = False,
-        floor: float = 0.0,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """As `Runner.measure`.
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """As `Place.block`; its deadline cannot be kept, as the script computes.
+
+        Raises:
+            ConfigFailed: the config failed. WorkerError: the script is over.
+        """
+        del deadline_s
+        until = time.monotonic() + PATIENT_S
+        try:
+            return self._ensured(config, until).block(config, self.own, steps, warm, until)
+        except Ended as exc:
+            raise WorkerError(f"the script is over: {exc}") from exc
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """As `Place.compare`; unverified where the run might not be the same afterwards.
 
         Raises:
             WorkerError: the script is over.
         """
-        del stage, keep, deadline_s
+        until = time.monotonic() + PATIENT_S
+        asked = comparison(config, self.own, self.tolerance, deadline_s)
         try:
-            until = time.monotonic() + PATIENT_S
-            return self._measured(self._ensured(config), config, seconds, floor, until)
-        except Struck as exc:
-            return Measurement(outcome=exc.outcome, reason=str(exc))
+            found = self._ensured(config, until).compare(asked, self.own, until)
         except Ended as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
-
-    def verify(
-        self,
-        config: Config,
-        *,
-        against: Config,
-        steps: int,
-        tolerance: float,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """As `Run.verify`; 'failed' where the run might not be the same afterwards.
-
-        Raises:
-            WorkerError: the script is over.
-        """
-        del steps, deadline_s
-        asked = comparison(config, against, tolerance, tf32=self.memory > 0)
-        try:
-            return self._compared(asked, time.monotonic() + PATIENT_S)
-        except Ended as exc:
-            raise WorkerError(f"the script is over: {exc}") from exc
-
-    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
-        """Cannot be told: that takes a start."""
-        return Measurement(outcome="failed", reason="a run that goes on is not started anew")
-
-    def save(self, config: Config, file: Path) -> None:
-        """As `Run.save`."""
-        if self._flight is not None:
-            until = time.monotonic() + PATIENT_S
-            with contextlib.suppress(Ended, Struck):
-                self._lap(self._flight, config, 1, until, Compiled(saves=file))
+        if found.outcome in ("ok", "wrong"):
+            return found
+        return Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes."""
-        self._ensured(config).leave(config, self.own, found)
+        until = time.monotonic() + PATIENT_S
+        self._ensured(config, until).leave(config, self.own, found)
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    def _ensured(self, config: Config) -> Flight:
-        del config
+    def _ensured(self, config: Config, until: float) -> Flight:
         if self._flight is None:
-            self._flight = Flight(self._running, log=self._log, careful=True)
+            start_s = until - time.monotonic()
+            self._flight = Flight(self._running, start_s=start_s, log=self._log, real=True)
+            self._sessions[self._words(config)] = self._flight
         return self._flight

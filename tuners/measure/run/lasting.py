@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_OURS = "_compiled_call_impl"
+"""Not the script's: what a config has a module called through."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -19,17 +21,24 @@ class Held:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         tables = [table for one in modules for table in (vars(one), one._buffers)]
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (table, {name: value for name, value in table.items() if name != _OURS})
+            for table in tables
+        ]
         buffers = {id(b): b for one in modules for b in one.buffers(recurse=False)}
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers.values()]
+
+    def put_attributes(self) -> None:
+        """Have modules hold the same objects again."""
+        for table, before in self._tables:
+            for name in table.keys() - before.keys() - {_OURS}:
+                del table[name]
+            table.update(before)
 
     @torch.no_grad()
     def put(self) -> None:
         """Have them hold that again, to the bit."""
-        for table, before in self._tables:
-            for name in table.keys() - before.keys():
-                del table[name]
-            table.update(before)
+        self.put_attributes()
         for buffer, value in self._buffers:
             buffer.copy_(value)
 

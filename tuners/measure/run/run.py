@@ -1,9 +1,8 @@
-"""A run as a Tester: configs are switched at its step boundaries; restarts are for failures."""
+"""A run as a place: configs are switched at the step boundaries of a command that trains."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -11,59 +10,47 @@ from pathlib import Path
 from typing import Any, Self
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.record import Measurement
 from advisor.errors import TargetFailed, UsageError, WorkerError
+from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import described, loading
-from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches
+from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
 from advisor.tuners.measure.run.command import Shown
 from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.repeated import STEPS, comparison
-from advisor.tuners.measure.run.session import START_S, Block, Ended, Flight, Session, Struck
-from advisor.tuners.measure.runner import TOO_SOON
-from advisor.tuners.measure.timing import BLOCK_S, MIN_BLOCKS, PRECISION, median_interval
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.measure.run.session import Ended, Flight, Session
 
-WARM_S, WARM_STEPS, MOST_WARM = 0.3, 6, 12
-"""A config is warm after so many seconds and steps at least, once two laps in a row take as long;
-or after so many laps."""
-STEADY, VARYING = 0.1, 1.0
-"""Two laps that differ by less than this took as long; the same where shapes vary."""
-HANGS_S = 60.0
-"""Without an answer of all processes of a job; compiling aside, which is the first step's."""
-HOPELESS_BLOCKS = 5
-"""As many slower ones, and the exact speed is of no interest."""
+START_S = 1800.0
+"""Until a command's first steps: it may read its data first. Later starts have what is left of the
+budget."""
 RESTARTS = 3
-"""Times in a row that a command may end before a config is measured."""
+"""Starts in a row of which none comes through a block: the command is over too soon."""
 TOGETHER = 0.7
 """Of the device's memory that starts may take at once."""
 MOST_TOGETHER = 3
 """Starts that wait for their turns at once: what an option of the script sets takes one each."""
-NEAR = 0.25
+NEAR_BATCH = 0.25
 """A batch that differs by a smaller share is the one that was asked for: an epoch's last is less.
 """
+SHORT = "give it more to train on, as more epochs"
+TOO_SOON = "the command ends before a config is measured"
+MEND = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A command that is measured, started anew where a config did not survive it.
+    """A command that is measured, started anew where it ended.
 
     Args:
         command: its words; `log` for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
-        deadline_s: seconds until a trial is given up and the command ended.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
+        notice: told what the user should know.
 
     Attributes:
         own: what the script does itself; set once its space is known.
+        tolerance: of comparisons with fp32, as in a `Task`.
         memory: bytes of the device, 0 where that is not known.
-        start_s: until the first steps, at most.
-        hangs_s: until a process of several that does not answer is given up.
     """
-
-    start_s = START_S
-    hangs_s = HANGS_S
 
     def __init__(
         self,
@@ -71,23 +58,19 @@ class Run:
         *,
         injected: Path,
         log: Path,
-        deadline_s: float,
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
     ) -> None:
         self._command = Mapped(command, options or {})
-        self._injected = injected
-        self._log = log
-        self.deadline_s = deadline_s
+        self._injected, self._log = injected, log
         self.own = Config()
+        self.tolerance = 0.0
         self.memory = 0
-        self._sessions: dict[tuple[str, ...], Session] = {}
+        self._sessions: dict[tuple[str, ...], Flight] = {}
         """By the words of the command, the one that was used last at the end."""
         self._processes = 1
-        self._settled: dict[Config, float] = {}
-        """Seconds of a step of what these sessions have measured."""
         self._survived = 0
-        """Steps that the command has made as it is, after one that failed."""
+        """Steps that the command has made unmodified, after one that failed."""
         self._reasons: set[str] = set()
         """Why it failed."""
         self._peak_bytes = 0
@@ -103,6 +86,11 @@ class Run:
         self.stop()
         self._showing.__exit__(*exc)
 
+    @property
+    def baseline(self) -> Config:
+        """As `Place.baseline`: the unmodified script."""
+        return self.own
+
     def describe(self) -> Seen:
         """Start the command, and wait for its first steps.
 
@@ -111,7 +99,7 @@ class Run:
             WorkerError: none came in time.
         """
         try:
-            seen = self._ensured(self.own).seen
+            seen = self._ensured(self.own, time.monotonic() + START_S).seen
         except Ended as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
@@ -127,7 +115,7 @@ class Run:
         """
         config = self.own.replace(**{name: value})
         try:
-            self._ensured(config)
+            self._ensured(config, time.monotonic() + START_S)
         except Ended as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
@@ -141,129 +129,71 @@ class Run:
         return self._command.names
 
     def gives(self, name: str) -> bool:
-        """Whether the command as it is gives the option that sets a knob."""
+        """Whether the command itself gives the option that sets a knob."""
         return self._command.given(name)
 
-    def measure(
-        self,
-        config: Config,
-        *,
-        seconds: float,
-        stage: str = "compute",
-        keep: bool = False,
-        floor: float = 0.0,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """As `Runner.measure`.
-
-        Raises:
-            WorkerError: the command cannot be started any more, or ends too soon.
-            TargetFailed: it fails by itself.
-        """
-        del stage, keep
-        most = seconds + self.deadline_s if deadline_s is None else deadline_s
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """As `Place.block`."""
+        until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
-            until = math.inf
+            before = last
             try:
-                session = self._ensured(config)
-                until = time.monotonic() + most
-                return self._measured(session, config, seconds, floor, until)
+                flight = self._ensured(config, until)
+                block = flight.block(self._within(config), self.own, steps, warm, until)
             except Ended as exc:
-                self._check_own(exc, self._end(config))
                 last = exc
+                made = self._end(config)
+                if exc.outcome == "timed_out":
+                    raise self._timed_out(config, exc, before) from exc
+                self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
-                elif time.monotonic() >= until or (exc.code and config != self.own):
-                    break
-                # Else it was through, was killed, or hung as it is: once more from the start.
-            except Struck as exc:
-                return Measurement(outcome=exc.outcome, reason=str(exc))
-        assert last is not None
-        if last.code:
-            return Measurement(outcome=last.outcome, reason=str(last))
-        if config != self.own:
-            return Measurement(outcome="failed", reason=TOO_SOON)
-        raise WorkerError(
-            f"{RESTARTS} times in a row the command was through before a config was measured "
-            f"({last}); give it more to train on, as more epochs"
-        )
+                elif exc.code and config != self.own:
+                    raise ConfigFailed(exc.outcome, str(exc)) from exc
+                # Else it was through, or was killed unmodified: once more from the start.
+            else:
+                if config.batch == self.own.batch:
+                    self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
+                return block
+        raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
 
-    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
-        """The first step under a config in a fresh start."""
+    def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
+        """What to raise where no time is left; `before`: how the start before this one ended, which
+        says more of an unmodified script than that another one had no time."""
+        if before is None:
+            return ConfigFailed("timed_out", str(ended))
+        if config != self.own:
+            return ConfigFailed("timed_out", "the budget was over before it had started again")
+        if before.own:
+            return TargetFailed(f"the script fails by itself ({before}): {MEND}", "")
+        return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """As `Place.compare`; the four steps that it needs are the script's next."""
         until = time.monotonic() + deadline_s
-        with Scratch() as empty:
-            session: Session | None = None
-            self._make_room(config)
+        asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
+        for _ in range(RESTARTS):
             try:
-                caches = empty_caches(str(empty)) if compiled.anew else {}
-                session = self._started(config, caches, until)
-                first = self._lap(session, config, 1, until, compiled)
-                return Measurement(outcome="ok", first_step_s=_whole(first), steps=1)
-            except (Ended, Struck) as exc:
-                return Measurement(outcome=exc.outcome, reason=str(exc))
-            finally:
-                if session is not None:
-                    session.end()
+                return self._ensured(config, until).compare(asked, self.own, until)
+            except Ended as exc:
+                self._check_own(exc, self._end(config), until)
+                if exc.outcome == "timed_out":
+                    return Compared(UNVERIFIED, "the budget was over before it was compared")
+                last = str(exc)
+        return Compared(UNVERIFIED, f"the command ended while it was compared: {last}")
+
+    def forget(self, config: Config) -> None:
+        """As `Place.forget`."""
+        if (session := self._sessions.get(self._words(config))) is not None:
+            session.forget(self._within(config))
 
     def save(self, config: Config, file: Path) -> None:
-        """As `Starter.save`, by one step more of a start that runs."""
+        """As `Place.save`, by one step more of a start that runs."""
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
-            until = time.monotonic() + self.deadline_s
-            with suppress(Ended, Struck):
-                self._lap(session, config, 1, until, Compiled(saves=file))
-
-    def hand(self, config: Config, folder: Path) -> str:
-        """Have a start that a config takes write the calls of a step into a folder, as `Handing`
-        does; why it did not, or ''. It waits at the boundary of a step afterwards."""
-        for _ in range(RESTARTS):
-            try:
-                until = time.monotonic() + self.deadline_s
-                self._ensured(config).hand(folder, self.own, until)
-            except Ended as exc:
-                self._end(config)
-                why = str(exc)
-            except Struck as exc:
-                return str(exc)
-            else:
-                return ""
-        return why
-
-    def verify(
-        self,
-        config: Config,
-        *,
-        against: Config,
-        steps: int,
-        tolerance: float,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """Whether a config computes what strict fp32 does, on steps that the command makes.
-
-        `steps` is another's business: see `repeated.STEPS`.
-
-        Raises:
-            TargetFailed: the command fails by itself.
-        """
-        del steps
-        seconds = self.deadline_s if deadline_s is None else deadline_s
-        until = time.monotonic() + seconds
-        asked = comparison(self._within(config), against, tolerance, tf32=self.memory > 0)
-        for _ in range(RESTARTS):
-            try:
-                return self._compared(asked, until)
-            except Ended as exc:
-                self._check_own(exc, self._end(self.own))
-                last = exc
-                if exc.outcome == "timed_out":
-                    last = Ended("timed_out", f"it was not over within {seconds:.0f} s")
-                if exc.code:
-                    break
-        return Measurement(outcome=last.outcome, reason=str(last))
-
-    def release(self) -> None:
-        """As `Runner.release`."""
+            with suppress(Ended, ConfigFailed):
+                session.save(file, self.own, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
         """End the command and everything it started."""
@@ -279,12 +209,11 @@ class Run:
         if session is None:
             return 0
         session.end()
-        self._settled = {c: s for c, s in self._settled.items() if self._words(c) != words}
         return session.made
 
-    def _check_own(self, ended: Ended, made: int) -> None:
-        """See whether the command as it is goes on for as many steps as one that failed with what a
-        script rather raises by itself, or that another config had failed with.
+    def _check_own(self, ended: Ended, made: int, until: float) -> None:
+        """See whether the unmodified command goes on for as many steps as one that failed with what
+        a script rather raises by itself, or that another config had failed with.
 
         Raises:
             TargetFailed: it fails too.
@@ -294,30 +223,24 @@ class Run:
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
-        until = time.monotonic() + self.deadline_s  # what fails shortly before the end, too
         try:
             self._end(self.own)
-            session, steps = self._ensured(self.own), 1
+            flight = self._ensured(self.own, until)
             # One more: what is raised between two steps shows in the second.
-            while session.made <= made and time.monotonic() < until:
-                block = self._lap(session, self.own, min(steps, made + 1 - session.made), until)
-                steps = _steps(BLOCK_S / max(block.step_s, 1e-6), self.own)
+            while flight.made <= made and time.monotonic() < until:
+                steps = max(1, min(made + 1 - flight.made, 16))
+                flight.block(self.own, self.own, steps, 0, until)
+        except ConfigFailed:
+            return
         except Ended as exc:
             self._end(self.own)
             if exc.code and exc.outcome in ("failed", "crashed"):
+                within = f"within {max(1, made)} steps"
                 raise TargetFailed(
-                    f"the script fails by itself, as it is, within {max(1, made)} steps ({exc}): "
-                    "mend that, and the same command goes on with what was measured"
+                    f"the script fails by itself {within} ({exc}): {MEND}", ""
                 ) from exc
         else:
-            self._survived = max(self._survived, session.made)
-
-    def _compared(self, asked: Comparison, until: float) -> Measurement:
-        try:
-            reason = self._ensured(self.own).compare(asked, self.own, STEPS, until)
-        except Struck as exc:
-            return Measurement(outcome=exc.outcome, reason=str(exc))
-        return Measurement(outcome="ok", reason=reason, steps=STEPS)
+            self._survived = max(self._survived, flight.made)
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self._command.at(config, self.own, self._processes)
@@ -325,7 +248,7 @@ class Run:
     def _within(self, config: Config) -> Config:
         return self._command.within(config, self.own)
 
-    def _ensured(self, config: Config) -> Flight:
+    def _ensured(self, config: Config, until: float) -> Flight:
         """The command at its first steps, as its options set it for a config.
 
         Raises:
@@ -338,17 +261,16 @@ class Run:
             session = None
         if session is None:
             self._make_room(config)
-            session = Session(
-                words,
-                injected=self._injected,
-                log=self._log,
-                shown=self._shown,
-                start_s=self.start_s,
-            )
+            session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
         for name in self._command.changed(config, self.own):
             _check_shown(session.seen, name, config[name])
         return session
+
+    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
+        return Session(
+            words, injected=self._injected, log=self._log, shown=self._shown, start_s=start_s
+        )
 
     def _make_room(self, config: Config) -> None:
         """End the starts, what was not used for longest first, that may not run beside another."""
@@ -362,90 +284,19 @@ class Run:
             return False
         own = self.own.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
-        taken = self._peak_bytes * sum(max(1.0, batch / own) for batch in batches)
+        taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
         return not self.memory or taken <= TOGETHER * self.memory
 
-    def _started(self, config: Config, more: Mapping[str, str], until: float) -> Session:
-        left = max(0.1, until - time.monotonic())
-        try:
-            return Session(
-                self._words(config),
-                injected=self._injected,
-                log=self._log,
-                shown=self._shown,
-                more=more,
-                start_s=left,
-            )
-        except Ended as exc:
-            if exc.outcome != "timed_out":
-                raise
-            raise Ended("timed_out", f"{left:.0f} s were left for another start of it") from exc
 
-    def _measured(
-        self, session: Flight, config: Config, seconds: float, floor: float, until: float
-    ) -> Measurement:
-        first = self._lap(session, config, 1, until)
-        began = time.monotonic()
-        warm = self._warm(session, config, until)
-        warm_s = time.monotonic() - began
-        steps = _steps(BLOCK_S / max(warm.step_s, 1e-6), config, warm.turn)
-        blocks: list[Block] = []
-        ends = time.monotonic() + seconds
-        while not _enough(blocks, floor, over=time.monotonic() >= ends):
-            blocks.append(self._lap(session, config, steps, until))
-        self._settled[config] = statistics.median(one.step_s for one in blocks)
-        lent = _lent(blocks)
-        blocks = [one.kept_up(lent) for one in blocks]
-        rate, low, high = _rate(blocks, whole=session.seen.varies or lent > 0)
-        peak_bytes = max(one.peak_bytes for one in (first, warm, *blocks))
-        if config.batch == self.own.batch:
-            self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        return Measurement(
-            outcome="ok",
-            samples_per_s=rate,
-            low=low,
-            high=high,
-            step_s=statistics.median(one.step_s for one in blocks),
-            first_step_s=_whole(first),
-            peak_bytes=peak_bytes,
-            steps=sum(one.steps for one in blocks),
-            blocks=tuple(one.step_s for one in blocks),
-            waited=min(1.0, statistics.median(one.waited / one.seconds for one in blocks)),
-            warm_s=warm_s,
-        )
+SAVE_S = 30.0
+"""For putting what was compiled into a file."""
 
-    def _lap(
-        self,
-        session: Flight,
-        config: Config,
-        steps: int,
-        until: float,
-        compiled: Compiled = ANEW,
-    ) -> Block:
-        """Some steps, given up where a process of several hangs: the others wait for it in their
-        backward passes, half an hour by NCCL's own clock. One step may compile."""
-        if session.seen.processes > 1 and (steps > 1 or config == self.own):
-            until = min(until, time.monotonic() + self.hangs_s)
-        return session.lap(self._within(config), self.own, steps, until, compiled)
 
-    def _warm(self, session: Flight, config: Config, until: float) -> Block:
-        """Steps until they take as long as those before them: recompilations are over by then.
-
-        Of a config that was measured before, as long as then.
-        """
-        began, steps = time.monotonic(), 0
-        apart = VARYING if session.seen.varies else STEADY
-        known = before = self._settled.get(config, 0.0)
-        for _ in range(MOST_WARM):
-            size = _steps(max(2, BLOCK_S / 2 / max(before, 1e-6)) if before else 2, config)
-            now = self._lap(session, config, size, until)
-            steps += now.steps
-            steady = before > 0 and abs(now.step_s / before - 1) < apart
-            enough = time.monotonic() - began >= WARM_S and steps >= WARM_STEPS
-            if steady and (enough or known) and not now.engages:
-                break
-            before = now.step_s
-        return now
+def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> Comparison:
+    """What compares a config with strict fp32."""
+    fp32 = knobs.strict(own)
+    plain = fp32.replace(**config.only(*knobs.FORMATS))
+    return Comparison(fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s)
 
 
 def _check_shown(seen: Seen, name: str, value: Value) -> None:
@@ -456,54 +307,10 @@ def _check_shown(seen: Seen, name: str, value: Value) -> None:
     """
     assert isinstance(value, int)
     if name == BATCH:
-        if abs(seen.shape[0] / value - 1) >= NEAR:
+        if abs(seen.shape[0] / value - 1) >= NEAR_BATCH:
             raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
-        raise Ended("failed", f"the script has {described(Config({name: has}))}, not {value}")
+        raise Ended("failed", f"the script has {knobs.described(Config({name: has}))}, not {value}")
 
 
-def _whole(first: Block) -> float:
-    """Seconds of the step with which a config begins."""
-    return max(first.first_s, first.seconds)
-
-
-def _lent(blocks: Sequence[Block]) -> float:
-    """Share of the batches that these took and the loader's workers did not make meanwhile, in the
-    process where it is largest; a single batch may be chance."""
-    shares = [0.0]
-    for feeds in zip(*(one.feeds for one in blocks), strict=True):
-        taken = sum(feed.taken for feed in feeds)
-        lent = sum(feed.lent for feed in feeds)
-        if lent > 1 and taken:
-            shares.append(min(lent, taken - 1) / taken)
-    return max(shares)
-
-
-def _rate(blocks: Sequence[Block], *, whole: bool) -> tuple[float, float, float]:
-    """(Samples/s, its interval): of the median block, or of the `whole` where what some blocks pay,
-    for a recompilation at worst or by waiting for data, is part of the speed."""
-    rates = [one.samples / one.seconds for one in blocks]
-    low, high = median_interval(rates)
-    if not whole:
-        return statistics.median(rates), low, high
-    rate = sum(one.samples for one in blocks) / sum(one.seconds for one in blocks)
-    return rate, min(low, rate), max(high, rate)
-
-
-def _steps(about: float, config: Config, turn: int = 1) -> int:
-    """As many, in whole turns of the loader's workers, which give their batches one after another
-    and then may be waited for."""
-    turn = max(turn, int(loading(config).get("num_workers") or 1))
-    return max(1, round(about / turn)) * turn
-
-
-def _enough(blocks: Sequence[Block], floor: float, *, over: bool) -> bool:
-    """Whether these blocks tell a config's speed, or that it is below `floor` samples/s."""
-    if len(blocks) >= HOPELESS_BLOCKS and max(one.samples / one.seconds for one in blocks) < floor:
-        return True
-    times = [one.step_s for one in blocks]
-    if len(blocks) >= MIN_BLOCKS:
-        low, high = median_interval(times)
-        if high - low <= PRECISION * statistics.median(times):
-            return True
-    return len(blocks) >= 2 and over
+_: type[Place] = Run

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +18,10 @@ from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
 from advisor.tuners.act.pilot.orders import Comparison, Feed, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.measure.first_step import ANEW, Compiled
+from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import how
 
-START_S = 300.0
-"""Until a command's first steps: it may read its data first."""
 LOOK_S = 0.2
 """Between two looks whether a command that says nothing still runs."""
 TOGETHER_S = 60.0
@@ -37,78 +34,25 @@ GONE = (
     "starts several in turn give the one that trains"
 )
 LONGER = "give a command that trains for longer"
-SOONER = "give a command that comes to its steps sooner"
+SOONER = "give a larger --budget, or a command that comes to its steps sooner"
 MEND = "mend that first"
-"""What to do about a command in which no steps were seen."""
-CHANCE = 0.25
-"""Of the batches that are taken: what changes by fewer may change by chance."""
 
 
 class Ended(Exception):
-    """The command is over, hangs, or speaks rubbish; `code` is 0 where it ended well, `said` how it
-    ended before its first steps, and `own` whether it ended as a script does rather by itself."""
+    """The command is over, makes no steps any more, or answers nonsense.
+
+    Attributes:
+        outcome: as in `Measurement`.
+        code: 0 where it ended well.
+        said: how it ended before its first steps.
+        own: whether it ended as a script does rather by itself.
+    """
 
     def __init__(
         self, outcome: str, reason: str, code: int = 1, said: str = "", *, own: bool = False
     ) -> None:
         super().__init__(reason)
         self.outcome, self.code, self.said, self.own = outcome, code, said, own
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One lap of all processes. `samples` of all; `seconds` of the slowest; `waited` of them.
-
-    `feeds`: by each process's loader. Finished batches lie ready in a loader, and a config that
-    takes more than the workers make lives on them for a while: on what was made while another one
-    trained, or was compiled. It shows in the batches that were asked for and that no worker has
-    begun: they become more. While a worker is free there are none, however few or many lie ready:
-    the loader makes what is asked of it.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    first_s: float
-    waited: float
-    peak_bytes: int
-    feeds: tuple[Feed, ...]
-
-    @property
-    def step_s(self) -> float:
-        """Seconds a step."""
-        return self.seconds / self.steps
-
-    @property
-    def engages(self) -> bool:
-        """Whether more and more workers of the loaders are busy: it shows later if they keep up."""
-        more = sum(one.after.busy - one.before.busy for one in self.feeds)
-        return more > CHANCE * sum(one.taken for one in self.feeds)
-
-    @property
-    def turn(self) -> int:
-        """Steps in which each worker of a loader that is the limit gives a batch, be it one after
-        another or all at once; 1 where it is not."""
-        busy = (
-            one.after.busy / one.taken
-            for one in self.feeds
-            if one.taken and one.after.queued and one.lent > -CHANCE * one.taken
-        )
-        return max((math.ceil(self.steps * workers) for workers in busy), default=1)
-
-    def kept_up(self, lent: float) -> Block:
-        """As it would have been had its batches been made meanwhile; `lent`: the share of them that
-        lay ready."""
-        more_s = self.seconds * lent / (1 - lent)
-        return replace(self, seconds=self.seconds + more_s, waited=self.waited + more_s)
-
-
-class Struck(Exception):
-    """A config failed, in a careful order or a comparison, and the command goes on as it is."""
-
-    def __init__(self, outcome: str, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
 
 
 class Running(Protocol):
@@ -136,11 +80,12 @@ class Running(Protocol):
 
 
 class Flight:
-    """The pilots in what runs: its processes wait for orders between two laps.
+    """The pilots in what runs: its processes wait for orders between two blocks.
 
     Args:
+        start_s: until its first steps, at most.
         log: what it prints goes to that; None where it was shown as it came.
-        careful: of every order; see `Order`.
+        real: it is the user's real run, which nothing may end and whose memory is scarce.
 
     Attributes:
         made: steps that it was told to make, those included that it did not come to.
@@ -150,19 +95,14 @@ class Flight:
     """
 
     def __init__(
-        self,
-        command: Running,
-        *,
-        log: Path | None,
-        start_s: float = START_S,
-        careful: bool = False,
+        self, command: Running, *, start_s: float, log: Path | None, real: bool = False
     ) -> None:
-        self._log = log
-        self._careful = careful
+        self._log, self._real = log, real
         self._failed: dict[str, Any] = {}
         self.made = 0
         self._pipes: list[Connection] = []
         self._command = command
+        self._forget: Config | None = None
         try:
             self.seen = self._all_seen(time.monotonic() + start_s, start_s)
             self._command.whole()
@@ -175,68 +115,58 @@ class Flight:
         """Whether it is over by itself."""
         return self._command.ended
 
-    def lap(
-        self,
-        config: Config,
-        own: Config,
-        steps: int,
-        until: float,
-        compiled: Compiled = ANEW,
-    ) -> Block:
+    def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
         """Have every process make these steps with a config.
 
         Args:
             own: what the script does itself.
             until: by time.monotonic(), when it is given up.
-            compiled: what it loads before them, and saves after.
 
         Raises:
-            Ended: it is over. Struck: the config failed, and the command goes on.
+            Ended: it is over. ConfigFailed: the config failed, and the command goes on.
         """
-        order = Order(
-            config=config,
-            steps=steps,
-            own=own,
-            careful=self._careful,
-            loads=str(compiled.loads or ""),
-            saves=str(compiled.saves or ""),
-        )
-        laps = self._laps(order, until)
+        laps = self._laps(Order(config=config, steps=steps, warm=warm, own=own), until)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
             samples=sum(lap.samples for lap in laps),
             seconds=slowest.seconds,
             first_s=max(lap.first_s for lap in laps),
-            waited=max(lap.waited_s for lap in laps),
+            waited_s=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
-            feeds=tuple(lap.feed for lap in laps),
+            compiled=max(lap.compiled for lap in laps),
+            borrowed=max(borrowed(lap.feed) for lap in laps),
         )
 
-    def compare(self, asked: Comparison, own: Config, steps: int, until: float) -> str:
-        """Have every process hold a config against others on so many steps.
-
-        Returns:
-            How near it is to strict fp32.
+    def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
+        """Have every process compare a config; the first that objects decides.
 
         Raises:
-            Ended: it is over. Struck: the config is wrong, or it could not be told.
+            Ended: it is over.
         """
-        order = Order(config=own, steps=steps, own=own, careful=self._careful, compare=asked)
-        return self._laps(order, until)[0].reason
+        order = Order(config=own, steps=1, own=own, compare=asked)
+        try:
+            laps = self._laps(order, until, strict=False)
+        except ConfigFailed as exc:
+            return Compared(exc.outcome, str(exc))
+        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
+        return Compared(worst.outcome, worst.reason, worst.blames)
 
-    def hand(self, folder: Path, own: Config, until: float) -> None:
-        """Have the script write what it calls in a step into a folder; it trains as it is.
+    def forget(self, config: Config) -> None:
+        """Free what a config has compiled, with the next order."""
+        self._forget = config
+
+    def save(self, file: Path, own: Config, until: float) -> None:
+        """Have the first process save what it has compiled.
 
         Raises:
-            Ended: it is over. Struck: that cannot be made again in another process.
+            Ended: it is over.
         """
-        order = Order(config=own, steps=1, own=own, careful=self._careful, hands=str(folder))
-        self._laps(order, until)
+        self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
 
     def leave(self, config: Config, own: Config, found: str) -> None:
         """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
-        self._tell(Order(config=config, own=own, found=found))
+        self._tell(Order(config=config, own=own, found=found, careful=True))
 
     def end(self) -> None:
         """End it, and everything it started."""
@@ -245,13 +175,15 @@ class Flight:
         self._pipes.clear()
         self._command.end()
 
-    def _laps(self, order: Order, until: float) -> list[Lap]:
-        self.made += order.steps
+    def _laps(self, order: Order, until: float, *, strict: bool = True) -> list[Lap]:
+        forget, self._forget = self._forget, None
+        order = dataclasses.replace(order, careful=True, needs_room=self._real, forget=forget)
+        self.made += order.warm + order.steps
         self._tell(order)
         laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-        for lap in laps:
+        for lap in laps if strict else ():
             if lap.outcome != "ok":
-                raise Struck(lap.outcome, lap.reason)
+                raise ConfigFailed(lap.outcome, lap.reason, graphs=lap.graphs)
         return laps
 
     def _tell(self, order: Order) -> None:
@@ -279,7 +211,7 @@ class Flight:
                 came = f"{len(self._pipes)} of its processes came to their first steps, not all"
                 raise Ended("timed_out", came)
             if time.monotonic() > until:
-                raise Ended("timed_out", self._never(f"it has run for {start_s:g} s", SOONER))
+                raise Ended("timed_out", self._never(f"it has run for {start_s:.0f} s", SOONER))
         return pipe
 
     def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
@@ -288,7 +220,7 @@ class Flight:
                 if self._command.ended and not pipe.poll(0):
                     raise self._why()
                 if time.monotonic() > until:
-                    raise Ended("timed_out", "no step within the deadline: it hangs, or evaluates")
+                    raise Ended("timed_out", "the budget was over before it was measured")
             message = msgpack.unpackb(pipe.recv_bytes())
             if "failed" in message:
                 self._failed = message["failed"]
@@ -325,7 +257,7 @@ class Flight:
         """What to say of a command in which no steps were seen; `mend`: what to do about it."""
         note = self._command.note
         if note:
-            seen, mend = f"it failed before its first steps: {note}", MEND
+            seen, mend = f"it failed before a step could be measured: {note}", MEND
         elif note is not None:
             seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
         else:
@@ -333,6 +265,14 @@ class Flight:
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
+
+
+def borrowed(feed: Feed) -> float:
+    """Share of the batches taken from a loader whose workers were all busy and did not refill its
+    queue meanwhile. A single batch may be chance."""
+    if feed.lent <= 1 or not feed.taken:
+        return 0.0
+    return min(feed.lent, feed.taken - 1) / feed.taken
 
 
 def _after_colon(said: str) -> str:
@@ -345,7 +285,7 @@ class Session(Flight):
     Args:
         words: of the command; `log` for what it prints, which is `shown` as it comes or not.
         injected: the folder with the sitecustomize that brings the pilot.
-        more: environment variables.
+        start_s: until its first steps, at most.
 
     Raises:
         UsageError: there is no such program.
@@ -358,9 +298,8 @@ class Session(Flight):
         *,
         injected: Path,
         log: Path,
+        start_s: float,
         shown: bool = False,
-        more: Mapping[str, str] | None = None,
-        start_s: float = START_S,
     ) -> None:
-        command = Command(words, injected=injected, log=log, more=more)
-        super().__init__(command, log=None if shown else log, start_s=start_s)
+        command = Command(words, injected=injected, log=log)
+        super().__init__(command, start_s=start_s, log=None if shown else log)

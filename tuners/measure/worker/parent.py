@@ -1,4 +1,4 @@
-"""The tuning process's side: starts workers, gives them deadlines, replaces them."""
+"""The tuning process's side of a worker: starts it, gives it deadlines, replaces it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from advisor.cache.codec import from_plain, to_plain
-from advisor.cache.config import Config
-from advisor.cache.record import Measurement
+from advisor.cache.config import BATCH, Config
 from advisor.cache.shown import size
 from advisor.errors import (
     RecordDamaged,
@@ -29,24 +26,33 @@ from advisor.errors import (
     WorkerError,
     printable,
 )
-from advisor.tuners import host, knobs
-from advisor.tuners.environment import is_exclusive
-from advisor.tuners.measure.first_step import ANEW, Compiled, empty_caches, inductor_folder
+from advisor.tuners import host
+from advisor.tuners.knobs import FORMATS, KNOBS, compiles, plain, strict
+from advisor.tuners.measure.first_step import inductor_folder
+from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.measure.run.guarded import how
-from advisor.tuners.measure.runner import Runner
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
 from advisor.tuners.scratch import Scratch
 
+T = TypeVar("T")
 START_S = 300.0
 """For importing torch alone: a cold network file system takes minutes."""
-
-_GUARD = str(Path(__file__).with_name("guard.py"))
 SAVE_S = 30.0
 """For putting what was compiled into a file."""
 DATA_S = 300.0
 """For making a dataset and loading a batch: a folder of millions of files is listed for minutes."""
 END_S = 30.0
 """For ending a worker: a process that a driver holds on to ends when the driver lets go."""
+LATE_S = 30.0
+"""A comparison looks at its time between two passes; the first one of a config builds it."""
+
+PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast is not None or k.layout is not None))
+LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
+"""cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
+Conv_v8.cpp, benchmark_cache; on an H200, torch 2.11, a first search took 60 ms, 0.25 ms after a
+step without): one value of LASTING in a process for each of PICKING, which tell convolutions apart.
+"""
+_GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class _Gone(Exception):
@@ -61,40 +67,32 @@ class _Unheard(_Gone):
     """It was gone before it was asked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """By which Python, in which environment and folder a worker is started."""
-
-    python: str
-    environment: Mapping[str, str]
-    folder: str
-
-    @classmethod
-    def here(cls) -> Place:
-        """As this process was started, and where it is now."""
-        return cls(python=sys.executable, environment=os.environ, folder=str(Path.cwd()))
-
-
 class Worker:
-    """A Runner over a child process that lives across trials and is replaced when it fails.
+    """A Place in a child process; one that dies or hangs is replaced, and builds what is asked of
+    it next.
 
     Args:
         job: what to measure.
-        deadline_s: seconds until a trial is given up and its worker killed.
-        place: of the worker; None: this process's own.
+        deadline_s: seconds for describing it, and for what its data costs.
+
+    Attributes:
+        baseline: see Place; torch's default, unless it is set.
+        tolerance: part of the loss by which a config may be off fp32; the task's, unless it is set.
     """
 
-    def __init__(self, job: Job, *, deadline_s: float, place: Place | None = None) -> None:
+    def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job = job
         self.deadline_s = deadline_s
-        self._place = place or Place.here()
+        self.baseline = plain(job.task, job.device)
+        self.tolerance = job.task.tolerance
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = 0
         self._permitted = 0
+        self._data_s = 0.0
+        self._picked: dict[Config, Config] = {}
+        self._built: set[Config] = set()
         self._pipe: Connection | None = None
         self._lifeline: int | None = None
-        self._cutting = threading.Lock()
-        self._beside: Worker | None = None
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in stop()
         self._scratch = Scratch()
 
@@ -105,14 +103,17 @@ class Worker:
         self.stop()
 
     def describe(self) -> Facts:
-        """Start a worker and have it run one step.
+        """Start a worker and have it run its first steps, as torch does by default.
 
         Raises:
             TargetError, TargetFailed: the user's code or its input is wrong.
             WorkerError: it crashed or hung.
         """
         try:
-            return self._start()
+            self._start()
+            self._pick(plain(self._job.task, self._job.device))
+            reply = self._answered({"do": "describe"}, max(60.0, self.deadline_s))
+            return from_plain(Facts, reply["facts"])
         except _Gone as exc:
             self._kill()
             if exc.outcome == "out_of_memory":
@@ -123,13 +124,15 @@ class Worker:
             raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
 
     def describe_data(self, most_s: float = DATA_S) -> DataFacts:
-        """What the task's own data is, by a batch of it, in so many seconds at most.
+        """What the task's own data is, by batches of it, in so many seconds at most.
 
         Raises:
             TargetError, TargetFailed: the user's code or its data is wrong.
             WorkerError: it crashed or hung.
         """
-        return from_plain(DataFacts, self._of_data({"do": "describe_data"}, most_s)["facts"])
+        facts = from_plain(DataFacts, self._of_data({"do": "describe_data"}, most_s)["facts"])
+        self._data_s = most_s
+        return facts
 
     def costs(self, seconds: float) -> Costs:
         """What a sample of the data costs a worker of its loader.
@@ -143,9 +146,95 @@ class Worker:
         parts = (dataclasses.replace(one, part=printable(one.part)) for one in told.parts)
         return dataclasses.replace(told, parts=tuple(parts))
 
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """See Place. A loader feeds a config that has its knobs, in whole rounds of its workers."""
+        request = {"do": "block", "config": dict(config), "steps": steps, "warm": warm}
+        return self._of_config(Block, "block", request, deadline_s)
+
+    def loader_rate(self, config: Config, seconds: float) -> float:
+        """Samples per second of a config's loader without a step.
+
+        Raises:
+            ConfigFailed, WorkerError: as `block`.
+        """
+        request = {"do": "loader_rate", "config": dict(config), "seconds": seconds}
+        return self._of_config(float, "rate", request, seconds + self.deadline_s)
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """See Place. A config of another batch is compared at the user's."""
+        fp32 = strict(self.baseline).at(self._job.task.batch)
+        config = config.at(self._job.task.batch)
+        request = {
+            "do": "compare",
+            "config": dict(config),
+            "fp32": dict(fp32),
+            "plain": dict(fp32 | config.only(*FORMATS)),
+            "seconds": deadline_s,
+            "tolerance": self.tolerance,
+        }
+        try:
+            return self._of_config(Compared, "compared", request, deadline_s + LATE_S)
+        except ConfigFailed as failed:
+            return Compared(outcome=failed.outcome, reason=str(failed))
+
+    def forget(self, config: Config) -> None:
+        """See Place."""
+        self._built.discard(config)
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                send(self._pipe, {"do": "forget", "config": dict(config)})
+
+    def save(self, config: Config, file: Path) -> None:
+        """See Place: of all that was compiled in the process that has the config at work."""
+        if compiles(config):
+            request = {"do": "save", "config": dict(config), "file": str(file)}
+            with contextlib.suppress(ConfigFailed):
+                self._of_config(bool, "saved", request, SAVE_S + self.deadline_s)
+
+    def stop(self) -> None:
+        """End the worker and everything it started."""
+        self._kill()
+        self._output.close()
+        self._scratch.remove()
+
+    def _of_config(self, kind: type[T], name: str, request: dict[str, Any], deadline_s: float) -> T:
+        """What the worker answers to a request for a config, by its name in the reply.
+
+        Raises:
+            ConfigFailed: the config failed. TargetError, TargetFailed: the user's code does, which
+                it did not before. WorkerError: no worker can be started any more.
+        """
+        config = Config(request["config"])
+        others = self._built - {config}
+        self._ready(config)
+        try:
+            try:
+                reply = self._answered(request, deadline_s)
+            except _Unheard:
+                # It ended between two requests: whatever that was, it is not this config's doing.
+                self._kill()
+                self._ready(config)
+                reply = self._answered(request, deadline_s)
+            if not reply["healthy"]:
+                self._kill()  # it cannot promise that nothing leaks into the next config
+            if "outcome" in reply:
+                raise ConfigFailed(reply["outcome"], reply["reason"], graphs=reply["graphs"])
+            self._built.add(config)
+            return from_plain(kind, reply[name])
+        except _Gone as exc:
+            self._kill()
+            if exc.outcome == "out_of_memory" and others:
+                # What else was built held memory too: once more, alone.
+                return self._of_config(kind, name, request, deadline_s)
+            raise ConfigFailed(exc.outcome, str(exc)) from exc
+        except (KeyError, RecordDamaged) as exc:
+            self._kill()
+            raise ConfigFailed("crashed", f"the worker's answer made no sense: {exc}") from exc
+
     def _of_data(self, request: dict[str, Any], most_s: float) -> dict[str, Any]:
         try:
-            self._ensure()
+            if not self._runs():
+                self._start()
             return self._answered(request, most_s)
         except _Gone as exc:
             self._kill()
@@ -155,247 +244,46 @@ class Worker:
                 why = f"given up after {most_s:.0f} s, in which a batch of it is to be made{longer}"
             raise WorkerError(f"data {self._job.task.data!r}: {why}") from exc
 
-    def measure(
-        self,
-        config: Config,
-        *,
-        seconds: float,
-        stage: str = "compute",
-        keep: bool = False,
-        floor: float = 0.0,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """As `Runner.measure`.
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _ready(self, config: Config) -> None:
+        """Have a process in which a config can be visited, with the data that is known.
 
         Raises:
-            WorkerError: no worker can be started any more.
+            TargetError, TargetFailed, WorkerError: none can be started.
         """
-        if deadline_s is None:
-            deadline_s = seconds + self.deadline_s
-        worker = self._of(config)
-        if worker is not self:
-            how: dict[str, Any] = {"seconds": seconds, "stage": stage, "keep": keep, "floor": floor}
+        picking, lasting = config.only(*PICKING), config.only(*LASTING)
+        if self._picked.get(picking, lasting) != lasting:
+            self._kill()
+        if not self._runs():
             try:
-                return worker.measure(config, **how, deadline_s=deadline_s)
-            except (TargetError, TargetFailed, WorkerError) as exc:  # where this one has started
-                return Measurement(outcome="failed", reason=str(exc)[:300])
-        request = {
-            "do": "measure",
-            "config": dict(config),
-            "seconds": seconds,
-            "stage": stage,
-            "keep": keep,
-            "floor": floor,
-        }
-        return self._measured(request, deadline_s)
-
-    def verify(
-        self,
-        config: Config,
-        *,
-        against: Config,
-        steps: int,
-        tolerance: float,
-        deadline_s: float | None = None,
-    ) -> Measurement:
-        """Whether a config trains like another, strict fp32: outcome 'ok' or 'wrong', and how near.
-
-        Raises:
-            WorkerError: no worker can be started any more.
-        """
-        request = {
-            "do": "verify",
-            "config": dict(config),
-            "against": dict(against),
-            "steps": steps,
-            "tolerance": tolerance,
-        }
-        return self._measured(request, 2 * self.deadline_s if deadline_s is None else deadline_s)
-
-    def start(self, config: Config, *, deadline_s: float, compiled: Compiled = ANEW) -> Measurement:
-        """The first steps of a config in a process of its own, as a training script has them.
-
-        `first_step_s` is what they take once: kernels are loaded, algorithms searched, code
-        compiled, or loaded as artifacts. The worker is ended for it; the next one to measure starts
-        anew.
-        """
-        files = {"loads": compiled.loads, "saves": compiled.saves}
-        request: dict[str, Any] = {name: str(file) for name, file in files.items() if file}
-        self._leave()
-        with tempfile.TemporaryDirectory(
-            dir=self._scratch.path, ignore_cleanup_errors=True
-        ) as empty:
-            try:
-                self._launch(empty_caches(empty) if compiled.anew else {})
-                reply = self._load(deadline_s)
-                if "error" not in reply:
-                    request |= {"do": "start", "config": dict(config)}
-                    reply = self._ask(request, deadline_s)
-                else:
-                    return Measurement(outcome="failed", reason=reply["message"][:300])
-                return from_plain(Measurement, reply["measurement"])
+                self._start()
             except _Gone as exc:
-                return Measurement(outcome=exc.outcome, reason=str(exc))
-            except (KeyError, RecordDamaged) as exc:
-                return Measurement(outcome="crashed", reason=f"its answer made no sense: {exc}")
-            finally:
                 self._kill()
+                raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
+            if self._data_s:
+                self._of_data({"do": "describe_data"}, self._data_s)
+        self._pick(config)
 
-    def begin(
-        self,
-        config: Config,
-        *,
-        environment: Mapping[str, str],
-        memory: int,
-        compared: bool = False,
-    ) -> None:
-        """Have a process of its own run the first steps of a config, with the caches on disk that
-        are there; what becomes of it is `heard`.
+    def _pick(self, config: Config) -> None:
+        self._picked.setdefault(config.only(*PICKING), config.only(*LASTING))
 
-        Args:
-            compared: as they are run to compare them with fp32.
-            environment: more of it, for that process.
-            memory: bytes of the host that it and what it starts may hold, 0 for no limit.
-        """
-        self._spawn(environment, memory)
-        assert self._pipe is not None
-        build = {
-            "do": "build",
-            "job": to_plain(self._job),
-            "config": dict(config),
-            "compared": compared,
-        }
-        with contextlib.suppress(OSError):  # it is gone already, as will be heard
-            send(self._pipe, build)
-
-    def heard(self) -> Measurement | None:
-        """What has become of the config that was begun; None for what says nothing of that."""
-        try:
-            reply = self._receive(0.0, 0.0)
-        except _Gone as exc:
-            return Measurement(outcome=exc.outcome, reason=str(exc))
-        if "error" in reply:
-            return Measurement(outcome="failed", reason=reply["message"][:300])
-        try:
-            return from_plain(Measurement, reply["measurement"]) if "measurement" in reply else None
-        except RecordDamaged as exc:
-            return Measurement(outcome="crashed", reason=f"its answer made no sense: {exc}")
-
-    def fileno(self) -> int:
-        """Of what it is heard by: a begun worker can be waited for."""
-        assert self._pipe is not None
-        return self._pipe.fileno()
-
-    def free_bytes(self) -> int:
-        """Of the device's memory now; 0 where that cannot be told.
-
-        Raises:
-            WorkerError: no worker can be started any more.
-        """
-        self._ensure()
-        try:
-            return int(self._ask({"do": "free"}, self.deadline_s)["bytes"])
-        except _Gone:
-            self._kill()
-            return 0
-
-    def save(self, config: Config, file: Path) -> None:
-        """As `Starter.save`: whatever the process of the config has measured."""
-        worker = self._of(config)
-        if worker is not self:
-            worker.save(config, file)
-        elif self._process is not None:
-            try:
-                self._ask({"do": "save", "file": str(file)}, SAVE_S)
-            except _Gone:
-                self._kill()
-
-    def _of(self, config: Config) -> Worker:
-        """What measures a config: this, or a second one beside it for what is kept by a process. A
-        GPU that lets in one process alone has no room for another."""
-        device = self._job.device
-        if self._job.under or not knobs.lasts(config):
-            return self
-        if device.startswith("cuda") and is_exclusive(device):
-            return self
-        if self._beside is None:
-            job = dataclasses.replace(self._job, under=knobs.UNCHOSEN)
-            self._beside = Worker(job, deadline_s=self.deadline_s)
-        return self._beside
-
-    def _leave(self) -> None:
-        """End the one beside."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            beside.stop()
-
-    def _measured(self, request: dict[str, Any], deadline_s: float) -> Measurement:
-        began = time.monotonic()
-        self._ensure()
-        try:
-            try:
-                # Starting another worker counts too.
-                reply = self._ask(request, max(0.0, deadline_s - (time.monotonic() - began)))
-            except _Unheard:
-                # It ended between two trials: whatever that was, it is not this config's doing.
-                self._kill()
-                self._ensure()
-                reply = self._ask(request, max(0.0, deadline_s - (time.monotonic() - began)))
-            measured = from_plain(Measurement, reply["measurement"])
-            if not reply["healthy"]:
-                self._kill()  # it cannot promise that nothing leaks into the next trial
-            return measured
-        except _Gone as exc:
-            self._kill()
-            return Measurement(outcome=exc.outcome, reason=str(exc))
-        except (KeyError, RecordDamaged) as exc:
-            self._kill()
-            return Measurement(
-                outcome="crashed", reason=f"the worker's answer made no sense: {exc}"
-            )
-
-    def _ensure(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self.describe()
-
-    def release(self) -> None:
-        """As `Runner.release`."""
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                send(self._pipe, {"do": "release"})
-        if self._beside is not None:
-            self._beside.release()
-
-    def interrupt(self) -> None:
-        """From another thread: what it does now is over at once, as crashed."""
-        with self._cutting:
-            if self._lifeline is not None:
-                os.close(self._lifeline)
-                self._lifeline = None
-        if (beside := self._beside) is not None:
-            beside.interrupt()
-
-    def stop(self) -> None:
-        """End the worker and everything it started."""
-        self._leave()
-        self._kill()
-        self._output.close()
-        self._scratch.remove()
-
-    def _start(self) -> Facts:
-        self._launch({})
-        deadline_s = max(60.0, self.deadline_s)
-        self._raised(self._load(deadline_s))
-        return from_plain(Facts, self._answered({"do": "describe"}, deadline_s)["facts"])
-
-    def _load(self, deadline_s: float) -> dict[str, Any]:
-        return self._ask({"do": "load", "job": to_plain(self._job)}, deadline_s)
+    def _start(self) -> None:
+        """Raises: TargetError, TargetFailed: the target cannot be loaded. _Gone."""
+        self._spawn()
+        self._receive(START_S, START_S)
+        load = {"do": "load", "job": to_plain(self._job)}
+        self._answered(load, max(60.0, self.deadline_s))
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        return self._raised(self._ask(request, deadline_s))
+        """The reply to a request.
 
-    def _raised(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """A reply, where it tells of no fault of the user's; that is raised, the worker ended."""
+        Raises:
+            TargetError, TargetFailed: it is that the user's code is at fault; the worker is ended.
+            _Gone: there is none.
+        """
+        reply = self._ask(request, deadline_s)
         if "error" in reply:
             self._kill()
             errors: dict[str, type[TargetError | TargetFailed]] = {
@@ -405,37 +293,29 @@ class Worker:
             raise errors[reply["error"]](reply["message"], reply["details"])
         return reply
 
-    def _launch(self, environment: Mapping[str, str]) -> None:
-        self._spawn(environment)
-        self._receive(START_S, START_S)
-
-    def _spawn(self, environment: Mapping[str, str], memory: int = 0) -> None:
+    def _spawn(self) -> None:
         self._kill()
-        self._permitted = min((one for one in (memory, self._most()) if one), default=0)
+        self._permitted = self._most()
         ours, theirs = Pipe()
         lifeline_theirs, lifeline_ours = os.pipe()
         self._output.seek(0)
         self._output.truncate()
         self._killed = host.killed_for_memory()
         pipe, lifeline = str(theirs.fileno()), str(lifeline_theirs)
-        visible = {"CUDA_VISIBLE_DEVICES": self._job.visible} if self._job.visible else {}
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", _GUARD),
                     *(lifeline, pipe, str(self._permitted), "", str(self._scratch.path.parent)),
                     # -P: a user's own queue.py or types.py must not shadow a library's import.
-                    *(self._place.python, "-P", "-m", "advisor.tuners.measure.worker", pipe),
+                    *(sys.executable, "-P", "-m", "advisor.tuners.measure.worker", pipe),
                 ],
                 pass_fds=(theirs.fileno(), lifeline_theirs),
                 env={
                     "TORCHINDUCTOR_CACHE_DIR": inductor_folder(),
-                    **self._place.environment,
+                    **os.environ,
                     "TMPDIR": str(self._scratch.path),
-                    **environment,
-                    **visible,
                 },
-                cwd=self._place.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -504,7 +384,11 @@ class Worker:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        self.interrupt()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        self._picked.clear()
+        self._built.clear()
         if self._process is not None:
             # Its lifeline is closed: the guard ends the worker and whatever that has started.
             try:
@@ -515,4 +399,4 @@ class Worker:
             self._process = None
 
 
-_: type[Runner] = Worker
+_: Callable[..., Place] = Worker

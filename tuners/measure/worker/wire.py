@@ -8,7 +8,6 @@ from typing import Any
 
 import msgpack
 
-from advisor.cache.config import Config
 from advisor.cache.task import Task
 
 CHANGED = "has changed since it was tuned"
@@ -18,21 +17,13 @@ LIMIT = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker is to measure, and where; the same for all its trials."""
+    """What a worker is to measure, and where; the same for all configs."""
 
     task: Task
     device: str
     seed: int
-    visible: str = ""
-    """CUDA_VISIBLE_DEVICES of the worker; '': as it is here."""
-    shares_host: bool = False
-    """Whether others measure beside it: it then tells whether the host is a trial's limit."""
     known: tuple[str, ...] = ()
     """Fingerprints of model and hooks that the target must have: of another no step is run."""
-    handed: str = ""
-    """A folder with calls that a run has handed over, which are built in the target's place."""
-    under: Config = Config()  # noqa: RUF009 # immutable
-    """What its steps before all trials have in the place of torch's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +81,18 @@ class Cost:
 
     part: str
     seconds: float
+    file: str = ""
+    """That its function is in; '' where that is not known."""
     made_bytes: int = 0
     """That it returns for a sample; 0 where that is not known."""
     place: int = 0
     """Among the parts that return something for a sample, from 1 on, as they are called; 0 where
     that is not known."""
+
+    @property
+    def where(self) -> str:
+        """'data.py:Images.decode'."""
+        return f"{self.file}:{self.part}" if self.file else self.part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,135 @@
+"""Starts a training script with one config set by hand, without advisor.
+
+    python benchmarks/others/wrapped.py --compile reduce-overhead --format bf16 train.py --epochs 9
+
+The first module with weights that the script calls counts as the trained model. Its calls in
+training go through autocast and torch.compile, if they have the shapes of the first one; all others
+stay eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+COMPILES = ("none", "default", "reduce-overhead", "cudagraphs")
+FORMATS = ("own", "tf32", "bf16")
+LAYOUTS = ("own", "channels_last")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", choices=COMPILES, default="none")
+    parser.add_argument("--format", choices=FORMATS, default="own")
+    parser.add_argument("--layout", choices=LAYOUTS, default="own")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    wrap_first_called(args.compile, args.format, args.layout)
+    sys.argv = [args.script, *args.arguments]
+    sys.path[0] = str(Path(args.script).resolve().parent)
+    runpy.run_path(args.script, run_name="__main__")
+
+
+def wrap_first_called(compile_by: str, number_format: str, layout: str) -> None:
+    """Wraps the first module with weights that is called, from its second call on."""
+
+    def first(model: nn.Module, inputs: Any) -> None:
+        if next(model.parameters(), None) is None:
+            return
+        handle.remove()
+        wrap(model, compile_by, number_format, layout)
+
+    handle = register_module_forward_pre_hook(first)
+
+
+def wrap(model: nn.Module, compile_by: str, number_format: str, layout: str) -> None:
+    if number_format == "tf32":
+        torch.set_float32_matmul_precision("high")
+    if layout == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    model.forward = formatted(model.forward, number_format, layout)
+    if compile_by != "none":
+        plain = model._call_impl
+        # The wrapper that `module(...)` asks first.
+        model._compiled_call_impl = gated(model, plain, compiled(plain, compile_by))
+
+
+def formatted(forward: Callable[..., Any], number_format: str, layout: str) -> Callable[..., Any]:
+    """The forward under autocast, images in the layout of the weights, outputs in float32."""
+
+    def images(value: Any) -> Any:
+        is_image = isinstance(value, torch.Tensor) and value.dim() == 4
+        return value.contiguous(memory_format=torch.channels_last) if is_image else value
+
+    def single(value: Any) -> Any:
+        is_half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+        return value.float() if is_half else value
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if layout == "channels_last":
+            args, kwargs = tree_map(images, (args, kwargs))
+        with autocast(number_format):
+            outputs = forward(*args, **kwargs)
+        has_loss = isinstance(outputs, dict) and "loss" in outputs
+        # Some losses refuse bf16; of outputs with a loss of their own only that is used.
+        return tree_map(single, outputs) if number_format == "bf16" and not has_loss else outputs
+
+    return run
+
+
+def autocast(number_format: str) -> AbstractContextManager[Any]:
+    if number_format != "bf16":
+        return nullcontext()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # CUDA graphs must not hold casts that a cache frees.
+    return torch.autocast(device, torch.bfloat16, cache_enabled=False)
+
+
+def compiled(plain: Callable[..., Any], compile_by: str) -> Callable[..., Any]:
+    if compile_by == "cudagraphs":
+        return torch.compile(plain, backend="cudagraphs")
+    return torch.compile(plain, mode=compile_by)
+
+
+def gated(
+    model: nn.Module,
+    plain: Callable[..., Any],
+    fast: Callable[..., Any],
+    signatures: int = 1,
+) -> Callable[..., Any]:
+    """Calls `fast` in training with one of the first signatures seen there, else `plain`."""
+    expected: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        signature = [described(leaf) for leaf in tree_leaves((args, kwargs))]
+        if len(expected) < signatures and signature not in expected:
+            expected.append(signature)
+        return (fast if signature in expected else plain)(*args, **kwargs)
+
+    return call
+
+
+def described(leaf: Any) -> Any:
+    """What compiled code was made for, of one argument."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Made-up places with a clock of their own, and what is tuned on them: nothing waits, nothing is
+real."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from advisor.cache.config import Config
+from advisor.cache.record import Record, Trial
+from advisor.cache.task import Task
+from advisor.tuners.knobs import Situation
+from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.ratio import Ratio
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.tuner import Found, Scope, Tuner
+from tests.cache import examples
+
+OK = Compared("ok", "as fp32")
+GAINS: Mapping[tuple[str, object], float] = {
+    ("precision", "bf16"): 1.3,
+    ("precision", "tf32"): 1.15,
+    ("precision", "fp16"): 1.25,
+    ("channels_last", True): 1.1,
+    ("compile", "reduce-overhead"): 2.0,
+    ("compile", "cudagraphs"): 1.6,
+    ("compile", "default"): 1.5,
+    ("compile", "blocks"): 1.45,
+    ("fused_optimizer", True): 1.02,
+    ("cudnn_benchmark", True): 1.03,
+    ("step_graph", True): 1.7,
+}
+"""How many times as fast a value makes a step."""
+BUILDS_S = {"none": 0.2, "cudagraphs": 4.0}
+"""Seconds of a first step by the knob compile; others take COMPILING_S."""
+COMPILING_S = 28.0
+
+
+def space(device: str = "cuda", **more: Any) -> Space:
+    """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
+    given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
+    return Space.of(Situation(device=device, **given))
+
+
+def task(**changes: Any) -> Task:
+    """A workload's."""
+    return replace(examples.TASK, **changes)
+
+
+def record(**changes: Any) -> Record:
+    """One of a workload."""
+    return replace(examples.record(), **changes)
+
+
+class MadeUp:
+    """A place whose configs are as fast as their values say.
+
+    Args:
+        step_s: of the baseline.
+        gains: in place of GAINS.
+        noise: of a block's time, as the standard deviation of its logarithm.
+        seed: of that noise.
+        load: by what a step takes longer at a time.
+        waits_s: seconds that a step of a config waits for its data at least.
+
+    Attributes:
+        time: seconds that have passed.
+        fails: outcome by value of a knob; 'hangs' builds for ever.
+        verdicts: comparisons by value of a knob.
+        stops: what is raised at a block, by its number.
+        blocks: configs of the blocks so far; `compared` and `forgotten` likewise.
+    """
+
+    def __init__(
+        self,
+        baseline: Config,
+        *,
+        step_s: float = 1 / 30,
+        gains: Mapping[tuple[str, object], float] = GAINS,
+        noise: float = 0.005,
+        seed: int = 0,
+        load: Callable[[float], float] = lambda _time: 1.0,
+        waits_s: Callable[[Config], float] = lambda _config: 0.0,
+    ) -> None:
+        self.baseline = baseline
+        self.step_s, self.gains, self.noise = step_s, gains, noise
+        self.load, self.waits_s = load, waits_s
+        self.time = 0.0
+        self.compiling_s = COMPILING_S
+        self.fails: dict[tuple[str, object], str] = {}
+        self.verdicts: dict[tuple[str, object], Compared] = {}
+        self.stops: dict[int, BaseException] = {}
+        self.blocks: list[Config] = []
+        self.compared: list[Config] = []
+        self.forgotten: list[Config] = []
+        self.saved: list[Config] = []
+        self._draw = random.Random(seed)
+        self._last: Config | None = None
+        self._built: set[Config] = set()
+
+    def now(self) -> float:
+        """The clock that a tuning goes by."""
+        return self.time
+
+    def speedup(self, config: Config) -> float:
+        """Of a config over the baseline, in truth."""
+        return self._gain(config) / self._gain(self.baseline) * config.batch / self.baseline.batch
+
+    def _gain(self, config: Config) -> float:
+        larger = math.pow(config.batch / self.baseline.batch, -0.9)
+        return larger * math.prod(self.gains.get(pair, 1.0) for pair in config.items())
+
+    def _seconds(self, config: Config) -> tuple[float, float]:
+        """Of a step, and how long it waits for its data."""
+        step_s = self.step_s * self._gain(self.baseline) / self._gain(config)
+        waited_s = max(0.0, self.waits_s(config) - step_s)
+        return step_s + waited_s, waited_s
+
+    def _spend(self, seconds: float, deadline_s: float) -> None:
+        self.time += min(seconds, deadline_s)
+        if seconds > deadline_s:
+            self._last = None
+            raise ConfigFailed("timed_out", "no time is left")
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """See Place."""
+        self.blocks.append(config)
+        if stop := self.stops.get(len(self.blocks)):
+            raise stop
+        step_s, waited_s = self._seconds(config)
+        first_s = self._switch(config, deadline_s)
+        slower = self.load(self.time) * math.exp(self._draw.gauss(0, self.noise))
+        self._spend((steps + warm) * step_s * slower, deadline_s - first_s)
+        return Block(
+            steps=steps,
+            samples=steps * config.batch,
+            seconds=steps * step_s * slower,
+            first_s=first_s,
+            waited_s=steps * waited_s * slower,
+            peak_bytes=2**30,
+        )
+
+    def _switch(self, config: Config, deadline_s: float) -> float:
+        """Seconds that it takes; what a config shares with another is built once."""
+        if config == self._last:
+            return 0.0
+        self._last = None
+        outcome = next((o for pair, o in self.fails.items() if pair in config.items()), "")
+        if outcome == "hangs":
+            self._spend(math.inf, deadline_s)
+        if outcome:
+            self._spend(1.0, deadline_s)
+            raise ConfigFailed(outcome, f"it is made to have {outcome}", graphs=True)
+        code = config.only("compile", "precision", "channels_last", "batch_size")
+        mode = str(config.get("compile", "none"))
+        first_s = 0.05 if code in self._built else BUILDS_S.get(mode, self.compiling_s)
+        self._spend(first_s, deadline_s)
+        self._built.add(code)
+        self._last = config
+        return first_s
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """See Place."""
+        self.compared.append(config)
+        self._last = None
+        self.time += min(2.0, deadline_s)
+        return next((v for pair, v in self.verdicts.items() if pair in config.items()), OK)
+
+    def forget(self, config: Config) -> None:
+        """See Place."""
+        self.forgotten.append(config)
+
+    def save(self, config: Config, file: Path) -> None:
+        """See Place."""
+        self.saved.append(config)
+        file.write_bytes(b"compiled")
+
+
+_: type[Place] = MadeUp
+
+
+class Heard(Progress):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.best: list[Config] = []
+        self.notices: list[str] = []
+        self.left_s: list[float] = []
+
+    def visited(
+        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
+    ) -> None:
+        self.trials.append(trial)
+        self.best.append(best)
+        self.left_s.append(left_s)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    @property
+    def configs(self) -> list[Config]:
+        """In the order of their visits, the baseline first."""
+        return [trial.config for trial in self.trials]
+
+
+def tuned(
+    place: MadeUp,
+    of: Space,
+    budget_s: float = 90.0,
+    *,
+    heard: Progress | None = None,
+    study: optuna.Study | None = None,
+    **scope: Any,
+) -> Found:
+    """What a search finds on a made-up place."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = study or optuna.create_study(direction="maximize")
+    given = Scope(budget_s=budget_s, **{"modules": 150, **scope})
+    return Tuner(place, of, study, given, heard, Clock(budget_s, now=place.now)).run()
+
+
+def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:
+    """The config that a use is advised."""
+    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, free))
+
+
+def speedup(found: Found, use: str = "pilot") -> float:
+    """That its advice promises."""
+    return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))

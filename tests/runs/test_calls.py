@@ -1,0 +1,338 @@
+"""Configs compared within a run: a script's own calls, made again; the run goes on as it was."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advisor.cache.config import Config, Value
+from advisor.tuners import knobs
+from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
+from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.measure.compare import plain_of
+from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.measure.run.calls import STEPS, KeptCalls
+from tests.runs.forked import left_behind, space_of
+
+HALF: Mapping[str, Value] = {"precision": "bf16"}
+
+
+class Asking:
+    """A guide that has configs compared one after the other, then leaves the script as it is."""
+
+    def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
+        self.watch = KeptCalls(careful=careful)
+        self._asked, self._careful = list(asked), careful
+        self.found: list[Compared] = []
+        self.compiled: list[int] = []
+        self._own = Config()
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: Seen) -> Order:
+        self._own = Config(space_of(seen).default | {"compile": "none"})
+        return self._order()
+
+    def next(self, lap: Lap) -> Order:
+        self.found.append(Compared(lap.outcome, lap.reason, lap.blames))
+        self.compiled.append(hooks.compiled())
+        return self._order()
+
+    def _order(self) -> Order:
+        own = self._own
+        if not self._asked:
+            return Order(config=own, own=own)
+        candidate, fp32 = own.replace(**self._asked.pop(0)), knobs.strict(own)
+        plain = plain_of(candidate, fp32)
+        asked = Comparison(fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0)
+        # What the first comparison has kept serves the next ones.
+        steps = 1 if self.found else STEPS
+        return Order(config=own, own=own, steps=steps, careful=self._careful, compare=asked)
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError("the script failed") from exc
+
+    gave_up = failed
+
+
+class Net(nn.Module):
+    """Where it is given labels it returns its loss too, as Hugging Face's models do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 32)
+        self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(64)
+        self.dropout, self.last = nn.Dropout(dropout), nn.Linear(64, 4)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.norm(self.first(self.embedding(tokens).mean(1))).relu()
+        found = self.last(self.dropout(hidden))
+        if labels is None:
+            return found
+        return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
+
+
+def trained(
+    net: nn.Module,
+    guide: Asking | None,
+    *,
+    within: bool = False,
+    micro: int = 1,
+    steps: int = 10,
+) -> None:
+    """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
+    IN_FORCE.release()  # what tests of other files have left
+    pilot = None if guide is None else Pilot(guide, guide.watch)
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(micro):
+            tokens, labels = torch.randint(10, (32, 5)), torch.randint(4, (32,))
+            if within:
+                loss = net(tokens, labels=labels)["loss"]
+            else:
+                loss = nn.functional.cross_entropy(net(tokens), labels)
+            (loss / micro).backward()
+        optimizer.step()
+    if pilot is not None and guide is not None:
+        pilot.release()
+        guide.watch.close()
+        assert left_behind() == []
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    weights = theirs.state_dict()
+    return all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
+
+
+@pytest.fixture(autouse=True)
+def _same_weights() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "how"),
+    [(0.0, {}), (0.3, {}), (0.3, {"within": True}), (0.3, {"micro": 10})],
+    ids=["plain", "dropout", "loss within", "micro-batches"],
+)
+def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(
+    dropout: float, how: dict[str, Any]
+) -> None:
+    net, alone = Net(dropout), Net(dropout)
+    alone.load_state_dict(net.state_dict())
+    guide = Asking(HALF, {"fused_optimizer": True})
+    trained(alone, None, **how)
+    trained(net, guide, **how)
+    assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
+    assert same(alone, net)
+
+
+def test_a_pilot_that_leaves_in_the_middle_leaves_nothing() -> None:
+    guide = Asking(HALF)
+    trained(Net(), guide, steps=STEPS + 2)
+    assert not guide.found
+
+
+def test_nothing_of_the_model_or_its_optimizer_stays_alive() -> None:
+    net, guide = Net(0.3), Asking(HALF)
+    trained(net, guide)
+    there = weakref.ref(net)
+    del net
+    gc.collect()
+    assert there() is None
+
+
+class _Off(torch.autograd.Function):
+    """What it is given; in bf16 with a gradient that is off by as much as `by`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by if x.dtype == torch.bfloat16 else 0.0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * (1 + ctx.by), None
+
+
+class WrongGradient(Net):
+    """Its outputs are right; the gradients of what comes before `last` are not."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.first(self.embedding(tokens).mean(1)).relu()
+        return self.last(self.dropout(_Off.apply(hidden, 2.0)))
+
+
+class WrongOutput(Net):
+    """In bf16 its outputs are too large."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
+
+
+class Failing(Net):
+    """It cannot be run in bf16."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no half")
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "said"),
+    [
+        (WrongGradient, "wrong", "gradient"),
+        (WrongOutput, "wrong", "allowed"),
+        (Failing, "failed", "RuntimeError: no half"),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_is_wrong_is_found_and_the_script_goes_on(
+    kind: type[Net], outcome: str, said: str, dropout: float
+) -> None:
+    guide = Asking(HALF)
+    trained(kind(dropout), guide)
+    assert guide.found[0].outcome == outcome, guide.found
+    assert said in guide.found[0].reason
+    assert guide.found[0].blames == ("format" if outcome == "wrong" else "")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler here")
+def test_what_was_compiled_is_compared_without_compiling_again() -> None:
+    guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
+    trained(Net(0.3), guide, steps=12)
+    assert [one.outcome for one in guide.found] == ["ok"] * 3, guide.found
+    assert guide.compiled[0] == guide.compiled[2]
+
+
+class Block(nn.Module):
+    """Half of the gradient is lost where it is compiled, if `broken`."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.inner, self.dropout, self.broken = nn.Linear(16, 16), nn.Dropout(0.3), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.dropout(torch.tanh(self.inner(x)))
+        if self.broken and torch.compiler.is_compiling():
+            found = (found + found.detach()) / 2
+        return x + found
+
+
+class Repeating(nn.Module):
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 16), nn.Linear(16, 4)
+        self.blocks = nn.Sequential(*(Block(broken) for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.blocks(self.embedding(tokens).mean(1)))
+
+
+# torch.compile looks for one, and hides the warning in a way that does not count here.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("broken", [False, True])
+def test_blocks_that_are_compiled_are_compared_as_they_are(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": "eager"})
+    guide = Asking({"compile": "blocks"})
+    trained(Repeating(broken), guide)
+    found = guide.found[0]
+    assert (found.outcome, found.blames) == (("wrong", "code") if broken else ("ok", "")), found
+    assert not broken or "gradient of blocks" in found.reason
+
+
+class Counting(Net):
+    """Keeps what it came to in an attribute, and rebinds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
+        return found * (1 + 0.01 * self.calls)
+
+
+class Collecting(Net):
+    """Keeps what it came to in a list, or what else it is given."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        found = super().forward(tokens)
+        if isinstance(self.kept, list):
+            self.kept.append(found.detach())
+        elif isinstance(self.kept, torch.Generator):
+            found = found + torch.randn(4, generator=self.kept)
+        else:
+            self.kept += found.detach().mean(0)
+        return found
+
+
+def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
+    net, alone, guide = Counting(), Counting(), Asking(HALF, careful=True)
+    alone.load_state_dict(net.state_dict())
+    trained(alone, None)
+    trained(net, guide)
+    assert guide.found[0].ok, guide.found
+    assert net.calls == alone.calls == 10
+    assert same(alone, net)
+
+
+@pytest.mark.parametrize(
+    "kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
+)
+def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
+    net, alone = Collecting(kept()), Collecting(kept())
+    alone.load_state_dict(net.state_dict())
+    guide = Asking(HALF, careful=True)
+    trained(alone, None)
+    trained(net, guide)
+    assert guide.found[0].outcome == UNVERIFIED
+    assert "changes Collecting.kept, which could not be put back" in guide.found[0].reason
+    assert same(alone, net)
+    assert not isinstance(net.kept, list) or len(net.kept) == 10
+
+
+def test_where_a_run_counts_hooks_of_the_script_do_not_run_again() -> None:
+    net, guide, seen = Net(), Asking(HALF, careful=True), []
+    net.first.register_forward_hook(lambda _module, _args, found: seen.append(found.shape))
+    trained(net, guide)
+    assert guide.found[0].outcome == UNVERIFIED and "hooks" in guide.found[0].reason
+    assert len(seen) == 10
+
+
+def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    net, alone, guide = Net(), Net(), Asking(HALF)
+    alone.load_state_dict(net.state_dict())
+    trained(alone, None)
+    monkeypatch.setattr("advisor.tuners.measure.run.calls._fresh", full)
+    trained(net, guide)
+    assert guide.found[0].outcome == UNVERIFIED and "full" in guide.found[0].reason
+    assert same(alone, net)

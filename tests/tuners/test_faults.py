@@ -1,0 +1,30 @@
+"""Where in the user's own code an exception came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.tuners.faults import where
+
+SOURCES = {
+    "raised here": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
+    "in a library": ("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py:3"),
+    "in Python": ("import json\njson.loads('[')\n", "train.py:2"),
+    "of wrong syntax": ("x = 1\ndef train(:\n", "train.py:2"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
+    source, at = SOURCES[name]
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    with pytest.raises(Exception) as caught:
+        exec(compile(source, str(file), "exec"), {})
+    assert where(caught.value) == at
+
+
+def test_what_came_through_none_has_no_line() -> None:
+    assert where(ValueError("never raised")) == ""

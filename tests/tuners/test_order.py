@@ -1,0 +1,203 @@
+"""In which order configs are visited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.tuners.measure.place import Compared
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.order import Recipe, Visits
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.visit import Visitor
+from tests.builders import GAINS, Heard, MadeUp, space, tuned
+
+
+def visited(place: MadeUp, of: Space, budget_s: float = 600.0, modules: int = 150) -> list[str]:
+    """What of each config differs from the baseline: 'bf16 channels_last'."""
+    heard = Heard()
+    tuned(place, of, budget_s, heard=heard, modules=modules)
+    return [short(trial.config, of) for trial in heard.trials if trial.origin != "sampler"][1:]
+
+
+def short(config: Config, of: Space) -> str:
+    changed = config.changed(of.default)
+    return " ".join(
+        name if value is True else f"{name}={value}" if isinstance(value, int) else str(value)
+        for name, value in changed.items()
+    )
+
+
+ON_A_GPU = space()
+ON_A_CPU = space("cpu", cpu_bf16=True, convolves=False)
+OF_A_WORKLOAD = space(use="capture", batches=(64, 128, 256))
+FROM_FILES = space(workers=8, own=Config(num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("of", "first"),
+    [
+        (
+            ON_A_GPU,
+            [
+                "channels_last bf16",
+                "channels_last reduce-overhead bf16",
+                "channels_last reduce-overhead fused_optimizer bf16",
+                "cudagraphs",
+            ],
+        ),
+        (ON_A_CPU, ["bf16", "default bf16"]),
+        (
+            OF_A_WORKLOAD,
+            [
+                "channels_last bf16",
+                "channels_last reduce-overhead bf16",
+                "channels_last bf16 step_graph",
+                "channels_last default bf16 step_graph",
+                "channels_last default fused_optimizer bf16",
+            ],
+        ),
+    ],
+    ids=["a run on a GPU", "a run on a CPU", "a workload"],
+)
+def test_what_gains_most_for_its_time_comes_first(of: Space, first: list[str]) -> None:
+    assert visited(MadeUp(of.default), of)[: len(first)] == first
+
+
+def test_on_a_cpu_the_format_that_was_fastest_is_compiled() -> None:
+    slow = MadeUp(ON_A_CPU.default, gains={("precision", "bf16"): 0.15, ("compile", "default"): 2})
+    assert visited(slow, ON_A_CPU)[:2] == ["bf16", "default"]
+
+
+@pytest.mark.parametrize("outcome", ["failed", "crashed", "out_of_memory"])
+def test_after_an_error_of_cuda_graphs_the_default_mode_follows_at_once(outcome: str) -> None:
+    place = MadeUp(ON_A_GPU.default)
+    place.fails[("compile", "reduce-overhead")] = outcome
+    order = visited(place, ON_A_GPU)
+    assert order[1:3] == ["channels_last reduce-overhead bf16", "channels_last default bf16"]
+    again = [one for one in order[2:] if "reduce-overhead" in one]
+    assert not again if outcome != "out_of_memory" else len(again) < 3
+
+
+@pytest.mark.parametrize(
+    ("verdict", "struck", "stays"),
+    [
+        (Compared("wrong", "", "code"), "reduce-overhead", "bf16"),
+        (Compared("wrong", "", "format"), "bf16", "reduce-overhead"),
+        (Compared("wrong", "", "optimizer"), "fused_optimizer", "reduce-overhead"),
+    ],
+    ids=lambda value: value.blames if isinstance(value, Compared) else value,
+)
+def test_what_a_comparison_blames_is_not_visited_again(
+    verdict: Compared, struck: str, stays: str
+) -> None:
+    place = MadeUp(ON_A_GPU.default)
+    name = {"reduce-overhead": "compile", "bf16": "precision"}.get(struck, struck)
+    place.verdicts[(name, True if name == struck else struck)] = verdict
+    order = visited(place, ON_A_GPU)
+    at = next(n for n, one in enumerate(order) if struck in one)
+    assert not any(struck in one.split() for one in order[at + 1 :])
+    assert any(stays in one.split() for one in order[at:])
+
+
+def test_what_ran_elsewhere_is_not_blamed() -> None:
+    """A compiled leader stays though the same mode fails in another format."""
+
+    class OneFails(MadeUp):
+        def _switch(self, config: Config, deadline_s: float) -> float:
+            wrong = config["compile"] == "reduce-overhead" and config["precision"] == "tf32"
+            self.fails = {("precision", "tf32"): "failed"} if wrong else {}
+            return super()._switch(config, deadline_s)
+
+    place, heard = OneFails(ON_A_GPU.default), Heard()
+    tuned(place, ON_A_GPU, 600.0, heard=heard)
+    assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
+    assert heard.best[-1]["compile"] == "reduce-overhead"
+
+
+@pytest.mark.parametrize(
+    ("compiles", "second"),
+    [(True, "channels_last reduce-overhead bf16"), (False, "channels_last tf32")],
+)
+def test_a_format_that_gains_nothing_may_once_it_is_compiled(compiles: bool, second: str) -> None:
+    """Steps that the host limits: autocast costs more than it saves."""
+    of = space(compiles=compiles)
+    place = MadeUp(of.default, gains={**GAINS, ("precision", "bf16"): 0.8})
+    assert visited(place, of)[:2] == ["channels_last bf16", second]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "modules", "graphs_first"),
+    [(0.002, 12, True), (0.002, 400, False), (0.03, 12, False)],
+)
+def test_a_small_fast_model_has_graphs_in_its_own_precision_first(
+    step_s: float, modules: int, graphs_first: bool
+) -> None:
+    order = visited(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, modules=modules)
+    graphs, compiled = order.index("cudagraphs"), order.index("channels_last reduce-overhead bf16")
+    assert (graphs < compiled) is graphs_first
+
+
+def delivers(batches_per_s: float) -> MadeUp:
+    """Steps that wait for workers, each of which delivers so many batches."""
+
+    def waits_s(config: Config) -> float:
+        return 1 / (batches_per_s * int(config["num_workers"] or 1))
+
+    return MadeUp(FROM_FILES.default, waits_s=waits_s)
+
+
+def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
+    heard = Heard()
+    found = tuned(delivers(6), FROM_FILES, 600.0, heard=heard)
+    origins = [trial.origin for trial in heard.trials[1:]]
+    assert origins[:2] == ["loader"] * 2
+    assert [config["num_workers"] for config in heard.configs[:3]] == [2, 4, 8]
+    recipe = [trial.config for trial in heard.trials if trial.origin == "recipe"]
+    assert {config["num_workers"] for config in recipe[:3]} == {8}
+    pilot = next(one.choice for one in found.winners if one.use == "pilot")
+    assert pilot.config["num_workers"] == 8
+    # Eight workers deliver 48 batches a second; the step alone would make 86.
+    assert pilot.speedup == pytest.approx(48 / 12, rel=0.15)
+    assert any("the loader is the limit" in line for line in found.remarks)
+
+
+def test_where_steps_wait_for_nothing_no_loader_is_tried() -> None:
+    heard = Heard()
+    tuned(delivers(1000), FROM_FILES, 300.0, heard=heard)
+    assert "loader" not in {trial.origin for trial in heard.trials}
+
+
+def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
+    place = MadeUp(OF_A_WORKLOAD.default)
+    heard = Heard()
+    tuned(place, OF_A_WORKLOAD, 600.0, heard=heard)
+    batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
+    assert [config.batch for config in batches[:2]] == [256, 128]
+    assert batches[0]["compile"] == "none"
+    assert any(config["compile"] != "none" and config.batch == 256 for config in batches)
+
+
+def test_where_a_larger_batch_does_not_fit_less_memory_is_tried() -> None:
+    place = MadeUp(OF_A_WORKLOAD.default)
+    place.fails[("compile", "default")] = "out_of_memory"
+    heard = Heard()
+    tuned(place, OF_A_WORKLOAD, 900.0, heard=heard)
+    frugal = [config for config in heard.configs if config["activation_memory"] != 1.0]
+    assert all(config.batch > 64 for config in frugal)
+
+
+def test_struck_values_are_left_out_of_all_that_follows() -> None:
+    visits = Visits(ON_A_GPU)
+    place = MadeUp(ON_A_GPU.default)
+    baseline = Visitor(place, Clock(99, now=place.now), lambda _config, _doing: None).begin()
+    visits.add(baseline)
+    visits.struck |= {("precision", "bf16"), ("compile", "reduce-overhead")}
+    configs = [one.config for one in Recipe(ON_A_GPU, visits, 150)]
+    assert configs[0] == ON_A_GPU.default.replace(precision="tf32", channels_last=True)
+    assert all(visits.allowed(config) for config in configs)
+    fast = replace(baseline, config=ON_A_GPU.default.replace(compile="reduce-overhead"))
+    visits.add(fast)
+    assert visits.ranked() == [baseline]

@@ -1,0 +1,343 @@
+"""The search on made-up places: what it visits, what it advises, and what nothing can take away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.errors import TargetFailed, WorkerError
+from advisor.tuners import knobs
+from advisor.tuners.length import Length
+from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.journal import open_study
+from advisor.tuners.search.loader import tuned_loader
+from advisor.tuners.search.order import Recipe
+from advisor.tuners.search.plan import Progress
+from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
+
+SPACE = space()
+BASE = SPACE.default
+HALF = BASE.replace(precision="bf16", channels_last=True)
+LEADER = HALF.replace(compile="reduce-overhead")
+WRONG_CODE = {("compile", "reduce-overhead"): Compared("wrong", "a gradient is 10% off", "code")}
+DOUBTED = {("compile", "reduce-overhead"): Compared(UNVERIFIED, "not verified: draws")}
+WRONG_FORMAT = {("precision", "bf16"): Compared("wrong", "the loss is off", "format")}
+WRONG_FUSED = {("fused_optimizer", True): Compared("wrong", "weights differ", "optimizer")}
+
+
+def near_best(place: MadeUp, config: Config, best: Config, within: float = 0.95) -> bool:
+    return place.speedup(config) >= within * place.speedup(best)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "never", "best"),
+    [
+        ({}, None, LEADER.replace(fused_optimizer=True)),
+        (WRONG_CODE, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
+        (DOUBTED, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
+        (WRONG_FORMAT, ("precision", "bf16"), BASE.replace(precision="tf32", channels_last=True)),
+        (WRONG_FUSED, ("fused_optimizer", True), LEADER),
+    ],
+)
+def test_only_what_is_faster_and_verified_takes_the_lead(
+    verdicts: dict[tuple[str, object], Compared], never: tuple[str, object] | None, best: Config
+) -> None:
+    place, heard = MadeUp(BASE), Heard()
+    place.verdicts = verdicts
+    found = tuned(place, SPACE, 200.0, heard=heard)
+    for config in (*heard.best, advised(found)):
+        assert never is None or never not in config.items()
+    assert near_best(place, advised(found), best)
+    assert all(
+        place.speedup(after) > 0.97 * place.speedup(before)
+        for before, after in pairwise(heard.best)
+    )
+    for pair, verdict in verdicts.items():
+        seemed = [c for c in place.compared if pair in c.items()]
+        # What is struck out is not visited again, and each has its line.
+        if verdict.outcome == "wrong" and verdict.blames != "format":
+            assert len(seemed) == 1
+        assert any(verdict.reason in line for line in found.remarks) or verdict.blames
+    assert found.spent_s <= 1.05 * 200
+
+
+def test_more_budget_never_gives_less() -> None:
+    """At 1% noise a tie of 3% may fall either way."""
+    for seed in range(5):
+        reached = []
+        for budget_s in (20.0, 45.0, 60.0, 90.0, 300.0):
+            place = MadeUp(BASE, noise=0.01, seed=seed)
+            reached.append(place.speedup(advised(tuned(place, SPACE, budget_s, seed=seed))))
+        assert all(more >= 0.97 * less for less, more in pairwise(reached)), (seed, reached)
+        assert reached[0] >= 1.4 and reached[2] >= 0.95 * reached[-1]
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [KeyboardInterrupt(), WorkerError("the process is gone"), TargetFailed("step 400 raised")],
+    ids=lambda stop: type(stop).__name__,
+)
+def test_whatever_stops_it_keeps_the_best_so_far(stop: BaseException) -> None:
+    whole = MadeUp(BASE)
+    tuned(whole, SPACE, 90.0)
+    first, second = (
+        whole.blocks.index(config) for config in list(dict.fromkeys(whole.blocks))[1:3]
+    )
+    place = MadeUp(BASE)
+    place.stops[first + 1] = stop
+    if isinstance(stop, KeyboardInterrupt):
+        assert advised(tuned(place, SPACE, 90.0)) == BASE
+    else:  # nothing was held against the baseline
+        with pytest.raises(type(stop)):
+            tuned(place, SPACE, 90.0)
+    for number in range(second + 1, len(whole.blocks), 7):
+        place, heard = MadeUp(BASE), Heard()
+        place.stops[number] = stop
+        found = tuned(place, SPACE, 90.0, heard=heard)
+        assert found.interrupted == isinstance(stop, KeyboardInterrupt)
+        assert near_best(place, advised(found), heard.best[-1], 0.97), number
+        if not found.interrupted:
+            assert any(str(stop) in line for line in heard.notices)
+
+
+def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
+    place = MadeUp(BASE)
+    place.stops[1] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tuned(place, SPACE)
+    place = MadeUp(BASE)
+    place.fails[("compile", "none")] = "failed"
+    with pytest.raises(WorkerError, match="could not be measured"):
+        tuned(place, SPACE)
+
+
+@pytest.mark.parametrize(
+    ("fails", "best"),
+    [
+        ({("compile", "reduce-overhead"): "failed"}, HALF.replace(compile="default")),
+        ({("compile", "reduce-overhead"): "crashed"}, HALF.replace(compile="default")),
+        ({("compile", "reduce-overhead"): "out_of_memory"}, HALF.replace(compile="default")),
+        ({("compile", "reduce-overhead"): "hangs"}, HALF),
+        ({("fused_optimizer", True): "failed"}, LEADER),
+        ({("precision", "bf16"): "failed"}, LEADER.replace(precision="tf32")),
+        (dict.fromkeys([("compile", v) for v in SPACE.choices["compile"][1:]], "failed"), HALF),
+    ],
+)
+def test_a_config_that_fails_costs_only_itself(
+    fails: dict[tuple[str, object], str], best: Config
+) -> None:
+    place = MadeUp(BASE)
+    place.fails = dict(fails)
+    found = tuned(place, SPACE, 150.0)
+    assert near_best(place, advised(found), best)
+    assert found.spent_s <= 1.05 * 150 + 1
+
+
+@pytest.mark.parametrize("step_s", [0.001, 1 / 30, 0.4, 3.0])
+def test_the_budget_is_overrun_by_a_twentieth_and_a_block_at_most(step_s: float) -> None:
+    for seed, budget_s in enumerate((18.0, 33.0, 61.0, 75.0, 140.0)):
+        place = MadeUp(BASE, step_s=step_s, seed=seed)
+        found = tuned(place, SPACE, budget_s, seed=seed)
+        assert place.time <= 1.05 * budget_s + 0.2
+        assert near_best(place, advised(found), BASE, 1.0)
+
+
+def test_a_slow_script_is_told_apart_within_its_budget() -> None:
+    """Steps of two seconds: two turns of a step each tell 30%."""
+    place, heard = MadeUp(BASE, step_s=2.0, noise=0.02), Heard()
+    found = tuned(place, SPACE, 150.0, heard=heard)
+    assert place.speedup(advised(found)) >= 1.4
+    place = MadeUp(BASE, step_s=2.0, noise=0.02)
+    assert place.speedup(advised(tuned(place, SPACE, 300.0))) >= 2.5
+
+
+def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
+    """Interrupted in each of its visits; a later run has less time than compiling takes."""
+    for number in (40, 80):
+        name = f"s{number}"
+        place = MadeUp(BASE)
+        place.stops[number] = KeyboardInterrupt()
+        tuned(place, SPACE, 90.0, study=open_study(tmp_path, name)[0])
+        before = {c for c in place.blocks if c != BASE}
+        again, heard = MadeUp(BASE), Heard()
+        again.compiling_s = 5.0  # its compiler's cache
+        found = tuned(again, SPACE, 60.0, study=open_study(tmp_path, name)[0], heard=heard)
+        assert near_best(again, advised(found), LEADER)
+        measured_twice = set(heard.configs[1:]) & before
+        origins = {trial.config: trial.origin for trial in heard.trials}
+        # Again only what led, to race it, and what the interruption cut off.
+        assert all(
+            origins[config] == "earlier run" or config == place.blocks[number - 1]
+            for config in measured_twice
+        )
+        assert len(found.trials) > len(heard.trials)
+    # What the time was too short for is tried again.
+    place = MadeUp(BASE)
+    tuned(place, SPACE, 26.0, study=open_study(tmp_path, "short")[0])
+    again = MadeUp(BASE)
+    found = tuned(again, SPACE, 90.0, study=open_study(tmp_path, "short")[0])
+    assert near_best(again, advised(found), LEADER)
+
+
+def test_near_records_come_first_and_only_what_is_offered_of_them() -> None:
+    place, heard = MadeUp(BASE), Heard()
+    record = LEADER.replace(fused_optimizer=True, cudnn_enabled=False)
+    tuned(place, SPACE, 90.0, heard=heard, first=[record])
+    assert heard.configs[1] == LEADER.replace(fused_optimizer=True)
+    assert heard.trials[1].origin == "near record"
+
+
+def test_with_the_batch_free_the_smallest_of_the_fast_is_advised() -> None:
+    free = space(use="capture", batches=(64, 128, 256, 512))
+    place = MadeUp(free.default)
+    place.fails[("batch_size", 512)] = "out_of_memory"
+    found = tuned(place, free, 300.0)
+    fixed, open_ = advised(found, "loop"), advised(found, "loop", free=True)
+    assert fixed.batch == 64 and open_.batch > 64
+    # A doubling gains 7%.
+    assert open_.batch == 256 and place.speedup(open_) >= 1.1 * place.speedup(fixed)
+
+
+@pytest.mark.parametrize(
+    ("length", "compiled"),
+    [
+        (None, True),
+        (Length(batch=64, steps=10**6), True),
+        (Length(batch=64, steps=300), False),
+        (Length(batch=64, seconds=20.0), False),
+        (Length(batch=64, seconds=3600.0), True),
+    ],
+)
+@pytest.mark.parametrize("first", [(), (LEADER,)])
+def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
+    length: Length | None, compiled: bool, first: tuple[Config, ...]
+) -> None:
+    place = MadeUp(BASE)
+    found = tuned(place, SPACE, 150.0, length=length, first=first)
+    assert (advised(found)["compile"] == "reduce-overhead") is compiled
+    assert advised(found)["precision"] == "bf16"
+    chosen = next(one.choice for one in found.winners if one.use == "pilot")
+    # A toggle on the same code has not compiled it, and would have to.
+    assert (chosen.first_step_s > 20) is compiled
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "budget_s", "said", "why"),
+    [
+        (WRONG_CODE, 150.0, "compile=reduce-overhead, bf16: 2.8", "a gradient is 10% off"),
+        (DOUBTED, 150.0, "compile=reduce-overhead, bf16: 2.8", "not verified: draws"),
+        ({}, 90.0, "compile=cudagraphs: 1.6", "another one is as fast or faster"),
+        ({}, 25.0, "not tried for want of time", "--budget"),
+    ],
+    ids=["wrong", "unverified", "slower", "no time"],
+)
+def test_what_gains_and_is_not_advised_has_its_line(
+    verdicts: dict[tuple[str, object], Compared], budget_s: float, said: str, why: str
+) -> None:
+    place = MadeUp(BASE)
+    place.verdicts = verdicts
+    found = tuned(place, SPACE, budget_s)
+    assert [line for line in found.remarks if said in line and why in line], found.remarks
+    names = [line.split(":")[0] for line in found.remarks]
+    assert len(set(names)) == len(names)
+
+
+def test_the_budget_that_is_advised_is_enough() -> None:
+    found = tuned(MadeUp(BASE), SPACE, 25.0)
+    line = next(line for line in found.remarks if "--budget" in line)
+    advised_s = float(line.split("--budget ")[1].split("s")[0])
+    place = MadeUp(BASE)
+    assert near_best(place, advised(tuned(place, SPACE, advised_s)), LEADER)
+
+
+def busy(seed: int, mean_s: float) -> Callable[[float], float]:
+    """A load that comes and goes: stretches in which steps take 0.2 to 5 times as long."""
+    draw = random.Random(seed)
+    ends, levels = [0.0], [1.0]
+    while ends[-1] < 1000:
+        ends.append(ends[-1] + draw.expovariate(1 / mean_s))
+        levels.append(1.0 if draw.random() < 0.5 else 5.0 ** draw.uniform(-1, 1))
+
+    def load(time: float) -> float:
+        return next(level for end, level in zip(ends, levels, strict=True) if time <= end)
+
+    return load
+
+
+@pytest.mark.parametrize("gains", [GAINS, {}], ids=["gains", "nothing gains"])
+@pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
+def test_load_that_comes_and_goes_does_not_become_advice(
+    gains: dict[tuple[str, object], float], mean_s: float
+) -> None:
+    told = []
+    for seed in range(5):
+        place = MadeUp(BASE, gains=gains, seed=seed, load=busy(seed, mean_s))
+        found = tuned(place, SPACE, 90.0, seed=seed)
+        truth = place.speedup(advised(found))
+        assert 1 / 1.3 <= speedup(found) / truth <= 1.3, (seed, speedup(found), truth)
+        told.append(truth)
+    if not gains:
+        assert max(told) == 1.0
+    elif mean_s >= 2:
+        assert sum(one > 1.4 for one in told) >= 2
+
+
+def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Path) -> None:
+    place = MadeUp(BASE)
+    found = tuned(place, SPACE, 150.0, folder=tmp_path)
+    assert set(found.artifacts) == {c for c in place.saved if c["compile"] != "none"}
+    assert all(file.read_bytes() == b"compiled" for file in found.artifacts.values())
+    assert advised(found) not in place.forgotten
+    assert len(set(place.blocks) - set(place.forgotten)) <= 5
+
+
+def test_visits_are_limited_by_number_and_by_what_they_are_worth() -> None:
+    heard = Heard()
+    tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, trials=4)
+    assert len(heard.trials) == 4
+    heard = Heard()
+    found = tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, worth=lambda seconds: seconds < 20)
+    assert not any(config["compile"] in ("default", "reduce-overhead") for config in heard.configs)
+    assert not any("--budget" in line for line in found.remarks)
+
+
+def test_nothing_is_compared_where_numbers_do_not_matter() -> None:
+    place = MadeUp(BASE)
+    found = tuned(place, SPACE, 90.0, compares=False)
+    assert place.compared == [] and near_best(place, advised(found), LEADER)
+
+
+def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the recipe it finds what it would have; with less time than a visit it ends."""
+    nothing: Callable[[Any], Any] = lambda _recipe: iter(())  # noqa: E731
+    monkeypatch.setattr(Recipe, "__iter__", nothing)
+    wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
+    place, heard = MadeUp(wide.default), Heard()
+    found = tuned(place, wide, 120.0, heard=heard)
+    assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
+    assert place.speedup(advised(found, "capture")) >= 2.3
+    assert len(set(heard.configs)) == len(heard.configs)
+
+
+@pytest.mark.parametrize(("batches_per_s", "workers"), [(30, 4), (1000, 0), (8, 8)])
+def test_the_loader_of_a_workload_feeds_the_step_that_was_chosen(
+    batches_per_s: float, workers: int
+) -> None:
+    """Each worker delivers so many batches a second; the step that leads makes 86."""
+    of = space(use="capture", workers=8, loaded=True, step_graph=False)
+    place = MadeUp(of.default)
+    found = tuned(place, of, 90.0)
+    place.waits_s = lambda config: 1 / (batches_per_s * max(1, knobs.workers(config)))
+    clock = Clock(60.0, now=place.now)
+    fed = tuned_loader(place, of, advised(found, "loop"), found, clock, Progress())
+    assert knobs.workers(fed.input) == workers
+    assert fed.winners == found.winners and clock.spent_s <= 63
+    assert {trial.stage for trial in fed.trials[len(found.trials) :]} == {knobs.INPUT}
+    assert any("the loader is the limit" in line for line in fed.remarks) is (batches_per_s == 8)

@@ -1,0 +1,154 @@
+"""One visit: how a config settles, between which blocks it is measured, and how long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.tuners.decisions import MORE_PAIRS, PAIRS, SETTLE_BLOCKS, SETTLE_STEPS
+from advisor.tuners.measure.place import Block
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.visit import Visitor, turn_steps
+from tests.builders import MadeUp, space
+
+SPACE = space()
+BASE = SPACE.default
+HALF = BASE.replace(precision="bf16", channels_last=True)
+FAST = HALF.replace(compile="reduce-overhead")
+
+
+def visitor(place: MadeUp, budget_s: float = 1000.0) -> Visitor:
+    """One that has measured the baseline."""
+    found = Visitor(place, Clock(budget_s, now=place.now), lambda _config, _doing: None)
+    found.begin()
+    place.blocks.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step_s", "seconds", "steps"),
+    [
+        (0.001, 0.3, 300),
+        (0.033, 0.3, 10),
+        (0.2, 0.3, 3),
+        (0.66, 0.3, 3),
+        (1.0, 0.3, 2),
+        (5.0, 0.3, 1),
+        (0.0, 0.3, 3_000_000),
+    ],
+)
+def test_steps_of_a_block(step_s: float, seconds: float, steps: int) -> None:
+    assert turn_steps(step_s, seconds) == steps
+
+
+def test_a_config_is_measured_between_blocks_of_the_baseline() -> None:
+    place = MadeUp(BASE)
+    visit = visitor(place).visit(HALF, best=1.0)
+    timed = place.blocks[place.blocks.index(BASE) :]
+    assert timed == [BASE, *[HALF, BASE] * len(visit.turns)]
+    assert visit.ok and visit.ratio.low < place.speedup(HALF) < visit.ratio.high
+    measured = visit.measurement
+    assert measured.samples_per_s == pytest.approx(64 * 30 * place.speedup(HALF), rel=0.02)
+    assert measured.low <= measured.samples_per_s <= measured.high
+    assert measured.first_step_s == visit.first_s == pytest.approx(0.2)
+    assert 0 < measured.warm_s < visit.seconds and len(measured.blocks) == len(visit.turns)
+
+
+@pytest.mark.parametrize(
+    ("config", "best", "noise", "step_s", "turns"),
+    [
+        (HALF, 2.0, 0.005, 1 / 30, 1),  # hopeless
+        (HALF, 1.0, 0.001, 1 / 30, PAIRS),
+        (FAST, 1.4, 0.001, 1 / 30, PAIRS),
+        (HALF, 1.43, 0.01, 1 / 30, MORE_PAIRS),  # close to the best
+        (HALF, 1.0, 0.001, 3.0, 2),  # slow steps
+        (HALF, 1.0, 0.001, 5.0, 2),
+    ],
+)
+def test_turns_of_a_visit(
+    config: Config, best: float, noise: float, step_s: float, turns: int
+) -> None:
+    place = MadeUp(BASE, noise=noise, step_s=step_s)
+    assert len(visitor(place).visit(config, best).turns) == turns
+
+
+class Unsettled(MadeUp):
+    """Steps that are slow at first, and compile in some of their blocks."""
+
+    slow_blocks, compiling_blocks = 0, 0
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        found = super().block(config, steps, warm=warm, deadline_s=deadline_s)
+        number = self.blocks.count(config)
+        if config == BASE:
+            return found
+        slow = 5.0 if number <= self.slow_blocks else 1.0
+        self.time += (slow - 1) * found.seconds
+        compiled = int(number <= self.compiling_blocks)
+        return replace(found, seconds=slow * found.seconds, compiled=compiled)
+
+
+@pytest.mark.parametrize(("slow_blocks", "compiling_blocks"), [(0, 0), (1, 0), (0, 5), (1, 6)])
+def test_a_config_is_timed_once_it_has_settled(slow_blocks: int, compiling_blocks: int) -> None:
+    place = Unsettled(BASE)
+    place.slow_blocks, place.compiling_blocks = slow_blocks, compiling_blocks
+    visit = visitor(place).visit(FAST, best=1.0)
+    settling = place.blocks.index(BASE)
+    assert settling >= max(slow_blocks, compiling_blocks) + 1
+    assert visit.ratio.mean == pytest.approx(place.speedup(FAST), rel=0.03)
+    steps = sum(turn.block.steps for turn in visit.turns)
+    assert steps >= SETTLE_STEPS and all(not turn.block.compiled for turn in visit.turns)
+
+
+def test_a_config_that_never_settles_is_timed_all_the_same() -> None:
+    place = Unsettled(BASE)
+    place.compiling_blocks = 10**9
+    visit = visitor(place).visit(FAST, best=1.0)
+    assert visit.ok and place.blocks.index(BASE) <= SETTLE_BLOCKS + 1
+    rough = MadeUp(BASE, noise=0.5)
+    assert visitor(rough).visit(HALF, best=1.0).settle_s <= 6.0
+
+
+@pytest.mark.parametrize("outcome", ["failed", "crashed", "out_of_memory", "hangs"])
+def test_a_config_that_fails_says_why(outcome: str) -> None:
+    place = MadeUp(BASE)
+    place.fails[("compile", "reduce-overhead")] = outcome
+    one = visitor(place, 60.0)
+    visit = one.visit(FAST, best=1.0)
+    assert visit.outcome == {"hangs": "timed_out"}.get(outcome, outcome)
+    assert not visit.ok and visit.reason and visit.measurement.reason == visit.reason
+    if outcome != "hangs":
+        assert one.visit(HALF, best=1.0).ok
+
+
+def test_turns_that_the_end_of_the_budget_leaves_count() -> None:
+    place = MadeUp(BASE, step_s=1.0)
+    visit = visitor(place, 26.0).visit(HALF, best=1.0)
+    assert visit.ok and 1 <= len(visit.turns) < PAIRS
+
+
+def test_a_config_that_waits_for_data_is_known_by_what_it_would_do_if_fed() -> None:
+    place = MadeUp(BASE, waits_s=lambda _config: 0.05, noise=0.0)
+    one = visitor(place)
+    visit = one.visit(FAST, best=1.0)
+    assert visit.ratio.mean == pytest.approx(1.0) and visit.waits
+    assert visit.fed == pytest.approx(place.speedup(FAST) * 0.05 * 30)
+    assert visit.waited == pytest.approx(1 - (1 / 30 / place.speedup(FAST)) / 0.05)
+
+
+def test_a_rate_never_is_nothing() -> None:
+    block = Block(steps=4, samples=64, seconds=1.0, waited_s=1.0, borrowed=1.0)
+    assert block.rate > 0 and math.isfinite(block.fed_rate)
+
+
+def test_only_what_was_built_is_forgotten() -> None:
+    place = MadeUp(BASE)
+    one = visitor(place)
+    one.visit(HALF, best=1.0)
+    assert one.built == [BASE, HALF]
+    one.forget(HALF)
+    one.forget(FAST)
+    assert place.forgotten == [HALF] and one.built == [BASE]

@@ -1,0 +1,156 @@
+"""What torch.compile keeps in this process: how many graphs, of which configs, and how to free it.
+
+torch.compile keeps code by the function that it was compiled from, for as long as the process lives
+or until all of it is reset: code of one config alone has no public way out. What is not found where
+this looks stays in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+RECOMPILATIONS = 64
+"""Of one function: each config is another one to torch.compile, and eight is its own limit."""
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has traced in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def fallbacks() -> int:
+    """Times that torch.compile has reached its limit of compilations of one function. It gives up
+    on the function and only logs so."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
+    return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
+
+
+@contextlib.contextmanager
+def one_size() -> Iterator[None]:
+    """Have torch.compile take all sizes and strides as it sees them. By itself it compiles for any
+    size what it has seen with another one, and then calls that slower code for both."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        yield
+
+
+class RecompileLimit:
+    """Holds torch.compile's limit of compilations of a function above what several configs need."""
+
+    def __init__(self) -> None:
+        self._own: int | None = None
+        self._ours = RECOMPILATIONS
+
+    def raise_it(self) -> None:
+        """Raise the limit, once."""
+        if self._own is None:
+            self._own = torch._dynamo.config.recompile_limit
+            self._ours = max(RECOMPILATIONS, self._own)
+            torch._dynamo.config.recompile_limit = self._ours
+
+    def restore(self) -> None:
+        """Restore the script's own limit, unless the script has set another since."""
+        if self._own is not None and torch._dynamo.config.recompile_limit == self._ours:
+            torch._dynamo.config.recompile_limit = self._own
+        self._own = None
+
+
+class CompiledCode:
+    """Tells which compiled code came about under which config, so that it can be freed.
+
+    Code belongs to whom `claim` is called for next.
+    """
+
+    def __init__(self) -> None:
+        self._graphs = graphs_compiled()
+        self._codes = {str(entry.compile_id) for entry in _entries()}
+        self._replays = set(_replayed())
+
+    def claim(self) -> tuple[set[str], set[int]]:
+        """What was compiled, and what was made ready for CUDA graphs, since the last call."""
+        if graphs_compiled() == self._graphs:
+            return set(), set()
+        self._graphs = graphs_compiled()
+        codes = {str(entry.compile_id) for entry in _entries()} - self._codes
+        replays = set(_replayed()) - self._replays
+        self._codes |= codes
+        self._replays |= replays
+        return codes, replays
+
+
+def free(codes: set[str], replays: set[int]) -> None:
+    """Free what `CompiledCode.claim` gave; called again it is compiled again.
+
+    CUDA graphs share one pool of memory, which stays; the graphs themselves go.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        _free_code(codes)
+    with contextlib.suppress(ImportError, AttributeError):
+        _free_replays(replays)
+    gc.collect()
+
+
+def _entries() -> list[Any]:
+    """Every piece of compiled code; none may be kept, as PyTorch frees what it refers to."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return []
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    codes = (one() for one in tuple(input_codes.seen))
+    return [
+        entry for code in codes if code is not None for entry in _debug_get_cache_entry_list(code)
+    ]
+
+
+def _free_code(codes: set[str]) -> None:
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+    from torch._dynamo.utils import CleanupManager
+
+    for entry in _entries():
+        if str(entry.compile_id) not in codes or entry.guard_manager.extra_state is None:
+            continue
+        code, manager = entry.code, entry.guard_manager
+        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("advisor frees it"))
+        # An invalid entry stays in the list with its code, which finds what was compiled for it
+        # among the globals of the script's module.
+        for hook in CleanupManager.instance.values.get(id(code), ()):
+            hook()
+        CleanupManager.instance[code] = []
+
+
+def _managers() -> Iterator[Any]:
+    """PyTorch's manager of CUDA graphs of each device that has one."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None and torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            manager = trees.get_manager(device, create_if_none_exists=False)
+            if manager is not None:
+                yield manager
+
+
+def _replayed() -> Iterator[int]:
+    """Numbers of the functions that CUDA graphs were or will be recorded of."""
+    for manager in _managers():
+        yield from (number.id for number in manager.ids_to_funcs)
+
+
+def _free_replays(replays: set[int]) -> None:
+    for manager in _managers():
+        node = manager.current_node
+        if node is not None and node.wrapped_function.id.id in replays:
+            if type(node).__name__ != "CUDAGraphNode":
+                continue  # nothing is recorded yet, and what runs in its place may be needed
+            manager.clear_current_path_state_and_set_to_none()
+        for held in (manager.roots, manager.ids_to_funcs):
+            for number in [one for one in held if one.id in replays]:
+                del held[number]

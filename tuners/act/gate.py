@@ -1,0 +1,179 @@
+"""A gate before compiled code: it is called for inputs like those that it was compiled for.
+
+An epoch's last short batch would have torch.compile work for half a minute, and have every later
+full batch run code for any size, as what was compiled last is asked first. What is not admitted
+runs uncompiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advisor.tuners.act.compiled import one_size
+from advisor.tuners.act.pilot.hooks import recomputes
+
+Signature = tuple[Any, ...]
+
+SHARE = 0.2
+"""Of the calls: signatures that are at least so frequent are compiled for. Each costs as much as
+the first one did."""
+LEAST_CALLS = 5
+"""With a signature before it is compiled for, unless it was frequent before."""
+MOST_SIGNATURES = 512
+"""That are counted: where every batch has another length, none of them matters."""
+
+
+def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
+    """What torch.compile may compile anew for: structure, tensors' shapes, dtypes, requires_grad.
+
+    Truth values, strings and None count by value, what else is no tensor by its type.
+    """
+    found: list[Any] = []
+    for value in args:
+        _describe(value, found)
+    for name, value in kwargs.items():
+        found.append(name)
+        _describe(value, found)
+    return tuple(found)
+
+
+def of_any_size(one: Signature) -> Signature:
+    """The same without sizes, but for which of them are 0 or 1: torch.compile always makes code of
+    its own for these."""
+    return tuple(
+        tuple(min(size, 2) for size in part) if type(part) is torch.Size else part for part in one
+    )
+
+
+def _describe(value: Any, found: list[Any]) -> None:
+    # At each call of a model: the common types first.
+    if isinstance(value, Tensor):
+        found += (value.shape, value.dtype, value.requires_grad)
+        return
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        found.append(value)
+        return
+    found.append(kind)
+    if isinstance(value, list | tuple):
+        found.append(len(value))
+        for part in value:
+            _describe(part, found)
+    elif isinstance(value, Mapping):
+        found.append(len(value))
+        for name, part in value.items():
+            found.append(name if type(name) is str else type(name))
+            _describe(part, found)
+    elif dataclasses.is_dataclass(value) and kind is not type:
+        for name in kind.__dataclass_fields__:
+            _describe(getattr(value, name, None), found)
+
+
+class Signatures:
+    """Counts the signatures of calls."""
+
+    def __init__(self, counts: Mapping[Signature, int] | None = None) -> None:
+        self._counts = Counter(counts)
+        self.calls = self._counts.total()
+
+    def add(self, one: Signature) -> int:
+        """Count a call; returns how many had its signature."""
+        self.calls += 1
+        if len(self._counts) >= MOST_SIGNATURES and one not in self._counts:
+            self._counts = Counter({a: n for a, n in self._counts.items() if n > 1})
+            if len(self._counts) >= MOST_SIGNATURES:
+                return 1
+        self._counts[one] += 1
+        return self._counts[one]
+
+    def __contains__(self, one: Signature) -> bool:
+        return one in self._counts
+
+    def frequent(self) -> set[Signature]:
+        """The most frequent one, and the others that `SHARE` of the calls have."""
+        least = max(2, SHARE * self.calls)
+        first = {one for one, _n in self._counts.most_common(1)}
+        return first | {one for one, n in self._counts.items() if n >= least}
+
+    def of_any_size(self) -> Signatures:
+        """The same counts without sizes."""
+        counts: Counter[Signature] = Counter()
+        for one, n in self._counts.items():
+            counts[of_any_size(one)] += n
+        return Signatures(counts)
+
+
+class Gate:
+    """Calls compiled code with the signatures that it admits, and what is plain with all others.
+
+    Args:
+        model: whose mode is part of a signature.
+        seen: signatures of earlier calls in training, of which the frequent ones are admitted;
+            where there are none, the first call with gradients is.
+        sizes: whether there is code for each size of an input.
+        inference: whether calls without gradients are admitted too, as if they stood alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: Callable[..., Any],
+        plain: Callable[..., Any],
+        *,
+        seen: Signatures | None = None,
+        sizes: bool = True,
+        inference: bool = False,
+    ) -> None:
+        self._model = model
+        self._compiled, self._plain = compiled, plain
+        self._sizes, self._inference = sizes, inference
+        seen = seen or Signatures()
+        self._wanted = (seen if sizes else seen.of_any_size()).frequent()
+        self._refused = Signatures()
+        self._admitted: set[Signature] = set()
+        self._begun = {True} if self._wanted else set()  # with gradients, and without
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        gradients = torch.is_grad_enabled()
+        if not (gradients or self._inference) or torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        one = signature(args, kwargs)
+        if not self._sizes:
+            one = of_any_size(one)
+        if not (gradients and self._model.training):
+            one = (self._model.training, gradients, *one)
+        if one in self._admitted:
+            self._calls += 1
+            return self._compiled(*args, **kwargs)
+        # What a backward pass calls again must be called as it was.
+        if recomputes() or not self._admits(one, gradients):
+            return self._plain(*args, **kwargs)
+        with one_size() if self._sizes else contextlib.nullcontext():
+            return self._compiled(*args, **kwargs)
+
+    def _admits(self, one: Signature, gradients: bool) -> bool:
+        self._calls += 1
+        count = self._refused.add(one)
+        frequent = count >= max(LEAST_CALLS, SHARE * self._calls)
+        if one in self._wanted or frequent or gradients not in self._begun:
+            self._admitted.add(one)
+            self._begun.add(gradients)
+        return one in self._admitted
+
+
+def attach(model: nn.Module, *, sizes: bool, inference: bool) -> None:
+    """Put a gate before each compiled call within a model that was compiled in place."""
+    for module in model.modules():
+        compiled = vars(module).get("_compiled_call_impl")
+        if compiled is not None:
+            module._compiled_call_impl = Gate(
+                module, compiled, module._call_impl, sizes=sizes, inference=inference
+            )

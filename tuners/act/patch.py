@@ -1,0 +1,50 @@
+"""Replaces a function of a library or of the script's, and undoes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+
+class Patch:
+    """Replaces a function of an object or a class, until `remove`.
+
+    What somebody else has put in its place since then stays there, and reaches the original through
+    it; a function that is no longer wanted only calls the original.
+
+    Args:
+        replacement: takes the original, and returns what is called in its place.
+    """
+
+    def __init__(
+        self, owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._owner, self._name = owner, name
+        self._inherited = name not in vars(owner)
+        self._original: Callable[..., Any] = getattr(owner, name)
+        self._acts: Callable[..., Any] = replacement(self._original)
+
+        @functools.wraps(self._original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._acts(*args, **kwargs)
+
+        @functools.wraps(self._original)
+        def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._acts(*args, **kwargs)
+
+        # A bound method stays one: learning rate schedulers look for its function.
+        bound = isinstance(self._original, MethodType)
+        self._call: Callable[..., Any] = MethodType(method, owner) if bound else call
+        setattr(owner, name, self._call)
+
+    def remove(self) -> None:
+        """Put the original back where the replacement still stands."""
+        self._acts = self._original
+        if vars(self._owner).get(self._name) is not self._call:
+            return
+        if self._inherited:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._original)

@@ -1,0 +1,52 @@
+"""One storage of each tensor for each memory format that it was ever laid out in.
+
+Addresses then stay: a CUDA graph reads its weights where they were when it was recorded, and is
+recorded again where they are elsewhere. It costs the memory of what has a second format, which are
+weights of four and five dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+Stride = tuple[int, ...]
+
+
+class Storages:
+    """Keeps storages by whatever names the tensors."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, dict[Stride, Tensor]] = {}
+
+    def laid_out(self, name: Hashable, tensor: Tensor, stride: Stride) -> Tensor:
+        """The values of a tensor in the storage that is kept for a stride.
+
+        What the tensor has now is kept for its own stride: the script may have replaced it.
+        """
+        kept = self._kept.setdefault(name, {})
+        kept[tensor.stride()] = tensor
+        found = kept.get(stride)
+        if found is None or not _alike(found, tensor):
+            found = kept[stride] = strided(tensor, stride)
+        elif found is not tensor:
+            found.copy_(tensor)
+        return found
+
+    def forget(self, name: Hashable, keep: set[Stride]) -> None:
+        """Free the storages of a tensor for all strides but these."""
+        kept = self._kept.get(name, {})
+        self._kept[name] = {stride: one for stride, one in kept.items() if stride in keep}
+
+
+def strided(tensor: Tensor, stride: Stride) -> Tensor:
+    """The same values with another memory format."""
+    if tensor.stride() == stride:
+        return tensor
+    other = tensor.new_empty_strided(tensor.shape, stride)
+    return other.copy_(tensor)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

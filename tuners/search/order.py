@@ -1,0 +1,356 @@
+"""Which config is visited next: the recipe, which knows what gained before, then the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from advisor.cache.config import Config, Value
+from advisor.cache.record import CAPTURE, USES
+from advisor.tuners import knobs
+from advisor.tuners.decisions import (
+    CLEARLY,
+    FAST_STEP_S,
+    GAIN,
+    HOPELESS,
+    LOADER_TURN_S,
+    SMALL_MODULES,
+    STARVED,
+    TURN_S,
+)
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.visit import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A config to visit.
+
+    Attributes:
+        origin: who proposes it.
+        turn_s: seconds of a block.
+        compares: compare it though it does not lead, because others will stand on it.
+    """
+
+    config: Config
+    origin: str
+    turn_s: float = TURN_S
+    compares: bool = False
+
+
+class Visits:
+    """What was visited so far, and what leads.
+
+    Attributes:
+        struck: values of knobs that no config may have any more.
+        feed: how data are loaded in configs to come.
+        codes: what was compiled, or captured, by `knobs.code`.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._of: dict[Config, Visit] = {}
+        self._needs: dict[Config, int] = {}
+        self.struck: set[tuple[str, Value]] = set()
+        self.codes: set[Config] = set()
+        self.feed = space.default.only(*knobs.FEEDS)
+
+    def __contains__(self, config: object) -> bool:
+        return config in self._of
+
+    def get(self, config: Config) -> Visit | None:
+        """The last visit to a config."""
+        return self._of.get(config)
+
+    def add(self, visit: Visit) -> None:
+        """Remember a visit."""
+        config, default = visit.config, self._space.default
+        self._of[config] = visit
+        self._needs[config] = USES.index(knobs.use_of(config, default))
+        if visit.turns:
+            self.codes.add(knobs.code(config))
+
+    @property
+    def all(self) -> Sequence[Visit]:
+        """In their order."""
+        return list(self._of.values())
+
+    @property
+    def baseline(self) -> Visit:
+        """That of the baseline."""
+        return self._of[self._space.default]
+
+    def allowed(self, config: Config) -> bool:
+        """Whether none of its values is struck out."""
+        return not (self.struck and any(pair in self.struck for pair in config.items()))
+
+    def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
+        """Visits to what a use can follow, the fastest first, as if all were fed."""
+        found = [
+            one
+            for one in self._of.values()
+            if one.ok
+            and self.allowed(one.config)
+            and (one.compared is None or one.compared.outcome != "wrong")
+            and (batch is None or one.config.batch == batch)
+            and self._needs[one.config] <= USES.index(use)
+        ]
+        fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
+        return sorted(fed or found, key=lambda one: -score(one))
+
+    def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
+        """The fastest that a use can follow; the baseline where nothing ran."""
+        return next(iter(self.ranked(use, batch)), self.baseline)
+
+
+def score(visit: Visit) -> float:
+    """The speed-up of a visit, as if it were fed where it waits for its data."""
+    return visit.fed if visit.waits else visit.ratio.mean
+
+
+class Recipe:
+    """Proposes configs in the order of their expected gain per second.
+
+    The order on an unknown model: half precision, eager (a safe leader within seconds); compiled
+    with CUDA graphs; toggles on that code; larger batches, eager, and what leads at the best of
+    them; other kinds of graphs, modes and layouts; what leads at the batches beside that.
+    Whoever asks visits each config, or passes over it, before asking for the next.
+
+    Args:
+        modules: in the model.
+    """
+
+    def __init__(self, space: Space, visits: Visits, modules: int) -> None:
+        self._space, self._visits, self._modules = space, visits, modules
+        self._uses = space.uses
+
+    def __iter__(self) -> Iterator[Proposal]:
+        yield from self._loader(STARVED)
+        stages = (
+            (self._half, "recipe"),
+            (self._compiled, "recipe"),
+            (self._toggles, "recipe"),
+            (self._larger, "batch"),
+            (self._other_code, "recipe"),
+            (self._alone, "recipe"),
+            (self._nearby, "batch"),
+        )
+        for stage, origin in stages:
+            for config in stage():
+                if config is not None and self._is_new(config):
+                    yield Proposal(config, origin, compares=stage == self._half)
+                    yield from self._loader(STARVED)
+            if stage == self._compiled:
+                yield from self._loader()
+
+    def _is_new(self, config: Config) -> bool:
+        known = self._visits
+        return self._space.holds(config) and config not in known and known.allowed(config)
+
+    def _near(self, changes: Mapping[str, Value]) -> Config:
+        """The baseline with what of some changes is offered."""
+        return self._space.near(changes).replace(**self._visits.feed)
+
+    def _on(self, config: Config, changes: Mapping[str, Value]) -> Config | None:
+        return self._space.on(config, changes)
+
+    @property
+    def _format(self) -> Config:
+        """The number format and layout that is compiled: the first of the recipe that runs. Without
+        a GPU nothing hides what a format computes, and the fastest one is taken."""
+        found = [config for config in self._recipes() if self._runs(config)]
+        if not any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ()))):
+            seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
+            return max(seen, key=score).config if seen else self._near({})
+        return next((c for c in found if c.changed(self._space.default)), self._near({}))
+
+    @staticmethod
+    def _graphs(value: Value) -> bool:
+        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
+        return graphs is not None and graphs(value)
+
+    def _runs(self, config: Config) -> bool:
+        if not self._visits.allowed(config):
+            return False
+        visit = self._visits.get(config)
+        wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
+        return visit is None or (visit.ok and not wrong)
+
+    def _ran(self, config: Config) -> bool:
+        return config in self._visits and self._runs(config)
+
+    @property
+    def _small(self) -> bool:
+        fast = self._visits.baseline.step_s < FAST_STEP_S
+        return fast and self._modules <= SMALL_MODULES
+
+    def _recipes(self) -> Iterator[Config]:
+        """Those whose number format is not struck out."""
+        for changes in knobs.RECIPE:
+            formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
+            if not formats & self._visits.struck:
+                yield self._near(changes)
+
+    def _half(self) -> Iterator[Config | None]:
+        """Number formats, eager, until one runs; without a GPU, which may hide what they gain,
+        until one gains."""
+        least = CLEARLY * score(self._visits.baseline)
+        hides = any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ())))
+        for config in self._recipes():
+            yield config
+            visit = self._visits.get(config)
+            if visit is not None and self._runs(config) and (hides or score(visit) >= least):
+                return
+
+    def _compiled(self) -> Iterator[Config | None]:
+        if self._small:
+            yield from self._graphs_of_own()
+        format_ = None
+        while format_ != self._format:  # another, where what was compiled showed that one wrong
+            format_ = self._format
+            for changes in knobs.COMPILED:
+                config = self._on(format_, changes)
+                yield config
+                if format_ != self._format or (config is not None and self._ran(config)):
+                    break
+        if CAPTURE in self._uses:
+            for changes in knobs.CAPTURED:
+                yield self._on(self._format, changes)
+
+    def _graphs_of_own(self) -> Iterator[Config | None]:
+        """CUDA graphs in the script's own precision, and in TF32."""
+        for changes in knobs.GRAPHS:
+            yield self._on(self._near({}), changes)
+
+    def _toggles(self) -> Iterator[Config | None]:
+        for use in self._uses:
+            for name, value in self._guessed("leader"):
+                leader = self._visits.best(use, self._space.batch).config
+                config = self._on(leader, {name: value})
+                if config is not None and knobs.follows(use, config, self._space.default):
+                    yield config
+
+    def _guessed(self, guess: str) -> Iterator[tuple[str, Value]]:
+        """The values of knobs that are tried in one way."""
+        for knob in knobs.KNOBS:
+            if knob.guess == guess and not knob.feeds:
+                for value in self._space.choices.get(knob.name, ())[1:]:
+                    yield knob.name, value
+
+    def _other_code(self) -> Iterator[Config | None]:
+        """Other ways to compile, in the leader's format; then the leader in other formats."""
+        yield from self._graphs_of_own()
+        half = self._format
+        for changes in knobs.COMPILED:
+            yield self._on(half, changes)
+        for name, value in self._space.dear_values:
+            yield self._on(half, {name: value})
+        for use in self._uses:
+            leader = self._visits.best(use, self._space.batch).config
+            for changes in knobs.FORMATS_TRIED:
+                yield self._on(leader, changes)
+
+    def _alone(self) -> Iterator[Config | None]:
+        """The other formats eagerly, and each value of a knob by itself."""
+        yield from map(self._near, (*knobs.RECIPE, *knobs.FORMATS_TRIED))
+        for name, value in self._guessed("alone"):
+            yield self._near({name: value})
+
+    def _larger(self) -> Iterator[Config | None]:
+        """The largest batch that runs, and smaller ones while they cost little, of the first format
+        that is not much slower, eager: it may lead where the host is not the limit. At the best of
+        them other formats and toggles, and what leads at the user's batch."""
+        own = self._space.batch
+        ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
+        baseline = self._visits.baseline
+        least = HOPELESS * score(baseline)
+        top = at_own = next((v for v in ran if v and score(v) >= least), baseline)
+        for batch in sorted((one for one in self._space.batches if one > own), reverse=True):
+            yield (config := at_own.config.at(batch))
+            visit = self._visits.get(config)
+            if visit is not None and visit.ok:
+                if GAIN * score(visit) < score(top):
+                    break
+                top = visit
+        if (batch := top.config.batch) == own:
+            return
+        for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
+            yield self._on(top.config, changes)
+        for use in self._uses:
+            yield from self._at(batch, self._visits.best(use, own).config)
+
+    def _nearby(self) -> Iterator[Config | None]:
+        """The best of all batches at the batches beside its own, the larger one first."""
+        batches, best = sorted(self._space.batches), self._visits.best().config
+        at = batches.index(best.batch)
+        for batch in (*batches[at + 1 : at + 2], *batches[max(0, at - 1) : at]):
+            if batch != self._space.batch:
+                yield from self._at(batch, best)
+
+    def _at(self, batch: int, config: Config) -> Iterator[Config | None]:
+        """A config at another batch; where memory is short with less of it."""
+        config = config.at(batch)
+        yield config
+        visit = self._visits.get(config)
+        if visit is not None and visit.outcome == "out_of_memory":
+            for changes in knobs.FRUGAL:
+                yield self._on(config, changes)
+
+    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data, for `least` of its time at least, and
+        fewer where more gain nothing."""
+        best = self._visits.best(batch=self._space.batch)
+        for name in self._visits.feed:
+            if not best.waits or best.waited < least:
+                return
+            values = sorted(self._space.choices[name], key=_number)
+            at = values.index(best.config[name])
+            more = values[at + 1 :]
+            if name == knobs.WORKERS:
+                more = _doublings(_number(values[at]), more) or more
+            for side in (more, values[:at][::-1]):
+                improved = yield from self._along(best, name, side)
+                if improved is not best:
+                    best = improved
+                    break
+
+    def _along(
+        self, best: Visit, name: str, values: Sequence[Value]
+    ) -> Generator[Proposal, None, Visit]:
+        """One value after the other until one gains nothing; returns the best visit."""
+        for value in values:
+            config = self._fed(best.config, name, value)
+            if not best.waits or not self._is_new(config):
+                break
+            yield Proposal(config, "loader", LOADER_TURN_S)
+            tried = self._visits.get(config)
+            if tried is None or not tried.ok:
+                break
+            if tried.ratio.mean < GAIN * best.ratio.mean:
+                break
+            best = tried
+            self._visits.feed = config.only(*knobs.FEEDS)
+        return best
+
+    def _fed(self, config: Config, name: str, value: Value) -> Config:
+        """Another value of a loader's knob; what workers load is pinned where that is offered."""
+        config = self._space.combined(config, name, value)
+        if name == knobs.WORKERS and value:
+            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
+            return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
+        return config
+
+
+def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
+    """Of larger numbers those at least twice the one before, two at least: one worker beside a fast
+    step gains nothing over none, and more of them do."""
+    found: list[Value] = []
+    for value in more:
+        if _number(value) >= max(2, 2 * number):
+            found.append(value)
+            number = _number(value)
+    return found
+
+
+def _number(value: Value) -> int:
+    return int(value) if isinstance(value, int) else 0

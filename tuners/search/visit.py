@@ -1,0 +1,310 @@
+"""One visit to a config: switch, settle, and measure it between blocks of the baseline."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from advisor.cache.config import Config
+from advisor.cache.record import Measurement
+from advisor.tuners import knobs
+from advisor.tuners.decisions import (
+    GAIN,
+    HOPELESS,
+    MORE_PAIRS,
+    PAIRS,
+    SETTLE_BLOCKS,
+    SETTLE_S,
+    SETTLE_STEPS,
+    SETTLED,
+    SLOW_TURN_S,
+    SLOW_TURN_STEPS,
+    SLOW_VISIT_S,
+    TURN_S,
+)
+from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
+from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.ratio import LEVEL, UNKNOWN, Noise, Ratio, ratio_of
+
+BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
+Tell = Callable[[Config, str], None]
+"""Told what is being done with which config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One block of a config between two of the baseline.
+
+    Attributes:
+        ratio: of samples/s, over the mean of the baseline's blocks on both sides.
+        fed: the same ratio if the config had not waited for data.
+    """
+
+    block: Block
+    beside: Block
+    ratio: float
+    fed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What a visit found.
+
+    Attributes:
+        outcome: as in `Measurement`; `reason` says why it is not 'ok'.
+        first_s: seconds until its first step was done; `settle_s` more until its steps settled.
+        turns: blocks of it, each between two of the baseline.
+        ratio: over the baseline, with its interval.
+        compared: with strict fp32; None where it was not.
+        seconds: that the whole visit took.
+    """
+
+    config: Config
+    outcome: str = "ok"
+    reason: str = ""
+    first_s: float = 0.0
+    settle_s: float = 0.0
+    turns: tuple[Turn, ...] = ()
+    ratio: Ratio = UNKNOWN
+    compared: Compared | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """It ran, and was measured."""
+        return self.outcome == "ok"
+
+    @property
+    def fed(self) -> float:
+        """Its speed-up if its steps had not waited for data; 0 where it failed."""
+        if not self.turns:
+            return self.ratio.mean if self.ok else 0.0
+        return math.exp(statistics.fmean(math.log(turn.fed) for turn in self.turns))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; 0 where it failed."""
+        return statistics.median(t.block.step_s for t in self.turns) if self.turns else 0.0
+
+    @property
+    def waited(self) -> float:
+        """Fraction of its time that it waited for data."""
+        if not self.turns:
+            return 0.0
+        return statistics.median(min(1.0, t.block.waited_s / t.block.seconds) for t in self.turns)
+
+    @property
+    def waits(self) -> bool:
+        """Whether another loader may gain something."""
+        return self.waited > GAIN - 1
+
+    @property
+    def measurement(self) -> Measurement:
+        """As a record keeps it."""
+        if not self.turns:
+            return Measurement(outcome=self.outcome, reason=self.reason)
+        blocks = [turn.block for turn in self.turns]
+        rates = [block.rate for block in blocks]
+        return Measurement(
+            outcome="ok",
+            samples_per_s=statistics.median(rates),
+            low=min(rates),
+            high=max(rates),
+            step_s=self.step_s,
+            gpu_s=statistics.median(block.gpu_s / block.steps for block in blocks),
+            first_step_s=self.first_s,
+            peak_bytes=max(block.peak_bytes for block in blocks),
+            steps=sum(block.steps for block in blocks),
+            blocks=tuple(block.step_s for block in blocks),
+            waited=self.waited,
+            warm_s=self.settle_s,
+        )
+
+
+class Visitor:
+    """Visits configs of a place, one after the other.
+
+    Attributes:
+        baseline: the blocks of the baseline, in order.
+    """
+
+    def __init__(self, place: Place, clock: Clock, tell: Tell) -> None:
+        self._place, self._clock, self._tell = place, clock, tell
+        self.baseline: list[Block] = []
+        self._last: Block | None = None
+        self._current: Config | None = None
+        self._settled: dict[Config, float] = {}
+
+    def now(self) -> float:
+        """Wall-clock seconds."""
+        return self._clock.now()
+
+    @property
+    def noise(self) -> Noise:
+        """How much the baseline differs from turn to turn."""
+        return Noise.of([block.rate for block in self.baseline])
+
+    @property
+    def built(self) -> list[Config]:
+        """What was built and is not forgotten."""
+        return list(self._settled)
+
+    def begin(self) -> Visit:
+        """Measure the baseline for the first time.
+
+        Raises:
+            ConfigFailed: it does not run. TargetFailed, WorkerError: as `Place.block`.
+        """
+        began, baseline = self._clock.now(), self._place.baseline
+        first_s, settle_s = self._settle(baseline)
+        before, after = self._beside(), self._beside(anew=True)
+        turn = Turn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
+        return Visit(
+            config=baseline,
+            first_s=first_s,
+            settle_s=settle_s,
+            turns=(turn,),
+            ratio=LEVEL,
+            seconds=self._clock.now() - began,
+        )
+
+    def visit(self, config: Config, best: float, seconds: float = TURN_S) -> Visit:
+        """Measure a config between blocks of the baseline, of about so many seconds each.
+
+        Args:
+            best: the highest ratio so far; what stays clearly below it is measured more briefly.
+        """
+        began = self._clock.now()
+        first_s = settle_s = 0.0
+        turns: list[Turn] = []
+        try:
+            first_s, settle_s = self._settle(config)
+            self._tell(config, MEASURING)
+            before = self._beside(seconds)
+            while not self._enough(turns, best):
+                turn = self._turn(config, before, seconds)
+                turns.append(turn)
+                before = turn.beside
+        except ConfigFailed as exc:
+            self._last = None
+            if not turns or exc.outcome != "timed_out":
+                return Visit(
+                    config=config,
+                    outcome=exc.outcome,
+                    reason=str(exc),
+                    first_s=first_s,
+                    seconds=self._clock.now() - began,
+                )
+        return Visit(
+            config=config,
+            first_s=first_s,
+            settle_s=settle_s,
+            turns=tuple(turns),
+            ratio=self._ratio(turns),
+            seconds=self._clock.now() - began,
+        )
+
+    def block(self, config: Config, seconds: float = TURN_S) -> Block:
+        """One timed block; what is compiled or settling within it is not counted.
+
+        Raises:
+            ConfigFailed, TargetFailed, WorkerError: as `Place.block`.
+        """
+        if config not in self._settled:
+            self._settle(config)
+        for _ in range(SETTLE_BLOCKS):
+            block = self._block(config, self._steps(config, seconds))
+            if not block.compiled:
+                break
+        self._settled[config] = block.step_s
+        return block
+
+    def compare(self, config: Config) -> Compared:
+        """Compare the code that was timed with strict fp32."""
+        self._tell(config, COMPARING)
+        self._last = self._current = None
+        return self._place.compare(config, deadline_s=self._clock.deadline_s)
+
+    def forget(self, config: Config) -> None:
+        """Free what was built for a config."""
+        if self._settled.pop(config, None) is not None:
+            self._place.forget(config)
+
+    def _turn(self, config: Config, before: Block, seconds: float) -> Turn:
+        block = self.block(config, seconds)
+        after = self._beside(seconds, anew=True)
+        return Turn(
+            block=block,
+            beside=after,
+            ratio=block.rate / math.sqrt(before.rate * after.rate),
+            fed=block.fed_rate / math.sqrt(before.rate * after.rate),
+        )
+
+    def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:
+        """A block of the baseline; the last one, unless something else has taken time since."""
+        if self._last is None or anew:
+            self._last = self.block(self._place.baseline, seconds)
+            self.baseline.append(self._last)
+        return self._last
+
+    def _settle(self, config: Config) -> tuple[float, float]:
+        """Run a config until its steps take equally long.
+
+        Returns:
+            Seconds until its first step was done, and from then on until its steps settled.
+        """
+        self._tell(config, BUILDING if knobs.compiles(config) else MEASURING)
+        if config != self._place.baseline:
+            self._last = None
+        block = self._block(config, 1)
+        first_s = block.first_s or block.seconds
+        began, made = self._clock.now(), 1
+        for _ in range(SETTLE_BLOCKS):
+            before = block.step_s
+            block = self._block(config, turn_steps(before, TURN_S / 2))
+            made += block.steps
+            alike = abs(block.step_s / before - 1) < SETTLED and made >= SETTLE_STEPS
+            if not block.compiled and (alike or self._clock.now() - began >= SETTLE_S):
+                break
+        self._settled[config] = block.step_s
+        return first_s, self._clock.now() - began
+
+    def _steps(self, config: Config, seconds: float) -> int:
+        # Workers give their batches one after another: a block is whole rounds of them.
+        workers = max(1, knobs.workers(config))
+        steps = turn_steps(self._settled[config], seconds)
+        return steps if steps < 2 * workers else math.ceil(steps / workers) * workers
+
+    def _block(self, config: Config, steps: int) -> Block:
+        warm = int(config != self._current)
+        self._current = None
+        block = self._place.block(config, steps, warm=warm, deadline_s=self._clock.deadline_s)
+        self._current = config
+        return block
+
+    def _enough(self, turns: list[Turn], best: float) -> bool:
+        """Whether these turns tell how a config compares with the best, or that it is hopeless."""
+        if not turns:
+            return False
+        # What waits for its data may lead once it is fed.
+        if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
+            return True
+        slow = sum(turn.block.seconds + turn.beside.seconds for turn in turns) >= SLOW_VISIT_S
+        if len(turns) < (2 if slow else PAIRS):
+            return False
+        ratio = self._ratio(turns)
+        undecided = ratio.low < best < ratio.high or ratio.low < 1 < ratio.high
+        return slow or len(turns) >= MORE_PAIRS or not undecided
+
+    def _ratio(self, turns: list[Turn]) -> Ratio:
+        return ratio_of([math.log(turn.ratio) for turn in turns], self.noise)
+
+
+def turn_steps(step_s: float, seconds: float) -> int:
+    """Steps of a block of about so many seconds: three at least where that takes no more than two
+    seconds, else as many as two seconds hold, one at least."""
+    step_s = max(step_s, 1e-7)
+    most = max(1, min(SLOW_TURN_STEPS, int(SLOW_TURN_S / step_s)))
+    return max(most, math.ceil(seconds / step_s))
