@@ -931,12 +931,6 @@ def code(config: Config) -> Config:
     return config.without(*(k.name for k in KNOBS if k.feeds or not k.compiled))
 
 
-def is_captured(config: Mapping[str, Value]) -> bool:
-    """Whether the whole step is captured as a CUDA graph."""
-    rows = ((BY_NAME[name].captured, value) for name, value in config.items() if name in BY_NAME)
-    return any(captured is not None and captured(value) for captured, value in rows)
-
-
 def doubts(config: Config, default: Config = TORCH) -> set[tuple[str, Value]]:
     """The values of a config that change what is computed otherwise than a default, by knob."""
     return {

@@ -25,6 +25,7 @@ from advisor.tuners.measure.samples import (
     Sample,
     Sampler,
     dots,
+    fp32_not_finite,
     label,
     norms,
     not_finite,
@@ -188,7 +189,7 @@ class Draws:
         """See Way."""
         self._extend()
         if not bool(self._signal.isfinite().all()):
-            return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+            return fp32_not_finite()
         if plain == self._fp32:
             return Compared(outcome="ok", reason="strict fp32")
         pair = _Pair(

@@ -12,7 +12,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.tuners.knobs import described
-from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.measure.place import Compared
 from advisor.tuners.measure.samples import (
     COHERENT,
     ERRORS,
@@ -25,6 +25,7 @@ from advisor.tuners.measure.samples import (
     Sample,
     Sampler,
     dots,
+    fp32_not_finite,
     label,
     norms,
     not_finite,
@@ -36,9 +37,7 @@ but that. Two orders of summation of bf16 differ by up to 1.4 times, of fp32's r
 ALWAYS = 1e-3
 """Part of a tensor that may always be off."""
 
-
 T = TypeVar("T")
-
 
 ALL = -1
 """In place of a tensor's number: all gradients as one vector."""
@@ -95,7 +94,7 @@ class Exact:
             self._points.append(self._reference(point))
         self._names = list(self._points[0].tensors)
         if not all(map(math.isfinite, (s for one in self._points for s in one.size))):
-            return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+            return fp32_not_finite()
         held = self._plain[plain] = self._held(plain)
         if not all(one.finite for one in held):
             return not_finite("format")

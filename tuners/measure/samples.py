@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.place import UNVERIFIED, Compared
 
 SAMPLED = 2**16 + 1
 """Elements of one tensor that are compared, evenly taken from all."""
@@ -172,6 +172,11 @@ class Sampler:
 def label(name: str, sample: Sample) -> str:
     """What a tensor is called in a sentence."""
     return f"the {name}" if name in sample.outputs else f"the gradient of {name}"
+
+
+def fp32_not_finite() -> Compared:
+    """The verdict where there is nothing to compare with."""
+    return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
 
 
 def not_finite(blames: str) -> Compared:
