@@ -139,6 +139,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "tune_s": told.get("seconds"),
         "seconds": result.get("wall_s"),
         "speeds": {way: [start[judged] for start in made] for way, made in starts.items()},
+        "windows": {way: [start["wall_windows"] for start in made] for way, made in starts.items()},
         "losses": {way: [losses(start) for start in made] for way, made in starts.items()},
         "failed_starts": {way: failures(made) for way, made in starts.items()},
     }
