@@ -142,7 +142,8 @@ class Loading:
 
     Attributes:
         workers: processes of its loader's, 0 for none.
-        pinned: whether its loader pins memory.
+        pinned: whether its loader pins memory; `pinnable`: whether the batches of its own workers
+            can be pinned.
         ahead: batches that each of its own workers fetches ahead, where others may take their
             place; 0 where it has none, or they stay.
         most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
@@ -151,6 +152,7 @@ class Loading:
 
     workers: int = 0
     pinned: bool = False
+    pinnable: bool = False
     ahead: int = 0
     most: int = 0
     room: int = 0
@@ -530,7 +532,8 @@ def _workers(here: Situation) -> tuple[Value, ...]:
 
 def _pinning(here: Situation) -> tuple[Value, ...]:
     """Of workers' batches alone: pinned where they are made, memory gains nothing."""
-    return (False, True) if here.device == "cuda" and here.workers else ()
+    made = here.workers or workers(here.own)
+    return (False, True) if here.device == "cuda" and made else ()
 
 
 def _own_workers(script: Script) -> Own | None:
@@ -549,7 +552,7 @@ def _own_prefetching(script: Script) -> Own | None:
 def _own_pinning(script: Script) -> Own | None:
     if script.loading.pinned:
         return Own(True)
-    return None if script.loading.most else Own(None)
+    return None if script.loading.most or script.loading.pinnable else Own(None)
 
 
 def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[Value, ...]]:

@@ -256,7 +256,7 @@ def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1, room=2)),
+        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1, pinnable=True, room=2)),
         (
             lambda: DataLoader(Streamed()),
             Loading(room=2, why="the loader: of an IterableDataset every worker would read all"),

@@ -32,6 +32,8 @@ def short(config: Config, of: Space) -> str:
 
 ON_A_GPU = space()
 ON_A_CPU = space("cpu", cpu_bf16=True, convolves=False)
+CONVOLVING_ON_A_CPU = space("cpu", cpu_bf16=True, cores=2, threads=2)
+WITHOUT_BF16 = space("cpu", cpu_bf16=False, cores=2, threads=2)
 OF_A_WORKLOAD = space(use="capture", batches=(64, 128, 256))
 FROM_FILES = space(workers=8, own=Config(num_workers=2))
 
@@ -50,6 +52,11 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
         ),
         (ON_A_CPU, ["bf16", "default bf16"]),
         (
+            CONVOLVING_ON_A_CPU,
+            ["channels_last bf16", "channels_last", "bf16", "threads=1"],
+        ),
+        (WITHOUT_BF16, ["channels_last", "threads=1", "channels_last default"]),
+        (
             OF_A_WORKLOAD,
             [
                 "channels_last bf16",
@@ -60,7 +67,7 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
             ],
         ),
     ],
-    ids=["a run on a GPU", "a run on a CPU", "a workload"],
+    ids=["GPU", "CPU", "CPU, convolving", "CPU without bf16", "workload"],
 )
 def test_what_gains_most_for_its_time_comes_first(of: Space, first: list[str]) -> None:
     assert visited(MadeUp(of.default), of)[: len(first)] == first
@@ -164,10 +171,11 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
     assert any("the loader is the limit" in line for line in found.remarks)
 
 
-def test_where_steps_wait_for_nothing_no_loader_is_tried() -> None:
+def test_where_steps_wait_for_nothing_no_workers_are_tried_but_pinning() -> None:
     heard = Heard()
     tuned(delivers(1000), FROM_FILES, 300.0, heard=heard)
-    assert "loader" not in {trial.origin for trial in heard.trials}
+    tried = [trial.config for trial in heard.trials if trial.origin == "loader"]
+    assert {(one["num_workers"], one["pin_memory"]) for one in tried} == {(2, True)}
 
 
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:

@@ -249,6 +249,15 @@ def test_what_gains_and_is_not_advised_has_its_line(
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize(("budget_s", "short"), [(10.0, True), (90.0, False)])
+def test_a_budget_that_is_too_short_to_compile_is_said_at_once(
+    budget_s: float, short: bool
+) -> None:
+    heard = Heard()
+    tuned(MadeUp(SPACE.default), SPACE, budget_s, heard=heard)
+    assert any("10s is short here" in line for line in heard.notices) is short
+
+
 def test_the_budget_that_is_advised_is_enough() -> None:
     found = tuned(MadeUp(BASE), SPACE, 25.0)
     line = next(line for line in found.remarks if "--budget" in line)

@@ -75,6 +75,13 @@ def test_turns_of_a_visit(
     assert len(visitor(place).visit(config, best).turns) == turns
 
 
+def test_a_visit_leaves_time_for_what_follows() -> None:
+    place = MadeUp(BASE, noise=0.01)
+    close = {"best": 1.43}
+    assert len(visitor(place, 30.0).visit(HALF, **close, leave_s=1.0).turns) == MORE_PAIRS
+    assert len(visitor(place, 30.0).visit(HALF, **close, leave_s=29.0).turns) == 2
+
+
 class Unsettled(MadeUp):
     """Steps that are slow at first, and compile in some of their blocks."""
 

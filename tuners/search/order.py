@@ -113,7 +113,8 @@ class Recipe:
 
     The order on an unknown model: half precision, eager (a safe leader within seconds); compiled
     with CUDA graphs; toggles on that code; larger batches, eager, and what leads at the best of
-    them; other kinds of graphs, modes and layouts; what leads at the batches beside that.
+    them; other kinds of graphs, modes and layouts; what leads at the batches beside that. Without
+    a GPU what compiles comes after what does not.
     Whoever asks visits each config, or passes over it, before asking for the next.
 
     Args:
@@ -126,16 +127,14 @@ class Recipe:
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
-        stages = (
-            (self._half, "recipe"),
-            (self._compiled, "recipe"),
-            (self._toggles, "recipe"),
-            (self._larger, "batch"),
-            (self._other_code, "recipe"),
-            (self._alone, "recipe"),
-            (self._nearby, "batch"),
-        )
-        for stage, origin in stages:
+        # Compiling gains the most on a GPU. Elsewhere it takes as long, and gains little.
+        eager, compiled = (self._alone, self._toggles), (self._compiled, self._other_code)
+        stages = [self._half, *eager, *compiled, self._larger, self._nearby]
+        if self._has_graphs:
+            stages = [self._half, self._compiled, self._toggles, self._larger]
+            stages += [self._other_code, self._alone, self._nearby]
+        for stage in stages:
+            origin = "batch" if stage in (self._larger, self._nearby) else "recipe"
             for config in stage():
                 if config is not None and self._is_new(config):
                     yield Proposal(config, origin, compares=stage == self._half)
@@ -159,15 +158,16 @@ class Recipe:
         """The number format and layout that is compiled: the first of the recipe that runs. Without
         a GPU nothing hides what a format computes, and the fastest one is taken."""
         found = [config for config in self._recipes() if self._runs(config)]
-        if not any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ()))):
+        if not self._has_graphs:
             seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
             return max(seen, key=score).config if seen else self._near({})
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
 
-    @staticmethod
-    def _graphs(value: Value) -> bool:
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether code can be compiled with CUDA graphs: on a GPU, if compiling is permitted."""
         graphs = knobs.BY_NAME[knobs.COMPILE].graphs
-        return graphs is not None and graphs(value)
+        return graphs is not None and any(map(graphs, self._space.choices.get(knobs.COMPILE, ())))
 
     def _runs(self, config: Config) -> bool:
         if not self._visits.allowed(config):
@@ -195,11 +195,10 @@ class Recipe:
         """Number formats, eager, until one runs; without a GPU, which may hide what they gain,
         until one gains."""
         least = CLEARLY * score(self._visits.baseline)
-        hides = any(map(self._graphs, self._space.choices.get(knobs.COMPILE, ())))
         for config in self._recipes():
             yield config
             visit = self._visits.get(config)
-            if visit is not None and self._runs(config) and (hides or score(visit) >= least):
+            if visit is not None and self._runs(config) and (self._has_graphs or score(visit) >= least):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -298,11 +297,12 @@ class Recipe:
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
         """More workers while what leads waits for its data, for `least` of its time at least, and
-        fewer where more gain nothing."""
+        fewer where more gain nothing. Pinned memory saves the copy to the device, too, which is no
+        waiting."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if not best.waits or best.waited < least:
-                return
+            if not _worth(name, best, least):
+                continue
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
             more = values[at + 1 :]
@@ -320,9 +320,9 @@ class Recipe:
         """One value after the other until one gains nothing; returns the best visit."""
         for value in values:
             config = self._fed(best.config, name, value)
-            if not best.waits or not self._is_new(config):
+            if not _worth(name, best) or not self._is_new(config):
                 break
-            yield Proposal(config, "loader", LOADER_TURN_S)
+            yield Proposal(config, "loader", LOADER_TURN_S if best.waits else TURN_S)
             tried = self._visits.get(config)
             if tried is None or not tried.ok:
                 break
@@ -339,6 +339,13 @@ class Recipe:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
+
+
+def _worth(name: str, best: Visit, least: float = 0.0) -> bool:
+    """Whether another value of a loader's knob may gain something."""
+    if best.waits:
+        return best.waited >= least
+    return not least and knobs.BY_NAME[name].non_blocking is not None
 
 
 def _doublings(number: int, more: Sequence[Value]) -> list[Value]:

@@ -213,6 +213,19 @@ class Tuner:
             why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._told(asked, visit, "baseline")
+        self._say_if_short()
+
+    def _say_if_short(self) -> None:
+        """Say so where the budget has no time for the first config that compiles."""
+        compiled = (self._space.near(changes) for changes in knobs.COMPILED)
+        config = next((one for one in compiled if self._space.is_dear(one)), None)
+        if config is None or self._fits(config, needs_s := self._expected_s(config)):
+            return
+        self._progress.notice(
+            f"{_budget(self._scope.budget_s)} is short here: compiling this model takes about "
+            f"{self._build_s(config):.0f} s; --budget {_budget(self.clock.spent_s + 2 * needs_s)} "
+            "has the time for it"
+        )
 
     def _look_without(self) -> None:
         """Measure what the script's own settings cost; said, and never advised."""
@@ -286,7 +299,8 @@ class Tuner:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         try:
-            visit = self._visitor.visit(config, best, proposal.turn_s)
+            leave_s = self._compare_s if self._is_doubtful(config) else 0.0
+            visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
             self._visits.add(visit)
             visit = self._verified(visit, always=proposal.compares)
         except BaseException:

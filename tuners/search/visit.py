@@ -170,11 +170,14 @@ class Visitor:
             seconds=self._clock.now() - began,
         )
 
-    def visit(self, config: Config, best: float, seconds: float = TURN_S) -> Visit:
+    def visit(
+        self, config: Config, best: float, seconds: float = TURN_S, leave_s: float = 0.0
+    ) -> Visit:
         """Measure a config between blocks of the baseline, of about so many seconds each.
 
         Args:
             best: the highest ratio so far; what stays clearly below it is measured more briefly.
+            leave_s: of the budget, for what follows; two turns are enough to leave that.
         """
         began = self._clock.now()
         first_s = settle_s = 0.0
@@ -183,7 +186,7 @@ class Visitor:
             first_s, settle_s = self._settle(config)
             self._tell(config, MEASURING)
             before = self._beside(seconds)
-            while not self._enough(turns, best):
+            while not self._enough(turns, best, leave_s):
                 turn = self._turn(config, before, seconds)
                 turns.append(turn)
                 before = turn.beside
@@ -284,14 +287,16 @@ class Visitor:
         self._current = config
         return block
 
-    def _enough(self, turns: list[Turn], best: float) -> bool:
-        """Whether these turns tell how a config compares with the best, or that it is hopeless."""
+    def _enough(self, turns: list[Turn], best: float, leave_s: float) -> bool:
+        """Whether these turns tell how a config compares with the best, or that it is hopeless, or
+        no time is left for more."""
         if not turns:
             return False
         # What waits for its data may lead once it is fed.
         if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
             return True
         slow = sum(turn.block.seconds + turn.beside.seconds for turn in turns) >= SLOW_VISIT_S
+        slow = slow or self._clock.left_s <= leave_s
         if len(turns) < (2 if slow else PAIRS):
             return False
         ratio = self._ratio(turns)

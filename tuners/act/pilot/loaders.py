@@ -30,6 +30,7 @@ from advisor.cache import settings
 from advisor.tuners import faults, host, room
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Feed, Load, Unfed
+from advisor.tuners.act.pilot.pinning import Pinner
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
@@ -105,6 +106,8 @@ class Loaders:
         self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
         self._ahead: weakref.WeakKeyDictionary[Any, Ahead | None] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
+        self._pins = False
+        self._pinners: weakref.WeakKeyDictionary[Any, Pinner] = weakref.WeakKeyDictionary()
         self._remove = hooks.on_batches(self._begin, self._timed)
 
     def look_anew(self) -> None:
@@ -128,6 +131,7 @@ class Loaders:
         return Loading(
             workers=workers,
             pinned=pinned,
+            pinnable=workers > 0 and not tuned and not settings.keeps_loader(),
             ahead=ahead,
             most=most if tuned else 0,
             room=most,
@@ -150,7 +154,7 @@ class Loaders:
     @property
     def at_work(self) -> bool:
         """Whether there are to be workers."""
-        return bool(self._given) or self._override
+        return bool(self._given) or self._override or self._pins
 
     def set(self, given: Mapping[str, Any]) -> None:
         """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
@@ -162,6 +166,10 @@ class Loaders:
         for ahead in filter(None, list(self._ahead.values())):
             ahead.end()
         self._ahead.clear()
+        self._pins = bool(given.get("pin_memory"))
+        for pinner in () if self._pins else list(self._pinners.values()):
+            pinner.stop()
+        self._pinners = self._pinners if self._pins else weakref.WeakKeyDictionary()
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
@@ -199,11 +207,18 @@ class Loaders:
         begun = self._begun.get(iterator)
         batch = self._by_workers(iterator, begun, plain) if begun is not None else _NONE
         if batch is _NONE:
+            self._pin(iterator, begun)
             batch = plain(iterator)
             self._taken += begun is not None and begun.workers > 0
         if begun is not None and self._looking and torch.is_grad_enabled():
             self._saw(begun, batch)
         return batch
+
+    def _pin(self, iterator: Any, begun: _Begun | None) -> None:
+        """Pin what the script's own workers make for its steps, where that is asked for."""
+        own = begun is not None and begun.workers > 0 and not begun.pinned
+        if self._pins and own and iterator not in self._pinners and torch.is_grad_enabled():
+            self._pinners[iterator] = Pinner(iterator)
 
     def _by_workers(self, iterator: Any, begun: _Begun, plain: Callable[[Any], Any]) -> Any:
         """The next batch as workers have fetched it ahead; _NONE where there are none, or no more
