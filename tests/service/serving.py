@@ -7,7 +7,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,3 +158,10 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
         server.should_exit = True
         thread.join(60)
         database.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)

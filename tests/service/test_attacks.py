@@ -11,8 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -21,7 +20,7 @@ import pytest
 
 from advisor.service import run
 from advisor.service.limits import Guesses, Rate
-from tests.service.serving import Served, fresh
+from tests.service.serving import Served, fresh, wait_until
 from tests.service.test_access import filled
 from tests.service.test_serve import process
 
@@ -179,10 +178,3 @@ def sockets(pid: int) -> int:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             found += str(one.readlink()).startswith("socket:")
     return found
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.01)

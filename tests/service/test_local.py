@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from advisor.service.executors.local import Local, environment
 from advisor.service.executors.schemes import open_executors
 from advisor.tuners.environment import Gpu
 from tests.cache import servers
+from tests.service.serving import wait_until
 
 H100, L4 = "NVIDIA H100", "NVIDIA L4"
 DATABASE = "sqlite:////somewhere"
@@ -34,13 +34,6 @@ def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start
         token="adv_secret-of-the-attempt",
         asked=Asked(command=("python", "train.py"), gpus=gpus, gpu=name),
     )
-
-
-def until(there: Callable[[], bool], seconds: float = 60.0) -> None:
-    limit = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def states(local: Local, *external: str) -> list[str]:
@@ -80,9 +73,9 @@ def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-3-1", gpus=1))
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
-    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     local.stop("advisor-1-1")
-    until(lambda: states(local, "advisor-1-1") == ["ended"])
+    wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert local.room() == [Room(gpu="", gpus=0)]
     local.stop("advisor-1-1")
     assert places(tmp_path) == [] and states(local, "advisor-1-1") == ["unknown"]
@@ -104,7 +97,7 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
     h100, l4 = local.room()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
-    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     assert environ(tmp_path)["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
     with pytest.raises(Unplaceable, match="something is measured on this machine"):
         local.start(start("advisor-2-1"))
@@ -126,7 +119,7 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     """After it was killed: nothing of what it knew is left but what lies on the disk."""
     local.start(start())
-    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     again = Local(DATABASE, tmp_path, list)
     with pytest.raises(ExecutorAway, match="another server here"):
         again.room()
@@ -138,7 +131,7 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     assert again.start(start())  # it is there already
     assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: states(again, "advisor-1-1") == ["ended"])
+    wait_until(lambda: states(again, "advisor-1-1") == ["ended"])
     assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
     again.close()
 
@@ -148,11 +141,11 @@ def test_one_that_does_not_end_is_killed(
 ) -> None:
     monkeypatch.setattr("advisor.service.executors.local.STOPS_S", 0.1)
     local.start(start())
-    until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
     os.kill(pid, signal.SIGSTOP)
     local.stop("advisor-1-1")
-    until(lambda: states(local, "advisor-1-1") == ["ended"])
+    wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 
 

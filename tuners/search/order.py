@@ -198,7 +198,9 @@ class Recipe:
         for config in self._recipes():
             yield config
             visit = self._visits.get(config)
-            if visit is not None and self._runs(config) and (self._has_graphs or score(visit) >= least):
+            if visit is None or not self._runs(config):
+                continue
+            if self._has_graphs or score(visit) >= least:
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
