@@ -121,9 +121,9 @@ def test_what_can_be_read_of_a_damaged_journal_goes_on(
     path.write_bytes(harmed)
     found, notice = again(tmp_path)
     known = {trial.config: trial.measurement.samples_per_s for trial in trials}
-    assert len(found) >= len(known) - 1
-    assert found.items() <= known.items()
-    assert "s.journal.damaged-1" in notice and f"{len(found)} trials" in notice
+    assert list(found.items()) == list(known.items())[: len(found)]
+    assert len(found) >= 4 or damage is not torn_at_the_end
+    assert "s.journal.damaged-1" in notice
     assert (tmp_path / "s.journal.damaged-1").read_bytes() == harmed
     # It goes on with these, and is whole from now on.
     told(Journal(open_study(tmp_path, "s")[0], SPACE), 7)

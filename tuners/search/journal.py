@@ -1,18 +1,18 @@
 """The Optuna study of a search: on disk, opened whatever became of its file, asked and told.
 
 A study lies in a journal file of its own, which Optuna's tools and dashboard open. A line of it
-that cannot be read (a full disk, a power cut) costs that trial, not the others.
+that cannot be read (a full disk, a power cut) costs the trials from there on, not those before.
 """
 
 from __future__ import annotations
 
-import collections
+import bisect
 import itertools
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import (
-    BaseJournalBackend,
-    JournalFileBackend,
-    JournalFileSymlinkLock,
-)
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from advisor.cache.codec import from_plain, to_plain
@@ -43,8 +39,6 @@ OUT = "passed over"
 RATIO, COMPARED = "ratio", "compared"
 """Attributes of a trial: its speed-up with the ends of its interval; how the comparison with fp32
 ended, as (outcome, reason, what it blames)."""
-MOST_DROPPED = 100
-"""Lines that are JSON and make no sense; after as many nothing is taken from a journal."""
 
 SENSELESS = (
     *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError),
@@ -53,9 +47,6 @@ SENSELESS = (
 """What Optuna raises on a journal that it cannot replay."""
 UNWRITABLE = (*SENSELESS, OSError, RuntimeError)
 """What it raises where it cannot write one, the half line left by that included."""
-
-# Optuna's storages/journal/_storage.py, JournalOperation.
-_CREATE_STUDY, _CREATE_TRIAL = 0, 4
 
 
 def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.Study, str]:
@@ -81,14 +72,13 @@ def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.
                 fault = f"{type(exc).__name__}: {exc}"
         aside = _free(path)
         path.rename(aside)
-        study = _opened(path, name)
-        kept = _add(study, _salvaged(lines, name))
+        study = _salvaged(path, name, lines)
     except OSError as exc:
         study = optuna.create_study(study_name=name, direction="maximize")
         return study, f"the search cannot be saved: {exc}; if it is interrupted it starts anew"
     return study, (
         f"the journal of this search was damaged ({fault:.200}); it is kept as {aside.name}, and "
-        f"the search goes on with the {kept} trials that could be read"
+        "the search goes on with the trials before that"
     )
 
 
@@ -117,8 +107,8 @@ def _opened(path: Path, name: str) -> optuna.Study:
     )
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The lines that can be read, and what is wrong with the others; a missing file has none."""
+def _read(path: Path) -> tuple[list[bytes], str]:
+    """The lines before the first that cannot be read, and what is wrong."""
     try:
         # Neither what a link points to is read, nor is a pipe waited for.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -131,19 +121,16 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str]:
         os.close(handle)
         return [], f"no plain file of at most {MOST_BYTES} bytes"
     with os.fdopen(handle, "rb") as file:
-        lines = [_parsed(line) for line in file]
-    bad = lines.count(None)
-    return [line for line in lines if line is not None], (
-        f"{bad} of {len(lines)} lines cannot be read" if bad else ""
-    )
+        lines = list(file)
+    good = list(itertools.takewhile(_is_whole, lines))
+    return good, f"line {len(good) + 1} of {len(lines)} cannot be read" * (len(good) < len(lines))
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _is_whole(line: bytes) -> bool:
     try:
-        found = json.loads(line) if line.endswith(b"\n") else None
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return False
 
 
 def _free(path: Path) -> Path:
@@ -151,71 +138,20 @@ def _free(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-class _Lines(BaseJournalBackend):
-    """Lines in place of a file; `at` is the one that Optuna asked for last."""
+def _salvaged(path: Path, name: str, lines: Sequence[bytes]) -> optuna.Study:
+    """The study of as many lines, from the first on, as Optuna can replay."""
 
-    def __init__(self, lines: list[dict[str, Any]]) -> None:
-        self.lines = lines
-        self.at = 0
-
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        for number in range(log_number_from, len(self.lines)):
-            self.at = number
-            yield self.lines[number]
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        self.lines += logs
-
-
-def _salvaged(lines: list[dict[str, Any]], name: str) -> list[FrozenTrial]:
-    """The trials that are whole in what could be read."""
-    backend = _Lines(list(_mended(lines, name)))
-    for _ in range(MOST_DROPPED):
+    def fails(count: int) -> bool:
+        path.write_bytes(b"".join(lines[:count]))
         try:
-            study = optuna.load_study(study_name=name, storage=JournalStorage(backend))
-            trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            _opened(path, name)
         except SENSELESS:
-            if backend.at >= len(backend.lines):
-                return []
-            del backend.lines[backend.at]
-            continue
-        usual = collections.Counter(frozenset(t.params) for t in trials).most_common(1)
-        return [t for t in trials if frozenset(t.params) == usual[0][0]]
-    return []
+            return True
+        return False
 
-
-def _mended(lines: Iterable[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
-    """The lines, with one put in where the beginning of a study or a trial was lost: Optuna numbers
-    trials by their order, so that without it all later ones would be taken for others."""
-    study = {"op_code": _CREATE_STUDY, "worker_id": "", "study_name": name, "directions": [2]}
-    began = trials = 0
-    for line in lines:
-        if line.get("op_code") == _CREATE_STUDY:
-            began += 1
-        elif not began:
-            began += 1
-            yield study
-        if line.get("op_code") == _CREATE_TRIAL:
-            trials += 1
-        number = line.get("trial_id")
-        while isinstance(number, int) and trials <= number < trials + MOST_DROPPED:
-            yield {"op_code": _CREATE_TRIAL, "worker_id": "", "study_id": 0, "datetime_start": None}
-            trials += 1
-        yield line
-    if not began:
-        yield study
-
-
-def _add(study: optuna.Study, trials: Iterable[FrozenTrial]) -> int:
-    """Add the trials that Optuna takes; how many those were."""
-    added = 0
-    for trial in trials:
-        try:
-            study.add_trial(trial)
-        except SENSELESS:
-            continue
-        added += 1
-    return added
+    good = bisect.bisect_left(range(len(lines) + 1), True, key=fails) - 1
+    path.write_bytes(b"".join(lines[: max(0, good)]))
+    return _opened(path, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What to measure next: the config with the most gain to expect per second of measuring.
 
-A Gaussian process on the logarithm of samples/s, whose covariance adds up over knobs and over
-pairs of knobs: most knobs multiply a step's speed, some only together. Another on the logarithm of
-the seconds that a trial took. Expected improvement: Jones, Schonlau and Welch, Efficient Global
-Optimization of Expensive Black-Box Functions, 1998; per second of cost: Snoek, Larochelle and
-Adams, Practical Bayesian Optimization of Machine Learning Algorithms, 2012, 3.2; additive
+A Gaussian process on the logarithm of the speed-up, whose covariance adds up over knobs and over
+pairs of knobs: most knobs multiply a step's speed, some only together. Others on the logarithm of a
+trial's seconds, and on whether it runs. Expected improvement: Jones, Schonlau and Welch, Efficient
+Global Optimization of Expensive Black-Box Functions, 1998; per second of cost: Snoek, Larochelle
+and Adams, Practical Bayesian Optimization of Machine Learning Algorithms, 2012, 3.2; additive
 covariances: Duvenaud, Nickisch and Rasmussen, Additive Gaussian Processes, 2011.
 """
 
@@ -19,12 +19,7 @@ from typing import Any
 import numpy as np
 import optuna
 from numpy.typing import NDArray
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -35,20 +30,12 @@ SECONDS = "seconds"
 FAILED = "failed"
 """The user attribute of a trial that is complete for other samplers, but did not run."""
 
-LEVELS = 64
-"""Values of a number that are considered, where it can have more: evenly spaced."""
-MOST = 2000
+MOST_CONFIGS = 2000
 """Configs that are weighed at a time; of more than that, so many drawn at random."""
-
-SHARES = ((0.0, 1.0, 0.0), (0.1, 0.6, 0.3), (0.1, 0.3, 0.6))
-"""Of the variance: in common, of single knobs, of pairs. The likeliest is taken."""
-NOISES = (0.003, 0.02, 0.1)
-"""Standard deviations of one measurement, as fractions of the spread between configs."""
-REACH = 2.0
-"""Doublings of a number, as of the batch size, over which it stays alike."""
-RANGE = 3.0
-"""Reaches in the range of a number that is suggested from low to high."""
-
+IN_COMMON, SINGLE, PAIRS = 0.1, 0.6, 0.3
+"""Shares of the variance: in common, of single knobs, of pairs."""
+NOISE = 0.02
+"""Standard deviation of one measurement, as a fraction of the spread between configs."""
 TINY = 1e-300
 """In place of 0, whose logarithm is infinite."""
 
@@ -56,11 +43,11 @@ Array = NDArray[np.float64]
 
 
 class GainPerSecond(optuna.samplers.BaseSampler):
-    """An Optuna sampler for one objective; it never proposes a config twice while others are left.
+    """An Optuna sampler for choices and one value above zero that is to be as high as can be.
 
-    Works on choices, whole numbers and steps; of a continuous number it considers LEVELS values.
-    Trials that failed, were pruned, or carry the user attribute FAILED say nothing of speed, but
-    how likely others are to run. Before two have run it draws at random.
+    It proposes no config twice while others are left. Trials that failed, were pruned, or carry the
+    user attribute FAILED say nothing of speed, but how likely others are to run. Before two have
+    run it draws at random.
 
     Args:
         seed: of its draws.
@@ -88,38 +75,46 @@ class GainPerSecond(optuna.samplers.BaseSampler):
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """All that every complete trial was asked for: sampled together."""
-        return optuna.search_space.intersection_search_space(study.get_trials(deepcopy=False))
+        """The choices that every complete trial was asked for: sampled together."""
+        space = optuna.search_space.intersection_search_space(study.get_trials(deepcopy=False))
+        return {n: one for n, one in space.items() if isinstance(one, CategoricalDistribution)}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The next config; nothing where all are tried."""
+        """The next config; nothing where all are tried.
+
+        Raises:
+            ValueError: the study minimizes.
+        """
+        if study.direction != StudyDirection.MAXIMIZE:
+            raise ValueError("GainPerSecond maximizes; create the study with direction='maximize'")
         if not search_space:
             return {}
-        seen = _seen(study, search_space)
-        if self._among is None:
-            left = _grid(search_space, seen, self._random)
-        else:
-            left = [Config(config) for config in self._among()]
-        finished = {config: one for config, one in seen.items() if one.state.is_finished()}
+        seen = _seen(study, list(search_space))
+        given = None if self._among is None else list(map(Config, self._among()))
+        left = self._untried(search_space, seen) if given is None else given
+        tried = {config: one for config, one in seen.items() if one.state.is_finished()}
+        ran = np.array([_ran(one) for one in tried.values()])
         if not left:
             return {}
-        ran = [_ran(one) for one in finished.values()]
-        if sum(ran) < 2:
+        if ran.sum() < 2:
             return dict(self._random.choice(left))
-        sign = -1.0 if study.direction == StudyDirection.MINIMIZE else 1.0
-        values = [float(t.value or 0) for t, ok in zip(finished.values(), ran, strict=True) if ok]
-        best = sign * max(sign * v for v in values) if self._best is None else self._best()
-        # Factors where everything is above zero, as speeds and times are; else differences.
-        scale = math.log if min(*values, best) > 0 else float
-        gain = _Gain(
-            scores=sign * np.array([scale(value) for value in values]),
-            best=sign * scale(best),
-            seconds=[_seconds(one) for one in finished.values()],
-            ran=ran,
+        values = np.array([one.value or 0.0 for one in tried.values()])[ran]
+        best = float(values.max()) if self._best is None else self._best()
+        mean, deviation = _fit(
+            [config for config, ok in zip(tried, ran, strict=True) if ok],
+            np.log(np.maximum(values, TINY)),
+            left,
         )
-        return dict(left[gain.most(list(finished), left, search_space)])
+        gain = _expected_improvement(mean, deviation, math.log(max(best, TINY)))
+        seconds = np.array([_seconds(one) for one in tried.values()])
+        cost, _ = _fit(list(tried), np.log(np.maximum(seconds, 1e-3)), left)
+        score = np.log(np.maximum(gain, TINY)) - cost
+        if not ran.all():
+            runs, doubt = _fit(list(tried), ran.astype(float), left)
+            score += np.log(np.maximum(_below((runs - 0.5) / doubt), TINY))
+        return dict(left[int(score.argmax())])
 
     def sample_independent(
         self,
@@ -128,17 +123,30 @@ class GainPerSecond(optuna.samplers.BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        """Of what no finished trial has: at random."""
+        """At random: of what no finished trial has, and of what is no choice."""
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
+    def _untried(
+        self, space: Mapping[str, BaseDistribution], seen: Mapping[Config, object]
+    ) -> list[Config]:
+        choices = [
+            one.choices for one in space.values() if isinstance(one, CategoricalDistribution)
+        ]
+        if math.prod(map(len, choices)) <= MOST_CONFIGS:
+            rows = list(itertools.product(*choices))
+        else:
+            rows = [tuple(map(self._random.choice, choices)) for _ in range(MOST_CONFIGS)]
+        drawn = (Config(dict(zip(space, row, strict=True))) for row in rows)
+        return [config for config in dict.fromkeys(drawn) if config not in seen]
 
-def _seen(study: Study, space: Mapping[str, BaseDistribution]) -> dict[Config, FrozenTrial]:
+
+def _seen(study: Study, names: Sequence[str]) -> dict[Config, FrozenTrial]:
     """The trials by their config, those that run included; of one tried again the one that ran."""
     found: dict[Config, FrozenTrial] = {}
     for one in study.get_trials(deepcopy=False):
-        if one.state == TrialState.WAITING or not space.keys() <= one.params.keys():
+        if one.state == TrialState.WAITING or not one.params.keys() >= set(names):
             continue
-        config = Config({name: one.params[name] for name in space})
+        config = Config({name: one.params[name] for name in names})
         if config not in found or not _ran(found[config]):
             found[config] = one
     return found
@@ -154,135 +162,26 @@ def _seconds(trial: FrozenTrial) -> float:
     return trial.duration.total_seconds() if trial.duration else 1.0
 
 
-def _levels(distribution: BaseDistribution) -> Sequence[Any]:
-    """The values of a distribution, LEVELS at most of a number."""
-    if isinstance(distribution, CategoricalDistribution):
-        return distribution.choices
-    assert isinstance(distribution, IntDistribution | FloatDistribution)
-    low, high, step = distribution.low, distribution.high, distribution.step
-    whole = isinstance(distribution, IntDistribution)
-    if step and (high - low) / step < LEVELS:
-        values = [low + i * step for i in range(round((high - low) / step) + 1)]
-    else:
-        space = np.geomspace if distribution.log else np.linspace
-        values = [min(high, max(low, float(value))) for value in space(low, high, LEVELS)]
-        if step:
-            values = [low + round((value - low) / step) * step for value in values]
-    return list(dict.fromkeys(int(v) if whole else float(v) for v in values))
+def _covariance(ours: Sequence[Config], theirs: Sequence[Config]) -> Array:
+    names = list(ours[0])
+    alike = np.zeros((len(ours), len(theirs)))
+    for name in names:
+        a, b = (np.array([repr(one[name]) for one in configs]) for configs in (ours, theirs))
+        alike += a[:, None] == b[None, :]
+    pairs = alike * (alike - 1) / max(1, len(names) * (len(names) - 1))
+    found: Array = IN_COMMON + SINGLE * alike / len(names) + PAIRS * pairs
+    return found
 
 
-def _grid(
-    space: Mapping[str, BaseDistribution], tried: Mapping[Config, object], draw: random.Random
-) -> list[Config]:
-    """The configs not tried, MOST at most."""
-    levels = [_levels(distribution) for distribution in space.values()]
-    if math.prod(map(len, levels)) <= MOST:
-        drawn = [Config(dict(zip(space, row, strict=True))) for row in itertools.product(*levels)]
-    else:
-        drawn = [
-            Config({n: draw.choice(values) for n, values in zip(space, levels, strict=True)})
-            for _ in range(MOST)
-        ]
-    return [config for config in dict.fromkeys(drawn) if config not in tried]
-
-
-class _Gain:
-    """What is known of the finished trials: scores of those that ran, seconds and fate of all."""
-
-    def __init__(
-        self, *, scores: Array, best: float, seconds: Sequence[float], ran: Sequence[bool]
-    ) -> None:
-        self._scores, self._best = scores, best
-        self._seconds, self._ran = seconds, ran
-
-    def most(
-        self, tried: list[Config], left: list[Config], space: Mapping[str, BaseDistribution]
-    ) -> int:
-        """The index of the config with the most gain per second."""
-        alike = _Alike(tried, left, space)
-        ran = alike
-        if not all(self._ran):
-            kept = [c for c, good in zip(tried, self._ran, strict=True) if good]
-            ran = _Alike(kept, left, space)
-        mean, deviation = _fit(ran, self._scores)
-        cost, _ = _fit(alike, np.log(np.maximum(self._seconds, 1e-3)))
-        gain = np.maximum(_expected_improvement(mean, deviation, self._best), TINY)
-        score = np.log(gain) - cost
-        if not all(self._ran):
-            runs, doubt = _fit(alike, np.array(self._ran, float))
-            score += np.log(np.maximum(_below((runs - 0.5) / doubt), TINY))
-        return int(score.argmax())
-
-
-class _Alike:
-    """Likeness of configs, knob by knob: 1 where equal, less for numbers further apart."""
-
-    def __init__(
-        self, tried: list[Config], left: list[Config], space: Mapping[str, BaseDistribution]
-    ) -> None:
-        self.among = self._sums(tried, tried, space)
-        self.across = self._sums(left, tried, space)
-
-    @staticmethod
-    def _sums(
-        ours: list[Config], theirs: list[Config], space: Mapping[str, BaseDistribution]
-    ) -> tuple[Array, Array]:
-        """Sums over knobs, and over pairs of knobs, each as a share of their number."""
-        first = np.zeros((len(ours), len(theirs)))
-        squares = np.zeros_like(first)
-        for name, distribution in space.items():
-            a, b = [c[name] for c in ours], [c[name] for c in theirs]
-            alike = _likeness(a, b, distribution)
-            first += alike
-            squares += alike**2
-        pairs = (first**2 - squares) / 2
-        count = len(space)
-        return first / max(1, count), pairs / max(1, count * (count - 1) // 2)
-
-
-def _likeness(a: list[Value], b: list[Value], distribution: BaseDistribution) -> Array:
-    x, y = (np.array([_place(v, distribution) for v in values]) for values in (a, b))
-    if x.dtype.kind == y.dtype.kind == "f":
-        return np.asarray(np.exp(-np.abs(x[:, None] - y[None, :])), dtype=float)
-    return np.asarray(x[:, None] == y[None, :], dtype=float)
-
-
-def _place(value: Value, distribution: BaseDistribution) -> float | str:
-    """Where a number stands, in reaches; what is none is itself."""
-    if isinstance(distribution, IntDistribution | FloatDistribution):
-        low, high, number = (float(v) for v in (distribution.low, distribution.high, value or 0))
-        if distribution.log:
-            return math.log2(number) / REACH
-        return RANGE * number / (high - low)
-    assert isinstance(distribution, CategoricalDistribution)
-    if all(type(choice) is int and choice >= 0 for choice in distribution.choices):
-        return math.log2(1 + int(value or 0)) / REACH
-    return repr(value)
-
-
-def _covariance(sums: tuple[Array, Array], shares: tuple[float, float, float]) -> Array:
-    common, single, pair = shares
-    return common + single * sums[0] + pair * sums[1]
-
-
-def _fit(alike: _Alike, values: Array) -> tuple[Array, Array]:
-    """Posterior mean and standard deviation of what is left, under the likeliest settings."""
+def _fit(tried: Sequence[Config], values: Array, left: Sequence[Config]) -> tuple[Array, Array]:
+    """Mean and standard deviation of what is left, given what was tried."""
     centre, spread = float(values.mean()), float(values.std()) or 1.0
-    y = (values - centre) / spread
-    fits = []
-    for shares in SHARES:
-        covariance = _covariance(alike.among, shares)
-        for noise in NOISES:
-            lower = np.linalg.cholesky(covariance + noise**2 * np.eye(len(y)))
-            weights = np.linalg.solve(lower.T, np.linalg.solve(lower, y))
-            likelihood = -0.5 * float(y @ weights) - float(np.log(np.diag(lower)).sum())
-            fits.append((likelihood, shares, lower, weights))
-    _, shares, lower, weights = max(fits, key=lambda fit: fit[0])
-    across = _covariance(alike.across, shares)
-    mean = across @ weights
-    known = np.linalg.solve(lower, across.T)
-    variance = np.maximum(1e-12, sum(shares) - (known**2).sum(axis=0))
-    return centre + spread * mean, spread * np.sqrt(variance)
+    among = _covariance(tried, tried) + NOISE**2 * np.eye(len(tried))
+    across = _covariance(left, tried)
+    solved = np.linalg.solve(among, np.column_stack([(values - centre) / spread, across.T]))
+    variance = IN_COMMON + SINGLE + PAIRS - (across * solved[:, 1:].T).sum(axis=1)
+    mean: Array = centre + spread * (across @ solved[:, 0])
+    return mean, spread * np.sqrt(np.maximum(1e-12, variance))
 
 
 def _expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
