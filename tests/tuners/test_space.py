@@ -24,16 +24,12 @@ def test_of_a_gpu() -> None:
     assert (space.batch, space.batches) == (32, (32, 64))
     assert space.is_choice
     assert space.uses == ("capture", "loop", "pilot", "flags")
-    # tf32 is the default of nothing, and fp32 is not offered: the reference is beside the space.
-    assert space.reference == space.default.replace(precision="fp32")
     offered = on_cuda(precisions=("default", "fp32"))
-    assert offered.reference is None
     assert offered.holds(offered.default.replace(precision="fp32"))
 
 
 def test_of_a_cpu() -> None:
     space = Space.of(Situation(device="cpu", batches=(8,), convolves=False, training=False))
-    assert space.reference is None
     assert space.default == Config(
         batch_size=8, cudnn_deterministic=False, precision="default", threads=1
     )

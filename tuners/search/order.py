@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config, Value
@@ -18,6 +18,7 @@ from advisor.tuners.decisions import (
     STARVED,
     TURN_S,
 )
+from advisor.tuners.measure.place import Compared
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
 
@@ -80,6 +81,31 @@ class Visits:
         """That of the baseline."""
         return self._of[self._space.default]
 
+    def changed(self, configs: Iterable[Config]) -> set[tuple[str, Value]]:
+        """The values that some configs change."""
+        return {pair for one in configs for pair in one.changed(self._space.default).items()}
+
+    def strike_failed(self, visit: Visit) -> Config:
+        """Strike out what of a config has never run: of that the code that is built, else the only
+        value, else the number format; returns what that is."""
+        ran = self.changed(one.config for one in self.all if one.ok)
+        new = self.changed([visit.config]) - ran
+        found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
+        if not found:
+            formats = {(name, value) for name, value in new if name in knobs.FORMATS}
+            found = new if len(new) == 1 else formats
+        self.struck |= found
+        return Config(dict(found))
+
+    def strike_wrong(self, config: Config, compared: Compared, right: Iterable[Config]) -> None:
+        """Strike out what a wrong comparison blames, but what others have shown to be right."""
+        if compared.outcome == "wrong":
+            self.struck |= {
+                (name, value)
+                for name, value in self.changed([config]) - self.changed(right)
+                if _blamed(knobs.BY_NAME[name], compared.blames)
+            }
+
     def allowed(self, config: Config) -> bool:
         """Whether none of its values is struck out."""
         return not (self.struck and any(pair in self.struck for pair in config.items()))
@@ -101,6 +127,13 @@ class Visits:
     def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
         """The fastest that a use can follow; the baseline where nothing ran."""
         return next(iter(self.ranked(use, batch)), self.baseline)
+
+
+def _blamed(knob: knobs.Knob, what: str) -> bool:
+    """Whether a knob makes the part of a config that a comparison blames."""
+    if what == "code":
+        return bool(knob.captured or (knob.model and not knob.layout))
+    return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))
 
 
 def score(visit: Visit) -> float:

@@ -13,11 +13,7 @@ from advisor.tuners.knobs import COMPUTE, INPUT, Situation
 
 
 class Space:
-    """Knob names and the values offered, torch's own first; fixed knobs have one value.
-
-    `reference`: strict fp32 where that is another thing than torch's default, else None. `modules`:
-    in the model.
-    """
+    """Knob names and the values offered, torch's own first; fixed knobs have one value."""
 
     def __init__(
         self,
@@ -27,9 +23,6 @@ class Space:
         conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
         dear: Iterable[str] = (),
         frugal: Iterable[str] = (),
-        anew: Iterable[str] = (),
-        reference: Config | None = None,
-        modules: int = 0,
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
@@ -38,14 +31,10 @@ class Space:
         """Knobs that are tried on leaders only."""
         self.frugal = tuple(name for name in frugal if name in self.choices)
         """Knobs that are tried where memory is what limits, and nowhere else."""
-        self.anew = frozenset(anew)
-        """Knobs each of whose values takes a start anew."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
         """What torch does by itself, at the user's batch."""
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
         """What DataLoader does by itself."""
-        self.reference = reference
-        self.modules = modules
 
     @classmethod
     def of(cls, here: Situation) -> Space:
@@ -55,20 +44,13 @@ class Space:
             # A run loads its data in its steps.
             stage = COMPUTE if here.use == PILOT else knob.stage
             by_stage[stage][knob.name] = _offered(knob, here)
-        found = cls(
+        return cls(
             by_stage[COMPUTE],
             inputs=by_stage[INPUT],
             conflicts={knob.name: knob.conflicts for knob in knobs.KNOBS if knob.conflicts},
             dear=(knob.name for knob in knobs.KNOBS if knob.dear),
             frugal=(knob.name for knob in knobs.KNOBS if knob.frugal),
-            anew=here.mapped,
-            modules=here.modules,
         )
-        strict = knobs.strict(found.default)
-        # A CPU's own float32 is strict.
-        if here.device != "cpu" and not found.holds(strict):
-            found.reference = strict
-        return found
 
     def of_inputs(self, choices: Mapping[str, tuple[Value, ...]]) -> Space:
         """A space of other choices, with the conflicts of this one."""

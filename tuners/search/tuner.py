@@ -10,41 +10,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
 
-from advisor.cache.config import Config, Value
+from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Trial, Winner
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
     CLEARLY,
-    COMPARE_S,
     GAIN,
     IDLE_TRIALS,
     LEADERS,
-    LIKELY,
     LOADER_TURN_S,
-    LOOKS,
-    MARGIN,
     MENTIONED,
     NEAR,
     PAIRS,
-    SLOW_TURN_S,
-    SLOW_TURN_STEPS,
     TURN_S,
 )
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
+from advisor.tuners.search import remarks
 from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.costs import Costs
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import Proposal, Recipe, Visits, score
 from advisor.tuners.search.plan import Progress
 from advisor.tuners.search.race import race
-from advisor.tuners.search.ratio import Ratio, paired
+from advisor.tuners.search.ratio import paired
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
@@ -138,6 +134,7 @@ class Tuner:
         self._visitor = Visitor(place, self.clock, self._tell)
         self._visits = Visits(space)
         self._recipe = Recipe(space, self._visits, scope.modules)
+        self._costs = Costs(space, self._visits, scope.modules, self._is_doubtful)
         self._among: list[Config] = []
         self._sampled_batch = space.batch
         study.sampler = scope.sampler or GainPerSecond(
@@ -148,7 +145,6 @@ class Tuner:
         self._journal = Journal(study, space, self._progress.notice)
         self._trials: list[Trial] = []
         self._compared: dict[Config, Compared] = {}
-        self._compare_s = COMPARE_S
         self._passed_over: dict[Config, float] = {}
         self._own_costs: list[str] = []
         self._doubtful: dict[Config, bool] = {}
@@ -164,7 +160,7 @@ class Tuner:
             timed_out = one.trial.measurement.outcome == "timed_out"
             if compared is not None and not unverified:
                 self._compared[self._code(config)] = compared
-                self._strike(config, compared)
+                self._visits.strike_wrong(config, compared, self._right)
             if config != self._space.default and not unverified and not timed_out:
                 self._visits.add(_visit_of(one))
         return len(self._trials)
@@ -219,26 +215,26 @@ class Tuner:
         """Say so where the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
         config = next((one for one in compiled if self._space.is_dear(one)), None)
-        if config is None or self._fits(config, needs_s := self._expected_s(config)):
+        if config is None or self._fits(config, needs_s := self._costs.visit_s(config)):
             return
+        enough = remarks.budget(self.clock.spent_s + 2 * needs_s)
         self._progress.notice(
-            f"{_budget(self._scope.budget_s)} is short here: compiling this model takes about "
-            f"{self._build_s(config):.0f} s; --budget {_budget(self.clock.spent_s + 2 * needs_s)} "
-            "has the time for it"
+            f"{remarks.budget(self._scope.budget_s)} is short here: compiling this model takes "
+            f"about {self._costs.build_s(config):.0f} s; --budget {enough} has the time for it"
         )
 
     def _look_without(self) -> None:
         """Measure what the script's own settings cost; said, and never advised."""
         for config in self._scope.without:
-            if self._fits(config, self._expected_s(config)):
+            if self._fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
                 self._visitor.forget(config)
                 slower = visit.ok and all(turn.ratio >= CLEARLY for turn in visit.turns)
                 if slower and visit.ratio.mean >= MENTIONED:
                     own = knobs.described(self._space.default, config)
                     self._own_costs.append(
-                        f"your script's own {own} costs {_shown(visit.ratio)} here: without it a "
-                        f"step takes {visit.step_s:.3g} s; advisor never changes it"
+                        f"your script's own {own} costs {remarks.shown(visit.ratio)} here: without "
+                        f"it a step takes {visit.step_s:.3g} s; advisor never changes it"
                     )
 
     def _proposals(self) -> Iterator[Proposal]:
@@ -269,15 +265,15 @@ class Tuner:
     def _open(self, batch: int) -> list[Config]:
         """Configs that the sampler may propose: not visited, of code that is known to run, and for
         which there is time."""
-        built = self._pairs(visit.config for visit in self._visits.all if visit.ok)
-        left_s = self.clock.left_s - self._race_s(self._rounds)
+        built = self._visits.changed(visit.config for visit in self._visits.all if visit.ok)
+        left_s = self._search_s
         return [
             config
             for config in self._space.configs(batch, dear=True, feed=self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
-            and (needs_s := self._expected_s(config)) <= left_s
+            and (needs_s := self._costs.visit_s(config)) <= left_s
             and self._scope.worth(needs_s)
         ]
 
@@ -289,7 +285,7 @@ class Tuner:
             return
         if self._is_full or not self._visits.allowed(config):
             return
-        needs_s = self._expected_s(config, proposal.turn_s)
+        needs_s = self._costs.visit_s(config, proposal.turn_s)
         if not self._fits(config, needs_s):
             self._passed_over[config] = needs_s
         elif self._scope.worth(needs_s):
@@ -299,7 +295,7 @@ class Tuner:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         try:
-            leave_s = self._compare_s if self._is_doubtful(config) else 0.0
+            leave_s = self._costs.comparison_s(config)
             visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
             self._visits.add(visit)
             visit = self._verified(visit, always=proposal.compares)
@@ -313,12 +309,12 @@ class Tuner:
         """A visit with the comparison of what was timed, where it leads for some use, or `always`
         where its time is there."""
         config = visit.config
-        asked = self._leads(visit) or (always and self._compare_s <= self.clock.left_s)
+        asked = self._leads(visit) or (always and self._costs.compare_s <= self.clock.left_s)
         if not visit.ok or not self._is_doubtful(config) or not asked:
             return visit
         began = self.clock.now()
         compared = self._comparison_of(config)
-        self._compare_s = max(1.0, self.clock.now() - began)
+        self._costs.compare_s = max(1.0, self.clock.now() - began)
         trial = Trial(
             number=len(self._trials),
             config=config,
@@ -380,12 +376,18 @@ class Tuner:
         compared = self._compared.get(self._code(visit.config))
         return not self._is_doubtful(visit.config) or (compared is not None and compared.ok)
 
+    @property
+    def _right(self) -> list[Config]:
+        """What was compared, and trains like fp32."""
+        return [config for config, compared in self._compared.items() if compared.ok]
+
     def _learn(self, visit: Visit) -> None:
         """Strike out what a visit has shown to fail, and free what does not lead."""
-        if visit.outcome in ("failed", "crashed"):
-            self._strike_failed(visit)
+        if visit.outcome in ("failed", "crashed") and (struck := self._visits.strike_failed(visit)):
+            what = knobs.described(struck, self._space.default)
+            self._progress.notice(f"continues without {what}: {visit.reason}")
         if visit.compared is not None:
-            self._strike(visit.config, visit.compared)
+            self._visits.strike_wrong(visit.config, visit.compared, self._right)
         leading = {self._visits.best(use, self._space.batch).config for use in self._uses}
         leading |= {self._space.default, *self._leaders()}
         # Whatever its loader: what feeds the leader is chosen after its visit.
@@ -393,35 +395,6 @@ class Tuner:
         for config in self._visitor.built:
             if config not in leading:
                 self._visitor.forget(config)
-
-    def _pairs(self, configs: Iterable[Config]) -> set[tuple[str, Value]]:
-        """The values that some configs change."""
-        return {pair for one in configs for pair in one.changed(self._space.default).items()}
-
-    def _strike_failed(self, visit: Visit) -> None:
-        """Strike out what of a config has never run: of that the code that is built, else the only
-        value, else the number format."""
-        ran = self._pairs(one.config for one in self._visits.all if one.ok)
-        new = self._pairs([visit.config]) - ran
-        found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
-        if not found:
-            formats = {(name, value) for name, value in new if name in knobs.FORMATS}
-            found = new if len(new) == 1 else formats
-        self._visits.struck |= found
-        if found:
-            what = knobs.described(Config(dict(found)), self._space.default)
-            self._progress.notice(f"continues without {what}: {visit.reason}")
-
-    def _strike(self, config: Config, compared: Compared) -> None:
-        """Strike out what a wrong comparison blames, but what another one has shown to be right."""
-        if compared.outcome != "wrong":
-            return
-        right = self._pairs(one for one, held in self._compared.items() if held.ok)
-        self._visits.struck |= {
-            (name, value)
-            for name, value in config.changed(self._space.default).items()
-            if _blamed(knobs.BY_NAME[name], compared.blames) and (name, value) not in right
-        }
 
     def _told(self, asked: optuna.Trial, visit: Visit, origin: str) -> None:
         trial = Trial(
@@ -460,55 +433,19 @@ class Tuner:
         best = self._visits.best() if self._space.default in self._visits else None
         self._progress.doing(config, doing, best.config if best else None, self.clock.left_s)
 
-    # Time ---------------------------------------------------------------------------------------
-
     @property
     def _is_full(self) -> bool:
         tried = sum(trial.stage != NUMERICS for trial in self._trials)
         return self._scope.trials is not None and tried >= self._scope.trials
 
     def _fits(self, config: Config, needs_s: float) -> bool:
-        """Whether there is time for a visit, and for the race after it. Before anything compiled
-        leads, what compiles may be tried with less time: it gains the most."""
-        left_s = self.clock.left_s - self._race_s(self._rounds)
-        best = self._visits.best(batch=self._space.batch).config
-        first = self._space.is_dear(config) and not self._space.is_dear(best)
-        return (LIKELY if first else 1.0) * needs_s <= left_s
-
-    def _expected_s(self, config: Config, turn_s: float = TURN_S) -> float:
-        """Seconds that a visit is expected to take: building, settling for about as long as one
-        turn, the turns, each with a block of the baseline, and the comparison."""
-        turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
-        timing_s = 2 * (PAIRS + 1) * turn_s
-        compare_s = self._compare_s if self._is_doubtful(config) else 0.0
-        return self._build_s(config) + timing_s + compare_s
-
-    def _build_s(self, config: Config) -> float:
-        """Seconds until a config's first step is done: as long as the slowest of its kind took."""
-        if not self._space.is_dear(config):
-            return 0.0
-        if knobs.code(config) in self._visits.codes:
-            return 0.0
-        guessed_s = self._guessed_s(config)
-        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
-        alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
-        return max(alike, default=guessed_s) or guessed_s
-
-    def _guessed_s(self, config: Config) -> float:
-        rows = ((knobs.BY_NAME[n].dear, value) for n, value in self._space.dear_in(config))
-        return max(seconds(value, self._scope.modules) for seconds, value in rows if seconds)
+        """Whether there is time for a visit, and for the race after it."""
+        return self._costs.fits(config, needs_s, self._search_s)
 
     @property
-    def _rounds(self) -> int:
-        """Rounds of the final race for which time is kept."""
-        slow = self._visits.baseline.step_s * SLOW_TURN_STEPS > SLOW_TURN_S
-        return LOOKS[0] if slow else LOOKS[1]
-
-    def _race_s(self, rounds: int) -> float:
-        """Seconds that so many rounds of the final race take."""
-        racing = [self._visits.baseline, *map(self._visits.get, self._leaders())]
-        blocks = [max((t.block.seconds for t in v.turns), default=TURN_S) for v in racing if v]
-        return MARGIN * rounds * sum(blocks)
+    def _search_s(self) -> float:
+        """Seconds that are left before the final race."""
+        return self.clock.left_s - self._costs.race_s(self._leaders())
 
     # Race and choice ----------------------------------------------------------------------------
 
@@ -534,7 +471,7 @@ class Tuner:
 
     def _race(self, configs: Sequence[Config]) -> Rates:
         """Samples/s of each turn of the baseline and the leaders, there and back."""
-        if not configs or self.clock.left_s < self._race_s(PAIRS):
+        if not configs or self.clock.left_s < self._costs.race_s(configs, PAIRS):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
         default = self._space.default
@@ -587,7 +524,7 @@ class Tuner:
             input=Config(),
             trials=tuple(self._trials),
             raced=tuple(map(self._started, raced)),
-            remarks=tuple(self._remarks(chosen, rates)),
+            remarks=(*self._own_costs, *self._remarks(chosen, rates)),
             interrupted=interrupted,
             spent_s=self.clock.spent_s,
         )
@@ -596,6 +533,40 @@ class Tuner:
         except KeyboardInterrupt:
             return dataclasses.replace(found, interrupted=True)
         return dataclasses.replace(found, artifacts=artifacts)
+
+    def _remarks(self, chosen: set[Config], rates: Rates) -> Iterator[str]:
+        """A line for each config that seemed to gain and is not advised; what limits the rest."""
+        default = self._space.default
+        gains = [v for v in self._visits.all if v.ok and v.ratio.mean >= MENTIONED]
+        for visit in sorted(gains, key=lambda one: -one.ratio.mean):
+            if (config := visit.config) in chosen or config == default:
+                continue
+            raced = len(rates.get(config, ())) > 1
+            ratio = visit.ratio
+            if raced:
+                ratio = paired(rates[config], rates[default], self._visitor.noise)
+            why = remarks.why_not(
+                ratio, self._compared.get(self._code(config)), needed=self._needed(visit)
+            )
+            yield f"{self._named(config)}: {remarks.shown(ratio)}, not advised: {why}"
+        best = self._visits.best()
+        if best.waits and score(best) >= CLEARLY * best.ratio.mean:
+            yield (
+                f"the loader is the limit: {self._named(best.config)} waits {best.waited:.0%} of "
+                f"its time for data, and would be {score(best):.2f}x if it were fed"
+            )
+        if not self._space.is_dear(self._visits.best(batch=self._space.batch).config):
+            dear = [one for one in self._passed_over.items() if self._space.is_dear(one[0])]
+            for config, needs_s in dear[:1]:
+                enough = remarks.budget(self.clock.budget_s + needs_s)
+                yield (
+                    f"not tried for want of time: {self._named(config)}; --budget {enough} has the "
+                    "time for it"
+                )
+
+    def _needed(self, visit: Visit) -> bool:
+        """Whether a config would be advised if it were compared."""
+        return self._is_doubtful(visit.config) and self._leads(visit)
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
@@ -633,46 +604,8 @@ class Tuner:
         trials = sorted(self._trials, key=lambda trial: trial.config != default)
         return first_step_seen(trials, config, knobs.PAYING)
 
-    # What is said -------------------------------------------------------------------------------
-
-    def _remarks(self, chosen: set[Config], rates: Rates) -> Iterator[str]:
-        """A line for each config that seemed to gain and is not advised; what limits the rest."""
-        yield from self._own_costs
-        default, noise = self._space.default, self._visitor.noise
-        gains = [v for v in self._visits.all if v.ok and v.ratio.mean >= MENTIONED]
-        for visit in sorted(gains, key=lambda one: -one.ratio.mean):
-            if (config := visit.config) in chosen or config == default:
-                continue
-            raced = len(rates.get(config, ())) > 1
-            ratio = paired(rates[config], rates[default], noise) if raced else visit.ratio
-            yield f"{self._named(config)}: {_shown(ratio)}, not advised: {self._why(visit, ratio)}"
-        best = self._visits.best()
-        if best.waits and score(best) >= CLEARLY * best.ratio.mean:
-            yield (
-                f"the loader is the limit: {self._named(best.config)} waits {best.waited:.0%} of "
-                f"its time for data, and would be {score(best):.2f}x if it were fed"
-            )
-        best_is_dear = self._space.is_dear(self._visits.best(batch=self._space.batch).config)
-        dear = [one for one in self._passed_over.items() if self._space.is_dear(one[0])]
-        for config, needs_s in dear[:1] if not best_is_dear else ():
-            yield (
-                f"not tried for want of time: {self._named(config)}; --budget "
-                f"{_budget(self.clock.budget_s + needs_s)} has the time for it"
-            )
-
-    def _why(self, visit: Visit, ratio: Ratio) -> str:
-        compared = self._compared.get(self._code(visit.config))
-        if compared is not None and not compared.ok:
-            return compared.reason
-        if compared is None and self._is_doubtful(visit.config) and self._leads(visit):
-            return "it was not compared with fp32"
-        if ratio.high < math.inf and not ratio.faster:
-            return "too noisy to tell"
-        return "another one is as fast or faster"
-
     def _named(self, config: Config) -> str:
-        at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
-        return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
+        return remarks.named(self._space, config, self._scope.baseline)
 
 
 def _visit_of(known: Known) -> Visit:
@@ -693,22 +626,3 @@ def measurement_of(compared: Compared) -> Measurement:
     """As a record keeps a comparison."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
-
-
-def _blamed(knob: knobs.Knob, what: str) -> bool:
-    """Whether a knob makes the part of a config that a comparison blames."""
-    if what == "code":
-        return bool(knob.captured or (knob.model and not knob.layout))
-    return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))
-
-
-def _shown(ratio: Ratio) -> str:
-    """'1.52x (1.49-1.55)', or that it was seen once."""
-    if ratio.high == math.inf:
-        return f"{ratio.mean:.2f}x in one turn"
-    return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
-
-
-def _budget(seconds: float) -> str:
-    """Seconds as a budget that can be typed, rounded up to tens: '120s'."""
-    return f"{10 * math.ceil(seconds / 10)}s"

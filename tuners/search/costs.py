@@ -1,0 +1,79 @@
+"""What a visit and the final race are expected to take, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from advisor.cache.config import Config
+from advisor.tuners import knobs
+from advisor.tuners.decisions import (
+    COMPARE_S,
+    LIKELY,
+    LOOKS,
+    MARGIN,
+    PAIRS,
+    SLOW_TURN_S,
+    SLOW_TURN_STEPS,
+    TURN_S,
+)
+from advisor.tuners.search.order import Visits
+from advisor.tuners.search.space import Space
+
+
+class Costs:
+    """Expected seconds, from what the visits so far took.
+
+    Args:
+        modules: in the model.
+        doubtful: whether a config is compared with fp32.
+
+    Attributes:
+        compare_s: that a comparison takes.
+    """
+
+    def __init__(
+        self, space: Space, visits: Visits, modules: int, doubtful: Callable[[Config], bool]
+    ) -> None:
+        self._space, self._visits, self._modules = space, visits, modules
+        self._doubtful = doubtful
+        self.compare_s = COMPARE_S
+
+    def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
+        """Building, settling for about as long as one turn, the turns, each with a block of the
+        baseline, and the comparison."""
+        turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
+        timing_s = 2 * (PAIRS + 1) * turn_s
+        return self.build_s(config) + timing_s + self.comparison_s(config)
+
+    def comparison_s(self, config: Config) -> float:
+        """The comparison with fp32; 0 where nothing is compared."""
+        return self.compare_s if self._doubtful(config) else 0.0
+
+    def build_s(self, config: Config) -> float:
+        """Until a config's first step is done: as long as the slowest of its kind took."""
+        if not self._space.is_dear(config) or knobs.code(config) in self._visits.codes:
+            return 0.0
+        guessed_s = self._guessed_s(config)
+        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
+        alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
+        return max(alike, default=guessed_s) or guessed_s
+
+    def fits(self, config: Config, needs_s: float, left_s: float) -> bool:
+        """Whether there is time for a visit. Before anything compiled leads, what compiles may be
+        tried with less time: it gains the most."""
+        best = self._visits.best(batch=self._space.batch).config
+        first = self._space.is_dear(config) and not self._space.is_dear(best)
+        return (LIKELY if first else 1.0) * needs_s <= left_s
+
+    def race_s(self, leaders: Iterable[Config], rounds: int | None = None) -> float:
+        """So many rounds of the final race; by default those for which time is kept."""
+        if rounds is None:
+            slow = self._visits.baseline.step_s * SLOW_TURN_STEPS > SLOW_TURN_S
+            rounds = LOOKS[0] if slow else LOOKS[1]
+        racing = [self._visits.baseline, *map(self._visits.get, leaders)]
+        blocks = [max((t.block.seconds for t in v.turns), default=TURN_S) for v in racing if v]
+        return MARGIN * rounds * sum(blocks)
+
+    def _guessed_s(self, config: Config) -> float:
+        rows = ((knobs.BY_NAME[n].dear, value) for n, value in self._space.dear_in(config))
+        return max(seconds(value, self._modules) for seconds, value in rows if seconds)
