@@ -147,6 +147,7 @@ class Tuner:
         self._compared: dict[Config, Compared] = {}
         self._passed_over: dict[Config, float] = {}
         self._own_costs: list[str] = []
+        self._enough = ""
         self._doubtful: dict[Config, bool] = {}
         self.known = self._resume()
 
@@ -217,10 +218,10 @@ class Tuner:
         config = next((one for one in compiled if self._space.is_dear(one)), None)
         if config is None or self._fits(config, needs_s := self._costs.visit_s(config)):
             return
-        enough = remarks.budget(self.clock.spent_s + 2 * needs_s)
+        self._enough = remarks.budget(self.clock.budget_s + needs_s)
         self._progress.notice(
-            f"{remarks.budget(self._scope.budget_s)} is short here: compiling this model takes "
-            f"about {self._costs.build_s(config):.0f} s; --budget {enough} has the time for it"
+            f"{self.clock.budget_s:g}s is short here: compiling this model takes about "
+            f"{self._costs.build_s(config):.0f} s; --budget {self._enough} has the time for it"
         )
 
     def _look_without(self) -> None:
@@ -558,7 +559,7 @@ class Tuner:
         if not self._space.is_dear(self._visits.best(batch=self._space.batch).config):
             dear = [one for one in self._passed_over.items() if self._space.is_dear(one[0])]
             for config, needs_s in dear[:1]:
-                enough = remarks.budget(self.clock.budget_s + needs_s)
+                enough = self._enough or remarks.budget(self.clock.budget_s + needs_s)
                 yield (
                     f"not tried for want of time: {self._named(config)}; --budget {enough} has the "
                     "time for it"
