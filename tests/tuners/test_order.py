@@ -31,6 +31,7 @@ def short(config: Config, of: Space) -> str:
 
 
 ON_A_GPU = space()
+WITH_ITS_OWN_FP16 = space(own=Config(precision="fp16"), kept=("precision",))
 ON_A_CPU = space("cpu", cpu_bf16=True, convolves=False)
 CONVOLVING_ON_A_CPU = space("cpu", cpu_bf16=True, cores=2, threads=2)
 WITHOUT_BF16 = space("cpu", cpu_bf16=False, cores=2, threads=2)
@@ -50,6 +51,7 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
                 "cudagraphs",
             ],
         ),
+        (WITH_ITS_OWN_FP16, ["channels_last reduce-overhead"]),
         (ON_A_CPU, ["bf16", "default bf16"]),
         (
             CONVOLVING_ON_A_CPU,
@@ -67,7 +69,7 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
             ],
         ),
     ],
-    ids=["GPU", "CPU", "CPU, convolving", "CPU without bf16", "workload"],
+    ids=["GPU", "GPU, own fp16", "CPU", "CPU, convolving", "CPU without bf16", "workload"],
 )
 def test_what_gains_most_for_its_time_comes_first(of: Space, first: list[str]) -> None:
     assert visited(MadeUp(of.default), of)[: len(first)] == first
