@@ -268,25 +268,16 @@ class Advice:
         if not self._acting.captured:
             return train_step
         from advisor.tuners.act.capture.recorder import RECORDERS
-        from advisor.tuners.act.capture.step_graph import (
-            StepGraph,
-            process_group_obstacle,
-            warn_plain,
-        )
+        from advisor.tuners.act.capture.step_graph import StepGraph
 
         recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
         self._used.add(CAPTURE)
-        if obstacle := process_group_obstacle():
-            self._following.failed = obstacle
-            warn_plain(obstacle)
-            return train_step
         scaler = self.scaler if self._acting.scaled else None
-        self._step_graph = StepGraph(
-            train_step, self.place(example_batch), self._models, recorder(), scaler
-        )
-        return self._step_graph
+        graph = StepGraph(train_step, self.place(example_batch), self._models, recorder(), scaler)
+        self._step_graph = graph
+        return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
         """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
