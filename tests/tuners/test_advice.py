@@ -574,11 +574,6 @@ def test_what_the_user_changed_between_two_is_what_comes_back() -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_what_is_no_flag_cannot_be_put_in_force() -> None:
-    with pytest.raises(ValueError, match="'channels_last' acts through no flag"):
-        InForce().put(Config(channels_last=True))
-
-
 @pytest.mark.usefixtures("threads")
 def test_threads_that_an_advice_set_are_not_the_user_s() -> None:
     for threads in (1, 2, 1):

@@ -36,8 +36,8 @@ _stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
-    """Put all that this process has compiled into a file; no file where that is nothing, or where
-    it cannot be written."""
+    """Put all that this process has compiled into a file; no file if that is nothing, or if it
+    cannot be written."""
     if "torch._dynamo" not in sys.modules:
         return
     found = torch.compiler.save_cache_artifacts()
@@ -47,7 +47,7 @@ def save(file: Path) -> None:
 
 
 def saved(file: Path) -> tuple[Tools, bytes] | None:
-    """What a process has saved, and what compiled it; None where it has saved nothing."""
+    """What a process has saved, and what compiled it; None if it has saved nothing."""
     try:
         data = read_regular(file, MOST_SAVED)
         found = msgpack.unpackb(data, max_bin_len=len(data))
@@ -56,17 +56,12 @@ def saved(file: Path) -> tuple[Tools, bytes] | None:
         return None
 
 
-def load(data: bytes) -> bool:
-    """Have PyTorch know what another process compiled; whether it took it."""
-    return torch.compiler.load_cache_artifacts(data) is not None
-
-
 def have_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
     A memory format goes into a key as pickle writes it: with the first module in `sys.modules` that
-    knows PyTorch as `torch`. That is another one where a script imports its own modules first, or
-    multiprocessing, and what was compiled elsewhere is not found. Where PyTorch makes its keys by
+    has PyTorch as `torch`. That is another one if a script imports its own modules first, or
+    multiprocessing, and what was compiled elsewhere is not found. If PyTorch makes its keys by
     something else, this changes nothing.
     """
     global _stable_keys
@@ -100,17 +95,17 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 
 class Fetch:
-    """Artifacts on their way to a script: fetched in a thread beside it, loaded in its own before
-    what they are for is called. What goes wrong with them costs what they would have saved.
+    """Artifacts on their way to a script: found in a thread, loaded in the script's own before what
+    they are for is called. A failure costs what they would have saved.
 
-    Importing what loads them, and loading, is the script's own thread's: PyTorch's modules import
-    each other in circles, which two threads at once do not survive.
+    The script's own thread imports and loads: PyTorch's modules import each other in circles, which
+    two threads at once do not survive.
 
     Args:
-        find: finds them, None where there are none.
+        find: finds them, None if there are none.
 
     Attributes:
-        said: what became of them, for people; '' as long as there is nothing to say.
+        said: what became of them, for people; '' if there is nothing to say.
     """
 
     def __init__(self, find: Callable[[], Found | None]) -> None:
@@ -122,27 +117,11 @@ class Fetch:
         self.said = ""
 
     def begin(self) -> None:
-        """Fetch, beside whatever the script does next."""
+        """Find them, beside whatever the script does next."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="advisor: artifacts", daemon=True
-            )
+            run, name = self._run, "advisor: artifacts"
+            self._thread = threading.Thread(target=run, name=name, daemon=True)
             self._thread.start()
-
-    def load(self) -> None:
-        """Have PyTorch know them, where they come in time."""
-        if self._over:
-            return
-        self._over = True
-        self.begin()
-        assert self._thread is not None
-        self._thread.join(WAIT_S)
-        if self._thread.is_alive():
-            self._tell(f"not there within {WAIT_S:g} s; compiled anew")
-        elif self._failed:
-            self._tell(f"{self._failed}; compiled anew")
-        elif self._found is not None:
-            self._load(self._found)
 
     def _run(self) -> None:
         try:
@@ -150,39 +129,51 @@ class Fetch:
         except Exception as exc:  # whatever a store raises: training goes on
             self._failed = str(exc) or type(exc).__name__
 
-    def _load(self, found: Found) -> None:
+    def load(self) -> None:
+        """Have PyTorch know them, if they come in time."""
+        if self._over:
+            return
+        self._over = True
+        self.begin()
+        assert self._thread is not None
+        self._thread.join(WAIT_S)
+        late = self._thread.is_alive()
+        failed = f"not there within {WAIT_S:g} s" if late else self._failed
+        if not failed and self._found is not None:
+            failed = self._load(self._found)
+            self._found = None
+        if failed:
+            prefix = "" if failed.startswith("artifacts") else "artifacts: "
+            self.said = f"{prefix}{failed}; compiled anew"
+            if os.environ.get("RANK", "0") == "0":  # one speaks for all
+                _log.warning("%s", self.said)
+
+    def _load(self, found: Found) -> str:
+        """Why they were not loaded; '' if they were."""
         began = time.perf_counter()
         try:
             have_stable_keys()
-            taken = load(found.data)
+            if torch.compiler.load_cache_artifacts(found.data) is None:
+                return "PyTorch cannot read them"
         except Exception as exc:  # whatever PyTorch makes of it: training goes on
-            self._tell(f"not loaded ({type(exc).__name__}: {exc}); compiled anew")
-            return
-        self._found = None
-        if not taken:
-            self._tell("PyTorch cannot read them; compiled anew")
-            return
+            return f"not loaded ({type(exc).__name__}: {exc})"
         took_s = time.perf_counter() - began
         self.said = f"{size(found.size)} of artifacts loaded from {found.store} in {took_s:.2g} s"
         _log.info("%s", self.said)
-
-    def _tell(self, why: str) -> None:
-        self.said = why if why.startswith("artifacts") else f"artifacts: {why}"
-        if os.environ.get("RANK", "0") == "0":  # one speaks for all
-            _log.warning("%s", self.said)
+        return ""
 
 
 def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done right before what was compiled in place of a model is called: of one
-    whose blocks were, before the first call of each."""
+    """Have something done right before what was compiled in place of a model, or of each of its
+    blocks, is called for the first time."""
     for module in model.modules():
         if module._compiled_call_impl is not None:
-            _before_first_call(module, module._compiled_call_impl, act)
+            module._compiled_call_impl = _first_call(module, module._compiled_call_impl, act)
 
 
-def _before_first_call(
+def _first_call(
     model: nn.Module, compiled: Callable[..., Any], act: Callable[[], None]
-) -> None:
+) -> Callable[..., Any]:
     def first(*args: Any, **kwargs: Any) -> Any:
         # Within another compilation there is nothing to wait for, and this is traced.
         if not torch.compiler.is_compiling():
@@ -191,4 +182,4 @@ def _before_first_call(
             act()
         return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = first
+    return first

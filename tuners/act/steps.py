@@ -1,7 +1,7 @@
 """The end of every optimizer's step, for whatever of advisor's waits for it.
 
-One hook serves all. PyTorch goes through its hooks as they are, and raises where one comes or goes
-meanwhile: what acts at a step's end, as a pilot that compiles there, must not add one of its own.
+One hook serves all. PyTorch iterates over its hooks directly, and raises if one comes or goes
+meanwhile: what acts at the end of a step, as a pilot that compiles there, must not add its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -17,7 +16,7 @@ Stepped = Callable[[torch.optim.Optimizer], None]
 
 
 class Steps:
-    """Holds on to PyTorch while there is somebody to tell."""
+    """Has a hook in PyTorch while there is somebody to tell."""
 
     def __init__(self) -> None:
         self._told: list[Stepped] = []
@@ -33,7 +32,10 @@ class Steps:
         def remove() -> None:
             if stepped in self._told:
                 self._told.remove(stepped)
-                self._let_go()
+            # At the end of a step the hook has to stay, idle, until the next call from outside.
+            if self._handle is not None and not (self._told or self._inside):
+                self._handle.remove()
+                self._handle = None
 
         return remove
 
@@ -44,21 +46,6 @@ class Steps:
                 stepped(optimizer)
         finally:
             self._inside = False
-
-    def _let_go(self) -> None:
-        if self._told or self._handle is None:
-            return
-        if not self._inside:
-            self._handle.remove()
-            self._handle = None
-            return
-
-        def later(_module: torch.nn.Module, _args: object) -> None:
-            # Through the hooks of a module's call PyTorch goes by a copy.
-            handle.remove()
-            self._let_go()
-
-        handle = register_module_forward_pre_hook(later)
 
 
 EVERY_STEP = Steps()

@@ -196,7 +196,7 @@ class StepGraph:
         return self._objects
 
     def _drawn(self) -> object:
-        """The state of the random numbers that are drawn on the host: Python's, NumPy's, torch's."""
+        """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
         drawn = random.getstate(), numpy and numpy.random.get_state()
         return pickle.dumps(drawn), self._recorder.host_state()

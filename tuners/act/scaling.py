@@ -1,4 +1,5 @@
-"""Half precision without a scaler: small gradients become zero, and nothing says so."""
+"""Training in fp16: without a scaler small gradients become zero, and with one a step may be
+skipped, which fused SGD does not expect of the first."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ class Unscaled:
     """Looks once, at the first optimizer step after `watch`, whether a GradScaler takes it.
 
     Args:
-        models: whose optimizers are meant; where there are none, any.
+        models: whose optimizers are meant; any if there are none.
 
     Attributes:
         scaled: whether it did; False while nothing was seen.
@@ -47,15 +49,13 @@ class Unscaled:
             return
         assert self._unhook is not None
         self._unhook()
-        frame = sys._getframe(1)
-        for _ in range(_DEPTH):
+        frame, left = sys._getframe(1), _DEPTH
+        while frame.f_back is not None and left:
             # The script's own scaler is as good as the advice's.
             if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
                 self.scaled = True
                 return
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
+            frame, left = frame.f_back, left - 1
         warnings.warn(
             "advisor: this advice trains in fp16, and the optimizer stepped without a scaler: "
             "small gradients become zero. Call advice.step(loss, optimizer), or advice.scaler as "
@@ -63,3 +63,24 @@ class Unscaled:
             AdvisorWarning,
             stacklevel=2,
         )
+
+
+def make_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Before a step: make the momentum that fused SGD would make uninitialised in its first.
+
+    Its kernel writes nothing if a gradient is infinite, and the next step goes on from what was
+    there (torch/optim/sgd.py, _fused_sgd): ResNet-50's loss became NaN on an H200.
+    """
+    skipped = getattr(optimizer, "found_inf", None)  # which a GradScaler gives to fused kernels
+    if skipped is None or not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"] if group["momentum"] else ():
+            if weight.grad is None or optimizer.state[weight].get("momentum_buffer") is not None:
+                continue
+            if not group["dampening"]:
+                # The first step takes the gradient as it is: so does one that adds it to nothing.
+                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)
+            elif bool(skipped):
+                # Dampened is every gradient but the first: there is no step until there is one.
+                weight.grad = None
