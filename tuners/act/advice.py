@@ -29,19 +29,12 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import Unscaled, make_momentum
 from advisor.tuners.act.served import Served
+from advisor.tuners.decisions import OVERLAPPED
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
     from advisor.tuners.act.artifacts import Fetch
     from advisor.tuners.act.capture.step_graph import StepGraph
-
-_NOTHING = contextlib.nullcontext()
-
-_TO_MEASURE = Served()
-
-OVERLAPPED = 8 * 2**20
-"""Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
-(0.2 ms at PCIe 4.0's 25 GB/s) than a busy host needs to keep two streams in step."""
 
 
 class Advice:
@@ -62,12 +55,12 @@ class Advice:
         *,
         device: str,
         batch_size: int | None = None,
-        served: Served = _TO_MEASURE,
+        served: Served | None = None,
     ) -> None:
         self.config = config
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self.served = served
+        self.served = served = served or Served()
         self.status = served.status
         self.record = served.record
         self.explanation = served.explanation
@@ -220,7 +213,7 @@ class Advice:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context for forward pass and loss: torch.autocast, or nothing."""
         if self._acting.autocast is None:
-            return _NOTHING
+            return contextlib.nullcontext()
         self._used.add("autocast")
         if self._unscaled is not None:
             self._unscaled.watch()

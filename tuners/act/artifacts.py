@@ -24,10 +24,9 @@ from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.patch import Patch
+from advisor.tuners.decisions import ARTIFACTS_S
 from advisor.tuners.environment import tools
 
-WAIT_S = 5.0
-"""What a first step waits for artifacts that are still on their way: compiling takes longer."""
 MOST_SAVED = 2**30
 """Bytes that are read of what a process saved."""
 
@@ -136,9 +135,9 @@ class Fetch:
         self._over = True
         self.begin()
         assert self._thread is not None
-        self._thread.join(WAIT_S)
+        self._thread.join(ARTIFACTS_S)
         late = self._thread.is_alive()
-        failed = f"not there within {WAIT_S:g} s" if late else self._failed
+        failed = f"not there within {ARTIFACTS_S:g} s" if late else self._failed
         if not failed and self._found is not None:
             failed = self._load(self._found)
             self._found = None

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-RECOMPILATIONS = 64
-"""Of one function: each config is another one to torch.compile, and eight is its own limit."""
+from advisor.tuners.decisions import RECOMPILATIONS
 
 
 def _counters() -> Any:

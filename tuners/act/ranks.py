@@ -13,9 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from advisor.errors import RanksDiffer
-
-GATHER_S = 10.0
-"""For the other ranks' digests: those that come later compare themselves with all before them."""
+from advisor.tuners.decisions import GATHER_S
 
 _comparisons = itertools.count()
 

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.tuners.act.steps import EVERY_STEP
-
-KEPT = 2**20
-"""Bytes up to which an output is copied in training too, as a loss that a script collects."""
+from advisor.tuners.decisions import KEPT
 
 
 class Replays:

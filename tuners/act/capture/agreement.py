@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from advisor.tuners import tf32
-
-ROUNDS = 4
-"""Runs of each way from one state, if the first two differ."""
-NUDGES = 4
-"""Runs from nudged weights: rounding puts some activations on the other side of a kink."""
-SPREADS = 3.0
-"""What two ways may differ by, in units of the widest distance between two runs of one way."""
-RELATIVE = 1e-5
-"""The same as a fraction of what a step moves: for a sum in another order."""
-FLIPS, FLIPPED = 4, 1e-4
-"""Numbers of a tensor, and fraction of them, that may be rounded to their neighbours."""
+from advisor.tuners.decisions import FLIPPED, FLIPS, NUDGES, RELATIVE, ROUNDS, SPREADS
 
 _Kept = dict[int, Tensor]
 

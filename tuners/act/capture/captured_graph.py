@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Place, Values
 from advisor.tuners.act.capture.recorder import Recorder
-
-_CLEARED = object()
 
 
 class Buffers:
@@ -57,25 +55,13 @@ def _alike(a: Any, b: Any) -> bool:
         return False
 
 
-class Gradient:
-    """A weight's gradient as the captured step finds it, and as it leaves it."""
+class Gradient(NamedTuple):
+    """A weight's gradient as the captured step finds it, unless it `clears` it, and leaves it."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.before: Any = weight.grad
-        self.after: Any = None
-
-    def captured(self) -> None:
-        """Take what the step left, and put back what it found."""
-        self.after = self.weight.grad
-        self.weight.grad = self.before
-        if self.clears:
-            self.before = _CLEARED  # not kept alive: it is as large as the weight
-
-    @property
-    def clears(self) -> bool:
-        """Whether the step replaces the gradient that it finds."""
-        return self.before is not None and self.after is not self.before
+    weight: Tensor
+    before: Tensor | None
+    after: Tensor | None
+    clears: bool
 
     def as_captured(self) -> bool:
         """Whether a replay may follow: the step clears the gradient, or finds the same one."""
@@ -87,7 +73,7 @@ class CapturedGraph:
 
     Args:
         recording: replays it; and what the step returned.
-        gradients: of the weights, as the step found them.
+        gradients: weights, with the gradients that the step found; they are put back.
         replaced: objects that the step replaces: place, name and the new one.
         before: all objects that it found: the graph still reads tensors that were replaced.
 
@@ -98,14 +84,17 @@ class CapturedGraph:
     def __init__(
         self,
         recording: tuple[Callable[[], None], Any],
-        gradients: list[Gradient],
+        gradients: list[tuple[Tensor, Tensor | None]],
         replaced: list[tuple[Place, Any, Any]],
         before: Values,
     ) -> None:
         self._replay, output = recording
-        for gradient in gradients:
-            gradient.captured()
-        self.gradients = gradients
+        self.gradients = []
+        for weight, found in gradients:
+            left, weight.grad = weight.grad, found
+            clears = found is not None and left is not found
+            # One that is cleared is not kept alive: it is as large as the weight.
+            self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False
         self._replaced = [(place, name) for place, name, _new in replaced]
         self._output = tree_map(detached, (output, [new for *_, new in replaced]))
@@ -126,7 +115,8 @@ class CapturedGraph:
         self._replay()
         tree_map(_copy, copies, self._output)
         for gradient in self.gradients:
-            if not self.attached or (gradient.before is None and gradient.after is not None):
+            makes = gradient.before is None and gradient.after is not None
+            if not self.attached or (makes and not gradient.clears):
                 gradient.weight.grad = gradient.after
         self.attached = True
         for (place, name), value in zip(self._replaced, new, strict=True):

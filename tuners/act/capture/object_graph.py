@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.tuners.decisions import WIDE
 from advisor.tuners.fingerprint import is_library
 
-WIDE = 1000
-"""Entries from which only the length of a container is watched: it holds data, not settings."""
 SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
 _MODULE = frozenset(vars(nn.Module())) - {"training"}

@@ -29,20 +29,7 @@ from advisor.tuners.act.capture.captured_graph import (
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import Recorder
-
-WARM_STEPS = 3
-"""Steps before the capture, as PyTorch's notes advise: they make lazy state."""
-CHECKED = 3
-"""Replays that are compared with the same step without a graph, each on a batch of its own."""
-CHECKED_AGAIN = 1000
-"""Replays until one is compared again, for values that are read deeper than is watched; then twice
-as many each time. A comparison takes up to ten steps: 1%."""
-RECAPTURES = 8
-"""Captures in a row, each undone by the very next change, after which graphs are given up."""
-OTHERS = 64
-"""Batches in a row unlike the example, after which a warning says that nothing is replayed."""
-SMALL = 16 * 2**20
-"""Bytes up to which a tensor that the step holds is compared though it is not seen to write it."""
+from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, OTHERS, RECAPTURES, SMALL, WARM_STEPS
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -230,7 +217,7 @@ class StepGraph:
     def _capture(self, leaves: list[Any]) -> str:
         """Why there is no graph; '' if there is, and everything else is as before."""
         before: Values = []
-        gradients: list[Gradient] = []
+        gradients: list[tuple[Tensor, Tensor | None]] = []
         objects = self._objects
         try:
             self._buffers.fill(leaves)
@@ -238,14 +225,14 @@ class StepGraph:
             objects = self._look()
             before = objects.read()
             self._fixed = self._settings()
-            gradients = [Gradient(weight) for weight in self._optimizers.weights()]
+            gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
                 recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
         except Exception as exc:  # whatever it is, the step without a graph may not raise it
             if before and objects is not None:
                 objects.restore(before)
-            for gradient in gradients:
-                gradient.weight.grad = gradient.before
+            for weight, gradient in gradients:
+                weight.grad = gradient
             return _why(exc)
         self._captured = CapturedGraph(recording, gradients, objects.replaced(before), before)
         objects.watch(before)
