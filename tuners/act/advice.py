@@ -342,7 +342,7 @@ class Advice:
             if kind is dict:
                 return placed
             if not isinstance(batch, MutableMapping):
-                return kind(placed)  # type: ignore[call-arg]
+                return kind(placed)
             found = copy.copy(batch)  # its constructor may want something else
             found.update(placed)
             return found

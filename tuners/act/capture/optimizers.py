@@ -114,7 +114,8 @@ class Optimizers:
     def capturable(self) -> Iterator[None]:
         """The optimizers as a capture needs them: their learning rates on the device."""
         groups = self._groups()
-        own = [{n: group[n] for n in ("lr", "capturable") if n in group} for group in groups]
+        names = ("lr", "capturable")
+        own = [{name: held for name, held in group.items() if name in names} for group in groups]
         for group in groups:
             if "capturable" in group and self._on_cuda:
                 group["capturable"] = True
