@@ -1,8 +1,4 @@
-"""Advice: a config at work in a training loop.
-
-The worker that measures and the script that trains use the same methods of this class, so that
-what is measured is what is applied.
-"""
+"""Advice: a config at work in a training loop, a script's as in the worker that measures it."""
 
 from __future__ import annotations
 
@@ -92,8 +88,7 @@ class Advice:
         return self._now().reason()
 
     def report(self) -> str:
-        """Lines for a person: what was advised, what took effect, what did not because the script
-        never used the piece it needs, what the user's own setting kept, what the next use gives."""
+        """Lines for a person: what took effect, what did not and why, what the next use gives."""
         return "\n".join(self._now().lines())
 
     def _now(self) -> Following:
@@ -106,11 +101,8 @@ class Advice:
         return self._following
 
     def set_flags(self) -> None:
-        """Set the process-wide flags that are advised (`advisor.apply` did this).
-
-        Before `prepare` those that are best on their own, since a script may use nothing else;
-        flags that the user has set, as OMP_NUM_THREADS, stay.
-        """
+        """Set the process-wide flags that are advised (`advisor.apply` did this): before `prepare`
+        those that are best on their own. What the user has set, as OMP_NUM_THREADS, stays."""
         self._used.add("set_flags")
         if self.artifacts is not None:
             self.artifacts.begin()
@@ -146,14 +138,13 @@ class Advice:
         return self.lay_out(model.to(self.device))
 
     def lay_out(self, model: nn.Module) -> nn.Module:
-        """What `prepare` does to a model, for a loop that moves and compares it by itself: lay it
-        out in the advised memory format, and compile it in place."""
+        """`prepare`, for a loop that moves the model to its device and compares it by itself."""
         acting = self._acting
         for knob, value in acting.rows:
             if knob.layers is not None and (convert := knob.layers(value)) is not None:
                 model = convert(model)
         for knob, value in acting.rows:
-            if knob.model is None or (knob.layout is not None and not _may_lay_out(model)):
+            if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
             model = knob.model(model, value)
             if knob.layout is not None:
@@ -172,8 +163,7 @@ class Advice:
         return model
 
     def hand_over(self) -> None:
-        """Set the flags of the whole config: a framework's own loop follows the rest of it, and
-        compiles by itself, so that no piece is missed at the end."""
+        """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
         self._used.update(PIECES)
         if self._acting.compiles:
             known_wrong.avoid()
@@ -260,11 +250,11 @@ class Advice:
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
         """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
 
-        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients that lie in
-        the optimizer's weights, from a `backward` of the script's own, do not count, and those of
-        other weights, as a discriminator's when the generator trains, gather as they would. To
-        accumulate gradients over several batches call `advice.scaler.scale(loss).backward()` for
-        each, then `advice.scaler.step(optimizer)`, `advice.scaler.update()` and `zero_grad()`.
+        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients from an
+        earlier `backward` do not count, and those of other weights, as a discriminator's when the
+        generator trains, accumulate. To accumulate over several batches call
+        `advice.scaler.scale(loss).backward()` for each, then `advice.scaler.step(optimizer)`,
+        `advice.scaler.update()` and `zero_grad()`.
 
         Args:
             loss: one number.
@@ -355,17 +345,16 @@ class Advice:
         return batch
 
 
-def _may_lay_out(model: nn.Module) -> bool:
-    """Whether gradients find back to weights that are laid out; warns if they would not."""
-    if buckets.can_rebuild(model):
-        return True
-    warnings.warn(
-        "advisor: the weights keep their memory format: DistributedDataParallel exchanges their "
-        "gradients with a hook or a static graph. Call prepare before the model is wrapped",
-        AdvisorWarning,
-        stacklevel=4,
-    )
-    return False
+def _can_lay_out(model: nn.Module) -> bool:
+    can = buckets.can_rebuild(model)
+    if not can:
+        warnings.warn(
+            "advisor: the weights keep their memory format: DistributedDataParallel exchanges "
+            "their gradients with a hook or a static graph. Call prepare before it is wrapped",
+            AdvisorWarning,
+            stacklevel=4,
+        )
+    return can
 
 
 def _users(knob: Knob, default: Config) -> bool:

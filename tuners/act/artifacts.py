@@ -1,6 +1,4 @@
-"""Artifacts of torch.compile: saved by the process that compiled, loaded by the next before its
-first step. https://docs.pytorch.org/docs/stable/torch.compiler.html, `save_cache_artifacts`.
-"""
+"""What torch.compile made in one process (`save_cache_artifacts`), loaded in the next."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ _stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
-    """Put all that this process has compiled into a file; no file if that is nothing, or if it
-    cannot be written."""
+    """Put all that this process has compiled into a file, if that is anything, and if it can."""
     if "torch._dynamo" not in sys.modules:
         return
     found = torch.compiler.save_cache_artifacts()
@@ -58,10 +55,9 @@ def saved(file: Path) -> tuple[Tools, bytes] | None:
 def have_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
-    A memory format goes into a key as pickle writes it: with the first module in `sys.modules` that
-    has PyTorch as `torch`. That is another one if a script imports its own modules first, or
-    multiprocessing, and what was compiled elsewhere is not found. If PyTorch makes its keys by
-    something else, this changes nothing.
+    Pickle writes a memory format into a key with the first module in `sys.modules` that has PyTorch
+    as `torch`: another one if a script imports its own modules first, or multiprocessing. If
+    PyTorch makes its keys by something else, this changes nothing.
     """
     global _stable_keys
     from torch._inductor import codecache
@@ -74,7 +70,7 @@ def have_stable_keys() -> None:
         def begin(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
             # Only for a digest: nothing of it is read again.
-            self.dispatch_table |= {kind: _by_name for kind in (torch.memory_format, torch.dtype)}
+            self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
 
         return begin
 
@@ -95,10 +91,8 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 class Fetch:
     """Artifacts on their way to a script: found in a thread, loaded in the script's own before what
-    they are for is called. A failure costs what they would have saved.
-
-    The script's own thread imports and loads: PyTorch's modules import each other in circles, which
-    two threads at once do not survive.
+    they are for is called. PyTorch's modules import each other in circles, so that two threads must
+    not import them at once. A failure costs what the artifacts would have saved.
 
     Args:
         find: finds them, None if there are none.
@@ -136,20 +130,19 @@ class Fetch:
         self.begin()
         assert self._thread is not None
         self._thread.join(ARTIFACTS_S)
-        late = self._thread.is_alive()
-        failed = f"not there within {ARTIFACTS_S:g} s" if late else self._failed
-        if not failed and self._found is not None:
-            failed = self._load(self._found)
-            self._found = None
+        late = f"not there within {ARTIFACTS_S:g} s" if self._thread.is_alive() else ""
+        failed = late or self._failed or self._load()
         if failed:
             prefix = "" if failed.startswith("artifacts") else "artifacts: "
             self.said = f"{prefix}{failed}; compiled anew"
             if os.environ.get("RANK", "0") == "0":  # one speaks for all
                 _log.warning("%s", self.said)
 
-    def _load(self, found: Found) -> str:
-        """Why they were not loaded; '' if they were."""
-        began = time.perf_counter()
+    def _load(self) -> str:
+        """Why they were not loaded; '' if they were, or if there are none."""
+        began, found, self._found = time.perf_counter(), self._found, None
+        if found is None:
+            return ""
         try:
             have_stable_keys()
             if torch.compiler.load_cache_artifacts(found.data) is None:
@@ -163,8 +156,7 @@ class Fetch:
 
 
 def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done right before what was compiled in place of a model, or of each of its
-    blocks, is called for the first time."""
+    """Have something done before the first call of what was compiled, a model or its blocks."""
     for module in model.modules():
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = _first_call(module, module._compiled_call_impl, act)

@@ -1,9 +1,8 @@
 """DistributedDataParallel's buckets, rebuilt after weights are laid out.
 
 It writes gradients by the strides that weights had when its reducer was made, and reads them by
-their present strides (torch 2.11, reducer.cpp, `populate_bucket_views_out`): gradients of weights
-laid out since come back permuted, without an error. PyTorch has no public way to rebuild a reducer;
-`rebuild` does what `DistributedDataParallel.__setstate__` does.
+their present ones (torch 2.11, reducer.cpp, `populate_bucket_views_out`): those of weights laid out
+since come back permuted. `rebuild` does what `DistributedDataParallel.__setstate__` does.
 """
 
 from __future__ import annotations

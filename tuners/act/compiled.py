@@ -1,9 +1,5 @@
 """What torch.compile keeps in this process: how many graphs, of which configs, and how to free it.
-
-torch.compile keeps code by the function that it was compiled from until the process ends or all of
-it is reset; PyTorch has no public way to free the code of one config. What is not found here stays
-in memory.
-"""
+PyTorch has no public way to free the code of one config: what is not found here stays in memory."""
 
 from __future__ import annotations
 
@@ -29,16 +25,15 @@ def graphs_compiled() -> int:
 
 
 def fallbacks() -> int:
-    """Times that torch.compile has reached its limit of compilations of one function. It gives up
-    on the function and only logs so."""
+    """Functions that torch.compile gave up at its limit of compilations, which it only logs."""
     given_up = _counters()["unimplemented"]
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
 
 
 @contextlib.contextmanager
 def one_size() -> Iterator[None]:
-    """Have torch.compile take all sizes and strides as it sees them. By default it compiles for any
-    size once it has seen another, and then calls that slower code for both."""
+    """Have torch.compile take sizes as it sees them. By default it compiles for any size once it
+    has seen another, and then calls that slower code for both."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -86,10 +81,7 @@ class CompiledCode:
 
 
 def free(codes: set[str], replays: set[int]) -> None:
-    """Free what `CompiledCode.claim` gave; called again it is compiled again.
-
-    CUDA graphs share one pool of memory, which stays; the graphs themselves go.
-    """
+    """Free what `CompiledCode.claim` gave; the memory pool that CUDA graphs share stays."""
     with contextlib.suppress(ImportError, AttributeError):
         _free_code(codes)
     with contextlib.suppress(ImportError, AttributeError):

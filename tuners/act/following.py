@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,7 +66,6 @@ class Following:
     compiled: str = ""
     another: str = ""
     piloted: str = ""
-    process: int = field(default_factory=os.getpid)
 
     def missing(self, knob: Knob, value: Value) -> list[Piece]:
         """The pieces that a knob's value waits for."""
@@ -158,8 +156,8 @@ class Following:
 
     def tell(self) -> None:
         """One line in the log: a warning if something advised never took effect."""
-        if self.process != os.getpid() or not self.advised or not self.used or self.piloted:
-            return  # a forked child, nothing to tell, only looked at, or not what acts
+        if not self.advised or not self.used or self.piloted:
+            return  # nothing to tell, only looked at, or not what acts
         idle = [knob.name for knob, value in self.advised if self.missing(knob, value)]
         never = f"; without effect: {', '.join(idle)}" if idle else ""
         level = logging.WARNING if idle or self.failed else logging.INFO

@@ -22,10 +22,7 @@ class _Put(NamedTuple):
 
 
 class InForce:
-    """What advice has put in force in a process, as long as nobody else changes it.
-
-    The flags belong to the process, so it has one of these: IN_FORCE.
-    """
+    """What advice has put in force in this process, as long as nobody else changes it."""
 
     def __init__(self) -> None:
         self._put: dict[str, _Put] = {}

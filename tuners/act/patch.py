@@ -26,17 +26,14 @@ class Patch:
         self._original: Function = getattr(owner, name)
         self._acts = replacement(self._original)
 
+        bound = isinstance(self._original, MethodType)
+
         @functools.wraps(self._original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._acts(*args, **kwargs)
-
-        @functools.wraps(self._original)
-        def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._acts(*args, **kwargs)
+            return self._acts(*args[bound:], **kwargs)
 
         # A bound method stays one: learning rate schedulers look for its function.
-        bound = isinstance(self._original, MethodType)
-        self._call: Function = MethodType(method, owner) if bound else call
+        self._call: Function = MethodType(call, owner) if bound else call
         setattr(owner, name, self._call)
 
     def remove(self) -> None:

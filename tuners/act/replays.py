@@ -1,8 +1,7 @@
 """Models compiled to replay CUDA graphs: outputs and gradients lie where the next replay writes.
 
-PyTorch raises if such a tensor is used after it was written over
-(https://github.com/pytorch/pytorch/issues/169545). What a script may still need is copied in time:
-gradients that are accumulated, the outputs of evaluation, a loss that is kept.
+PyTorch raises if one is used after that (https://github.com/pytorch/pytorch/issues/169545). What a
+script may still need is copied in time: accumulated gradients, outputs of evaluation, a loss.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from advisor.tuners.decisions import KEPT
 
 
 class Replays:
-    """What all prepared models of one advice share: where a step begins, whose gradients are whose.
-
-    `begin` says that a batch begins, `stepped` that gradients were used, `let_go` that the script
-    will clear them itself.
-    """
+    """What all models of one advice share: where steps begin, and whose gradients are whose."""
 
     def __init__(self) -> None:
         self._open = False  # a forward pass whose backward may be to come
@@ -60,9 +55,8 @@ class Replays:
         self._spent += optimizers
 
     def let_go(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Their gradients are of a step that is over, and the script clears them before it adds to
-        them. They need no copy: they may lie where the next forward pass writes, as in a script
-        that compiles by itself."""
+        """The script clears their gradients before it adds to them: the next forward pass may write
+        over them, as in a script that compiles by itself."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         self._let_go = {id(weight) for group in groups for weight in group["params"]}
         self._unread.update(self._models)

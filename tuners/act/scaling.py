@@ -7,6 +7,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ class Unscaled:
         models: whose optimizers are meant; any if there are none.
 
     Attributes:
-        scaled: whether it did; False while nothing was seen.
+        scaled: whether it did.
     """
 
     def __init__(self, models: Collection[nn.Module]) -> None:
@@ -35,7 +37,6 @@ class Unscaled:
         self._unhook: Callable[[], None] | None = None
 
     def watch(self) -> None:
-        """Costs a comparison at all calls but the first."""
         if self._unhook is None:
             see = weakref.WeakMethod(self._see)
             self._unhook = EVERY_STEP.tell(
@@ -49,20 +50,20 @@ class Unscaled:
             return
         assert self._unhook is not None
         self._unhook()
-        frame, left = sys._getframe(1), _DEPTH
-        while frame.f_back is not None and left:
-            # The script's own scaler is as good as the advice's.
-            if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-                self.scaled = True
-                return
-            frame, left = frame.f_back, left - 1
-        warnings.warn(
-            "advisor: this advice trains in fp16, and the optimizer stepped without a scaler: "
-            "small gradients become zero. Call advice.step(loss, optimizer), or advice.scaler as "
-            "PyTorch's examples have it; for bf16, which needs none, tune with --precisions bf16",
-            AdvisorWarning,
-            stacklevel=2,
+        # The script's own scaler is as good as the advice's.
+        callers = (
+            f.f_locals.get("self") for f, _line in islice(walk_stack(sys._getframe()), _DEPTH)
         )
+        self.scaled = any(isinstance(caller, torch.amp.GradScaler) for caller in callers)
+        if not self.scaled:
+            warnings.warn(
+                "advisor: this advice trains in fp16, and the optimizer stepped without a scaler: "
+                "small gradients become zero. Call advice.step(loss, optimizer), or advice.scaler "
+                "as PyTorch's examples have it; for bf16, which needs none, tune with --precisions "
+                "bf16",
+                AdvisorWarning,
+                stacklevel=2,
+            )
 
 
 def make_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

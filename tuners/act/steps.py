@@ -1,8 +1,5 @@
-"""The end of every optimizer's step, for whatever of advisor's waits for it.
-
-One hook serves all. PyTorch iterates over its hooks directly, and raises if one comes or goes
-meanwhile: what acts at the end of a step, as a pilot that compiles there, must not add its own.
-"""
+"""The end of every optimizer's step, for whatever of advisor's waits for it. One hook serves all:
+PyTorch raises if one comes or goes while it runs them, as when a pilot compiles there."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ Stepped = Callable[[torch.optim.Optimizer], None]
 
 
 class Steps:
-    """Has a hook in PyTorch while there is somebody to tell."""
+    """A hook in PyTorch while there is somebody to tell."""
 
     def __init__(self) -> None:
         self._told: list[Stepped] = []

@@ -1,9 +1,5 @@
-"""One storage of each tensor for each memory format that it was ever laid out in.
-
-Addresses then stay: a CUDA graph reads its weights where they were when it was recorded, and is
-recorded again if they move. It costs the memory of a second copy, of weights of four and five
-dimensions.
-"""
+"""One storage of each tensor for each memory format that it was ever laid out in: a CUDA graph
+reads weights where they were when it was recorded, and is recorded again if they move."""
 
 from __future__ import annotations
 

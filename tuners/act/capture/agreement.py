@@ -1,8 +1,6 @@
-"""Whether two ways to take a step come to the same result.
-
-Kernels that add in any order (atomics) differ from run to run, and Adam's first updates, which are
-the signs of gradients, magnify that. So no constant says what is near: repeated runs do.
-"""
+"""Whether two ways to take a step come to the same result. Kernels that add in any order differ
+from run to run, and Adam's first updates, the signs of gradients, magnify that: repeated runs say
+what is near."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ def compare_outputs(
 
     Args:
         replayed: takes the step one way; returns what it left, the same tensors at each call.
-        eager: the same, the other way; given a number, it starts from nudged weights, others for
-            each number: the last resort, for kernels that were chosen differently.
+        eager: the same, the other way; given a number, from weights nudged by this seed: the last
+            resort, for kernels that were chosen differently.
         start: what tensors held before; those beyond its end did not exist.
     """
     left: list[_Kept] = []
@@ -90,13 +88,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Move each number by its last digit, up or down at random, as rounding may.
-
-    The last that is read: convolutions in TF32 do not see float32's. All in one direction would do
-    nothing before a norm, which divides a common factor out.
-
-    Returns:
-        Weights, with what to subtract from them again.
+    """Move each number by its last digit that is read (TF32 has fewer), up or down at random, as
+    rounding may: a common factor a norm divides out. Returns weights, and what to subtract again.
     """
     nudges = []
     coarse = tf32.allowed()

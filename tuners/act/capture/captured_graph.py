@@ -33,9 +33,6 @@ class Buffers:
     def batch(self) -> Any:
         return tree_unflatten(self._held, self._tree)
 
-    def free(self) -> None:
-        self._held = []
-
 
 def _flatten(batch: Any) -> tuple[list[Any], Any]:
     # A DataLoader yields lists where datasets hold tuples; both are accepted.
@@ -56,7 +53,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class Gradient(NamedTuple):
-    """A weight's gradient as the captured step finds it, unless it `clears` it, and leaves it."""
+    """A weight's gradient before a captured step, None if the step clears it, and after."""
 
     weight: Tensor
     before: Tensor | None
@@ -105,11 +102,9 @@ class CapturedGraph:
         return [place.read()[name] for place, name in self._replaced]
 
     def replay(self, fill: Callable[[], None]) -> Any:
-        """Fill the buffers and take the step; returns a copy of its output.
-
-        The next replay writes over the graph's own, and a script may keep its losses. Memory for
-        the copy is taken first: a batch that has been trained on cannot be given up.
-        """
+        """Fill the buffers and take the step; returns a copy of its output: the next replay writes
+        over the graph's own, and a script may keep its losses."""
+        # Memory is taken first: a batch that has been trained on cannot be given up.
         output, new = copies = tree_map(_empty_like, self._output)
         fill()
         self._replay()

@@ -1,8 +1,6 @@
-"""The Python values that a training step uses: in a replay they stand still.
-
-These are the closures and globals of the step and of the user's functions that it names, the
-attributes of its object that their code names, and what these hold, one level deep.
-"""
+"""The Python values that a training step uses, which stand still in a replay: closures and globals
+of the step and of the user's functions that it names, attributes of its object that their code
+names, and what these hold, one level deep."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ class ObjectGraph:
         also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
-        self._scalers: list[torch.amp.GradScaler] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._watched: list[tuple[Place, set[Any], dict[Any, Any], Any]] = []
+        self._watched: list[tuple[Place, dict[Any, Any], set[Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
         is_function = isinstance(train_step, FunctionType)
@@ -181,14 +177,12 @@ class ObjectGraph:
         if isinstance(value, nn.Module):
             self._add_module(value, label)
         elif isinstance(value, torch.amp.GradScaler):
-            self._scalers.append(value)
             self._places.append(Place(label, vars(value), _SCALER))
         elif isinstance(value, torch.optim.Optimizer):
-            self._optimizers.append(value)
             states = [state for state in value.state.values() if isinstance(state, dict)]
             self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            for group in value.param_groups:
-                self._places.append(Place(label, group, group.keys() - {"params"}, inside=True))
+            groups = [(group, group.keys() - {"params"}) for group in value.param_groups]
+            self._places += [Place(label, one, names, inside=True) for one, names in groups]
         elif isinstance(value, _SCHEDULER):
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
@@ -222,16 +216,18 @@ class ObjectGraph:
         """Each value that was there; a scaler's notes on a step that did not end are dropped."""
         for place, old in zip(self._places, before, strict=True):
             place.restore(old)
-        for scaler in self._scalers:
-            scaler._per_optimizer_states.clear()
-        for optimizer in self._optimizers:
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
+        for one in self._met.values():
+            if isinstance(one, torch.amp.GradScaler):
+                one._per_optimizer_states.clear()
+            elif isinstance(one, torch.optim.Optimizer):
+                vars(one).pop("grad_scale", None)
+                vars(one).pop("found_inf", None)
 
     @property
     def between_steps(self) -> bool:
         """Whether no GradScaler holds notes on a step, which it does until it is updated."""
-        return not any(scaler._per_optimizer_states for scaler in self._scalers)
+        scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
+        return not any(scaler._per_optimizer_states for scaler in scalers)
 
     def replaced(self, before: Values) -> list[tuple[Place, Any, Any]]:
         """Where another object stands than before: place, name, the object now."""
@@ -244,25 +240,23 @@ class ObjectGraph:
 
     def watch(self, before: Values) -> None:
         """Have `changed` compare with what there is now, but for what the step itself replaces."""
-        own: dict[int, set[Any]] = {}
-        for place, name, _new in self.replaced(before):
-            own.setdefault(id(place), set()).add(name)
+        own = {(id(place), name) for place, name, _new in self.replaced(before)}
         self._watched = []
         for place in self._places:
             if place.inside:
                 continue
-            skipped = own.get(id(place), set())
-            values = {n: value for n, value in place.read().items() if n not in skipped}
+            skipped = {name for at, name in own if at == id(place)}
+            values = {name: held for name, held in place.read().items() if name not in skipped}
             quick = None
             if isinstance(place.names, tuple) and values:
                 # A model has hundreds of modules: these are read without Python.
                 get = operator.itemgetter(*values, next(iter(values)))
                 quick = len(place.held), get, get(place.held)
-            self._watched.append((place, skipped, values, quick))
+            self._watched.append((place, values, skipped, quick))
 
     def changed(self) -> str:
         """What the script has changed since `watch`, between two steps; '' if nothing."""
-        for place, skipped, before, quick in self._watched:
+        for place, before, skipped, quick in self._watched:
             if quick is not None:
                 size, get, values = quick
                 try:
@@ -272,7 +266,7 @@ class ObjectGraph:
                     pass  # deleted
                 if len(place.held) != size:
                     return place.called(next(reversed(place.held), ""))
-            now = {n: value for n, value in place.read().items() if n not in skipped}
+            now = {name: held for name, held in place.read().items() if name not in skipped}
             if changed := place.changed(before, now, _same):
                 return changed
         return ""

@@ -1,8 +1,4 @@
-"""A whole training step, forward, loss, backward and optimizer, captured once and replayed.
-
-A replay runs kernels and no Python. A step that cannot be captured, or that a replay would not
-repeat, runs without a graph, and a warning says why.
-"""
+"""A whole training step, forward, loss, backward and optimizer, captured once and replayed."""
 
 from __future__ import annotations
 
@@ -46,9 +42,9 @@ class StepGraph:
     The first WARM_STEPS calls train without a graph. The next CHECKED ones train twice from the
     same state, with it and without, and keep the latter. From then on a call copies its batch into
     the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
-    changes between steps is followed; another change of what the step reads captures anew. A step
-    that changes values in Python, as a schedule or a counter, or that cannot be captured for
-    another reason, trains without a graph, and one warning says why.
+    changes between steps is followed; another change of what the step reads captures anew. A replay
+    runs kernels and no Python: a step that changes values in Python, as a schedule or a counter, or
+    that cannot be captured, trains without a graph, and one warning says why.
 
     Args:
         train_step: takes a batch; returns tensors, such as the loss, in any nesting.
@@ -130,7 +126,6 @@ class StepGraph:
         return self._captured.replay(lambda: self._buffers.fill(leaves))
 
     def _other(self, batch: Any) -> Any:
-        """Train on a batch unlike the example; gives the graph up if both do not fit in memory."""
         self._others += 1
         if self._others == OTHERS and not self._checked:
             warnings.warn(
@@ -311,7 +306,6 @@ class StepGraph:
         return "a tensor that it writes"
 
     def _trained(self) -> list[Tensor]:
-        """Whatever may have a gradient."""
         held = [p for model in self._models for p in model.parameters()]
         return list({id(one): one for one in (*self._optimizers.weights(), *held)}.values())
 
@@ -324,7 +318,7 @@ class StepGraph:
     def _give_up(self, reason: str) -> None:
         self.failure = reason
         self._captured, self._written, self._objects = None, [], None
-        self._buffers.free()
+        self._buffers = Buffers(None)
         self._optimizers.end()
         if self._warm >= WARM_STEPS:
             self._recorder.empty()
