@@ -70,9 +70,6 @@ class AtenRecorder:
     def host_state(self) -> bytes:
         return b""  # the host is the device
 
-    def empty(self) -> None:
-        pass
-
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

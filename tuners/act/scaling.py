@@ -51,10 +51,8 @@ class Unscaled:
         assert self._unhook is not None
         self._unhook()
         # The script's own scaler is as good as the advice's.
-        callers = (
-            f.f_locals.get("self") for f, _line in islice(walk_stack(sys._getframe()), _DEPTH)
-        )
-        self.scaled = any(isinstance(caller, torch.amp.GradScaler) for caller in callers)
+        for frame, _line in islice(walk_stack(sys._getframe(1)), _DEPTH):
+            self.scaled |= isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
         if not self.scaled:
             warnings.warn(
                 "advisor: this advice trains in fp16, and the optimizer stepped without a scaler: "

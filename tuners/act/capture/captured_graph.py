@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Place, Values
 from advisor.tuners.act.capture.recorder import Recorder
@@ -94,7 +94,8 @@ class CapturedGraph:
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False
         self._replaced = [(place, name) for place, name, _new in replaced]
-        self._output = tree_map(detached, (output, [new for *_, new in replaced]))
+        leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
+        self._output = [detached(leaf) for leaf in leaves]
         self._alive = before
 
     def replaced(self) -> list[Any]:
@@ -105,10 +106,13 @@ class CapturedGraph:
         """Fill the buffers and take the step; returns a copy of its output: the next replay writes
         over the graph's own, and a script may keep its losses."""
         # Memory is taken first: a batch that has been trained on cannot be given up.
-        output, new = copies = tree_map(_empty_like, self._output)
+        copies = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._output]
         fill()
         self._replay()
-        tree_map(_copy, copies, self._output)
+        for copy, left in zip(copies, self._output, strict=True):
+            if isinstance(copy, Tensor):
+                copy.copy_(left)
+        output, new = tree_unflatten(copies, self._tree)
         for gradient in self.gradients:
             makes = gradient.before is None and gradient.after is not None
             if not self.attached or (makes and not gradient.clears):
@@ -145,12 +149,3 @@ class StateSnapshot:
 
 def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _empty_like(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, Tensor) else value
-
-
-def _copy(to: Any, source: Any) -> None:
-    if isinstance(to, Tensor):
-        to.copy_(source)

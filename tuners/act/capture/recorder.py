@@ -70,9 +70,6 @@ class Recorder:
         """Of torch's random numbers on the host, which a replay does not draw."""
         return torch.get_rng_state().numpy().tobytes()
 
-    def empty(self) -> None:
-        torch.cuda.empty_cache()
-
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
 """By the type of the device; on others a step is never captured."""

@@ -321,7 +321,7 @@ class StepGraph:
         self._buffers = Buffers(None)
         self._optimizers.end()
         if self._warm >= WARM_STEPS:
-            self._recorder.empty()
+            torch.cuda.empty_cache()
         warnings.warn(
             f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
             "without, which is slower than the advice says",
