@@ -682,25 +682,19 @@ def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
     assert told == ["ours", "theirs", "the next of ours", "theirs", "theirs"]
 
 
-def test_the_last_that_goes_within_a_step_leaves_a_hook_only_until_it_goes_again() -> None:
+def test_the_last_that_goes_within_a_step_takes_the_hook_with_it() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = register_optimizer_step_post_hook(lambda *_: None)
     there = len(_global_optimizer_post_hooks)
     steps = Steps()
-    told: list[torch.optim.Optimizer] = []
-
-    def once(optimizer: torch.optim.Optimizer) -> None:
-        told.append(optimizer)
-        remove()
-
-    remove = steps.tell(once)
-    for _ in range(2):
-        stepped(net, optimizer)
-    assert len(told) == 1
-    remove()
+    remove = steps.tell(lambda _optimizer: remove())
+    stepped(net, optimizer)
+    net(torch.ones(2, 3, 8, 8))
     assert len(_global_optimizer_post_hooks) == there
+    other.remove()
 
 
 class Refusing:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -29,12 +30,21 @@ class Steps:
         def remove() -> None:
             if stepped in self._told:
                 self._told.remove(stepped)
-            # At the end of a step the hook has to stay, idle, until the next call from outside.
-            if self._handle is not None and not (self._told or self._inside):
-                self._handle.remove()
-                self._handle = None
+                self._let_go()
 
         return remove
+
+    def _let_go(self) -> None:
+        if self._inside and not self._told:
+            # At the next call of a module, whose hooks PyTorch runs from a copy.
+            def later(_module: torch.nn.Module, _args: object) -> None:
+                handle.remove()
+                self._let_go()
+
+            handle = register_module_forward_pre_hook(later)
+        elif self._handle is not None and not self._told:
+            self._handle.remove()
+            self._handle = None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._inside = True
