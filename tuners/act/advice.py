@@ -244,7 +244,7 @@ class Advice:
         self._used.add("capture")
         scaler = self.scaler if self._acting.scaled else None
         graph = StepGraph(train_step, self.place(example_batch), self._models, recorder(), scaler)
-        self._step_graph = graph
+        self._step_graph, self._following.failed = graph, graph.failure
         return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:

@@ -14,19 +14,16 @@ import torch
 from advisor.tuners.decisions import RECOMPILATIONS
 
 
-def _counters() -> Any:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return {"stats": {}, "unimplemented": {}} if dynamo is None else dynamo.counters
-
-
 def graphs_compiled() -> int:
     """Graphs that torch.compile has traced in this process."""
-    return int(_counters()["stats"].get("unique_graphs", 0))
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def fallbacks() -> int:
     """Functions that torch.compile gave up at its limit of compilations, which it only logs."""
-    given_up = _counters()["unimplemented"]
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
 
 

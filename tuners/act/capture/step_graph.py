@@ -162,14 +162,13 @@ class StepGraph:
         # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
         obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
         obstacle = obstacle or _process_group() or self._moved(objects, before, drawn)
-        if waits:
-            obstacle = obstacle or f"it waits for the device ({waits[0]}); {_MEND}"
-        if stepped != earlier:
-            obstacle = obstacle or _OTHER_OPTIMIZERS
-        if obstacle:
-            self._give_up(obstacle)
+        if waits and not obstacle:
+            obstacle = f"it waits for the device ({waits[0]}); {_MEND}"
+        obstacle = obstacle or ("" if stepped == earlier else _OTHER_OPTIMIZERS)
         pairs = zip(tensors, versions, strict=True)
         self._written = [t for t, was in pairs if _version(t) != was or t.nbytes <= SMALL]
+        if obstacle:
+            self._give_up(obstacle)
         return output
 
     def _look(self) -> ObjectGraph:
@@ -180,7 +179,7 @@ class StepGraph:
     def _drawn(self) -> object:
         """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
-        drawn = random.getstate(), numpy and numpy.random.get_state()
+        drawn = random.getstate(), numpy and numpy.random.get_state(legacy=False)
         return pickle.dumps(drawn), self._recorder.host_state()
 
     def _moved(self, objects: ObjectGraph, before: Values, drawn: object) -> str:
@@ -197,7 +196,6 @@ class StepGraph:
         return [*self._optimizers.settings(), [w.requires_grad for w in self._trained()]]
 
     def _changed(self, captured: CapturedGraph) -> str:
-        """What the script has changed since the capture and the graph does not follow."""
         assert self._objects is not None
         self._optimizers.follow_rates()
         if self._settings() != self._fixed:
@@ -254,9 +252,9 @@ class StepGraph:
             start.restore()
             del start
             return self._without("there is no memory for the step itself beside it", batch)
-        wrong = self._moved(objects, start.values, drawn) or (no_memory if found is None else found)
-        if stepped != self._stepped:
-            wrong = _OTHER_OPTIMIZERS
+        wrong = "" if stepped == self._stepped else _OTHER_OPTIMIZERS
+        wrong = wrong or self._moved(objects, start.values, drawn)
+        wrong = wrong or (no_memory if found is None else found)
         self._checked += 1
         self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
         if wrong:
@@ -295,15 +293,10 @@ class StepGraph:
         at, share = found
         what = "what a replay returns"
         if at < len(start.tensors):
-            what = f"what a replay does to {self._called(start.tensors[at])}"
+            named = ((*m.named_parameters(), *m.named_buffers()) for m in self._models)
+            own = (name for each in named for name, one in each if one is start.tensors[at])
+            what = f"what a replay does to {next(own, 'a tensor that it writes')}"
         return f"{what} differs by {share:.2g} of it from the step itself"
-
-    def _called(self, tensor: Tensor) -> str:
-        for model in self._models:
-            for name, one in (*model.named_parameters(), *model.named_buffers()):
-                if one is tensor:
-                    return name
-        return "a tensor that it writes"
 
     def _trained(self) -> list[Tensor]:
         held = [p for model in self._models for p in model.parameters()]
