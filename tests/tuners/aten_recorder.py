@@ -21,7 +21,7 @@ WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
 
 class AtenRecorder:
-    """Fits `advisor.tuners.act.capture.recorder.Recorder`.
+    """As `advisor.tuners.act.capture.recorder.Recorder`.
 
     Args:
         fault: leaves out an operation that it is true of, as a recorder with a fault would.
@@ -69,9 +69,6 @@ class AtenRecorder:
 
     def host_state(self) -> bytes:
         return b""  # the host is the device
-
-    def empty(self) -> None:
-        pass
 
 
 def _storage(tensor: Tensor) -> int:

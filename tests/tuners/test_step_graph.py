@@ -27,7 +27,7 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture import step_graph
-from advisor.tuners.act.capture.agreement import compare_outputs, nudge, nudge_back
+from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.object_graph import ObjectGraph
 from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import RECORDERS
@@ -206,7 +206,7 @@ def test_scaled_replays_train_as_the_step_does(
     assert isinstance(runs[0].step, StepGraph)
     runs[0].advice.scaler.set_growth_factor(4.0)
     assert runs[0].step._objects is not None
-    assert "GradScaler" in runs[0].step._objects.differs()
+    assert "GradScaler" in runs[0].step._objects.changed()
 
 
 def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
@@ -853,7 +853,8 @@ def test_a_kink_that_rounding_decides_is_no_disagreement() -> None:
     def nudged(seed: int | None = None) -> list[Tensor]:
         nudges = [] if seed is None else nudge([weight], seed)
         found = left(bent=False)
-        nudge_back(nudges)
+        for nudged_weight, by in nudges:
+            nudged_weight.sub_(by)
         return found
 
     replayed = functools.partial(left, bent=True)
@@ -1051,5 +1052,5 @@ def test_what_a_failed_attempt_has_taken_from_a_list_is_there_again() -> None:
     objects = ObjectGraph(step, (), ())
     before = objects.read()
     step()
-    objects.put_back(before)
+    objects.restore(before)
     assert (queue, list(lately)) == ([1, 2, 3], [4, 5])

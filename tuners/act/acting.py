@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ DYNAMIC_SHAPES = "dynamic_shapes"
 
 def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
     """The rows whose value in `config` is not torch's own already; True and 1 differ."""
-    changed = config.changed(default)
-    batch = {BATCH} if config.batch and config.batch != default.batch else set()
-    return tuple(knob for knob in KNOBS if knob.name in changed or knob.name in batch)
+    changed = {*config.changed(default)}
+    if config.batch and config.batch != default.batch:
+        changed.add(BATCH)
+    return tuple(knob for knob in KNOBS if knob.name in changed)
 
 
 class Acting:
@@ -26,7 +27,7 @@ class Acting:
     Attributes:
         rows: those whose value is not torch's own, with it.
         layouts: what lays a batch out, each with its value.
-        autocast: the number format of the forward pass; None where it is not changed.
+        autocast: the number format of the forward pass; None if it is not changed.
         scaled: whether the loss is.
         non_blocking: whether batches are copied beside the host's work.
         graphs: whether the forward pass replays CUDA graphs.
@@ -37,24 +38,20 @@ class Acting:
     """
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
-        self.rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
-        self.layouts = [(knob.layout, value) for knob, value in self.rows if knob.layout and value]
-        self.autocast = next(
-            (found for k, value in self.rows if k.autocast and (found := k.autocast(value))), None
-        )
-        self.scaled = self._any(lambda knob: knob.scaled)
-        self.non_blocking = device.type == "cuda" and self._any(lambda knob: knob.non_blocking)
-        self.graphs = self._any(lambda knob: knob.graphs)
-        self.captured = self._any(lambda knob: knob.captured)
-        self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
-        known = [(k, v) for k, v in self.rows if k.name in default]
-        undone = [(k, default[k.name]) for k, value in known if value == k.default]
+        self.rows = rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
+        self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
+        formats = (k.autocast(value) for k, value in rows if k.autocast)
+        self.autocast = next((found for found in formats if found), None)
+        self.scaled = any(k.scaled and k.scaled(value) for k, value in rows)
+        beside = any(k.non_blocking and k.non_blocking(value) for k, value in rows)
+        self.non_blocking = device.type == "cuda" and beside
+        self.graphs = any(k.graphs and k.graphs(value) for k, value in rows)
+        self.captured = any(k.captured and k.captured(value) for k, value in rows)
+        self.compiles = any(k.model and not k.layout for k, _value in rows)
+        undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
-        self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)
-
-    def _any(self, column: Callable[[Knob], Callable[[Value], bool] | None]) -> bool:
-        return any(says(value) for knob, value in self.rows if (says := column(knob)) is not None)
+        self.any_size = any(k.name == DYNAMIC_SHAPES and value for k, value in rows)
 
     @property
     def advised(self) -> Iterator[tuple[Knob, Value]]:
@@ -63,15 +60,13 @@ class Acting:
 
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's optimizers."""
-        return _merged(k.optimizer(value) for k, value in self.rows if k.optimizer is not None)
+        parts = (knob.optimizer(value) for knob, value in self.rows if knob.optimizer)
+        return {name: value for part in parts for name, value in part.items()}
 
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader."""
-        found = _merged(k.loader(value) for k, value in self.rows if k.loader is not None)
+        parts = (knob.loader(value) for knob, value in self.rows if knob.loader)
+        found: dict[str, Any] = {name: value for part in parts for name, value in part.items()}
         if found.get(WORKERS) == 0:
             found.pop("prefetch_factor", None)  # which a DataLoader without workers refuses
         return found
-
-
-def _merged(parts: Iterator[dict[str, object]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}

@@ -1,8 +1,4 @@
-"""Advice: a config at work in a training loop.
-
-The worker that measures and the script that trains use the same methods of this class, so that
-what is measured is what is applied.
-"""
+"""Advice: a config at work in a training loop, a script's as in the worker that measures it."""
 
 from __future__ import annotations
 
@@ -22,38 +18,19 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint, known_wrong
-from advisor.tuners.act import buckets, gate, momentum, ranks
+from advisor.tuners.act import buckets, gate, ranks
 from advisor.tuners.act.acting import Acting, rows_of
-from advisor.tuners.act.following import (
-    AUTOCAST,
-    BATCHES,
-    CAPTURE,
-    LOADER,
-    OPTIMIZER,
-    PIECES,
-    PREPARE,
-    SET_FLAGS,
-    STEP,
-    Following,
-    tell_at_exit,
-)
+from advisor.tuners.act.following import PIECES, Following, tell_at_exit
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
+from advisor.tuners.act.scaling import Unscaled, make_momentum
 from advisor.tuners.act.served import Served
-from advisor.tuners.act.unscaled import Unscaled
+from advisor.tuners.decisions import OVERLAPPED
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
     from advisor.tuners.act.artifacts import Fetch
     from advisor.tuners.act.capture.step_graph import StepGraph
-
-_NOTHING = contextlib.nullcontext()
-
-_TO_MEASURE = Served()
-
-OVERLAPPED = 8 * 2**20
-"""Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
-(0.2 ms at PCIe 4.0's 25 GB/s) than a busy host needs to keep two streams in step."""
 
 
 class Advice:
@@ -65,7 +42,7 @@ class Advice:
         device: where to train.
         served: what the lookup that served it says of it.
         status, record, explanation, use, gains: of `served`; see there.
-        artifacts: what was compiled for it, to be fetched; None where nothing was.
+        artifacts: what was compiled for it, to be fetched; None if nothing was.
     """
 
     def __init__(
@@ -74,12 +51,12 @@ class Advice:
         *,
         device: str,
         batch_size: int | None = None,
-        served: Served = _TO_MEASURE,
+        served: Served | None = None,
     ) -> None:
         self.config = config
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self.served = served
+        self.served = served = served or Served()
         self.status = served.status
         self.record = served.record
         self.explanation = served.explanation
@@ -95,7 +72,7 @@ class Advice:
         self._scaler: torch.amp.GradScaler | None = None
         self._unscaled = Unscaled(self._models) if self._acting.scaled else None
         if self._acting.scaled and self._acting.optimizer():
-            weakref.finalize(self, register_optimizer_step_pre_hook(momentum.begin).remove)
+            weakref.finalize(self, register_optimizer_step_pre_hook(make_momentum).remove)
         self._replays = Replays()
         self._copies: torch.cuda.Stream | None = None
         self._step_graph: StepGraph | None = None
@@ -107,17 +84,16 @@ class Advice:
 
     @property
     def reason(self) -> str:
-        """One line: what was served, or why nothing was; a speed-up only where it is in force."""
+        """One line: what was served, or why nothing was; a speed-up only if it is in force."""
         return self._now().reason()
 
     def report(self) -> str:
-        """Lines for a person: what was advised, what took effect, what did not because the script
-        never used the piece it needs, what the user's own setting kept, what the next use gives."""
+        """Lines for a person: what took effect, what did not and why, what the next use gives."""
         return "\n".join(self._now().lines())
 
     def _now(self) -> Following:
         if self._unscaled is not None and self._unscaled.scaled:
-            self._used.add(STEP)
+            self._used.add("step")
         if self._step_graph is not None:
             self._following.failed = self._step_graph.failure
         if self.artifacts is not None:
@@ -125,15 +101,12 @@ class Advice:
         return self._following
 
     def set_flags(self) -> None:
-        """Set the process-wide flags that are advised (`advisor.apply` did this).
-
-        Before `prepare` those that are best on their own, since a script may follow no more; what
-        the user has set, as OMP_NUM_THREADS, stays.
-        """
-        self._used.add(SET_FLAGS)
+        """Set the process-wide flags that are advised (`advisor.apply` did this): before `prepare`
+        those that are best on their own. What the user has set, as OMP_NUM_THREADS, stays."""
+        self._used.add("set_flags")
         if self.artifacts is not None:
             self.artifacts.begin()
-        alone = self.served.flags if PREPARE not in self._used else None
+        alone = self.served.flags if "prepare" not in self._used else None
         self._put(self.config if alone is None else alone)
 
     def _put(self, config: Config) -> None:
@@ -152,35 +125,35 @@ class Advice:
         Warns if the model is not the one that was tuned.
 
         Raises:
-            RanksDiffer: in a process group, where other ranks have other advice.
+            RanksDiffer: other ranks of the process group have other advice.
         """
         if not self._compared:
             # The batch is each script's own.
             self._compared = ranks.compare(self.config.knobs.digest)
         if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
             self._compare(model, self.record)
-        self._used.add(PREPARE)
-        if self.served.flags is not None and SET_FLAGS in self._used:
+        self._used.add("prepare")
+        if self.served.flags is not None and "set_flags" in self._used:
             self._put(self.config)
         return self.lay_out(model.to(self.device))
 
     def lay_out(self, model: nn.Module) -> nn.Module:
-        """The model in the advised memory format, compiled in place: what `prepare` does to it,
-        for a loop that moves and compares it by itself."""
-        for knob, value in self._acting.rows:
+        """`prepare`, for a loop that moves the model to its device and compares it by itself."""
+        acting = self._acting
+        for knob, value in acting.rows:
             if knob.layers is not None and (convert := knob.layers(value)) is not None:
                 model = convert(model)
-        for knob, value in self._acting.rows:
-            if knob.model is None or (knob.layout is not None and not _may_lay_out(model)):
+        for knob, value in acting.rows:
+            if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
             model = knob.model(model, value)
             if knob.layout is not None:
                 buckets.rebuild(model)
-        if self._acting.graphs:
+        if acting.graphs:
             self._replays.attach(model)
-        if self._acting.compiles:
+        if acting.compiles:
             inference = self.record is None or self.record.key.task.mode != "train"
-            gate.attach(model, sizes=not self._acting.any_size, inference=inference)
+            gate.attach(model, sizes=not acting.any_size, inference=inference)
         if self.artifacts is not None:
             self.artifacts.begin()
             from advisor.tuners.act.artifacts import before_first_call
@@ -190,59 +163,55 @@ class Advice:
         return model
 
     def hand_over(self) -> None:
-        """Set the flags of the whole config: a framework's own loop follows all the rest of it, so
-        that no piece is waited for at the end, and compiles by itself."""
+        """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
         self._used.update(PIECES)
         if self._acting.compiles:
             known_wrong.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
-        known = record.provenance
+        known, tuned = record.provenance, f"the one tuned as {record.target.name}"
         try:
             if fingerprint.of_model(model) == record.key.model:
                 return
             modules, parameters = fingerprint.size(model)
-            what = (
-                f"is not the one tuned as {record.target.name}: "
-                f"{modules} modules and {parameters:,} parameters now, "
+            another = (
+                f"this model is not {tuned}: {modules} modules and {parameters:,} parameters now, "
                 f"{known.modules} and {known.parameters:,} then. Where these are equal its code "
                 "or a hyperparameter differs. The advice may not fit; tune again"
             )
         except Exception as exc:  # parameters not made yet, or what the user's extra_repr() raised
             first = str(exc).partition("\n")[0]
-            what = (
-                f"cannot be compared with the one tuned as {record.target.name} "
-                f"({type(exc).__name__}: {first})"
-            )
-        self._following.another = f"this model {what}"
-        warnings.warn(f"advisor: this model {what}", AdvisorWarning, stacklevel=3)
+            why = f"{type(exc).__name__}: {first}"
+            another = f"this model cannot be compared with {tuned} ({why})"
+        self._following.another = another
+        warnings.warn(f"advisor: {another}", AdvisorWarning, stacklevel=3)
 
     @property
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
-        self._used.add(OPTIMIZER)
+        self._used.add("optimizer")
         return self._acting.optimizer()
 
     @property
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
-        self._used.add(LOADER)
+        self._used.add("loader")
         known = {} if self.batch_size is None else {"batch_size": self.batch_size}
         return self._acting.loader() | known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context for forward pass and loss: torch.autocast, or nothing."""
         if self._acting.autocast is None:
-            return _NOTHING
-        self._used.add(AUTOCAST)
+            return contextlib.nullcontext()
+        self._used.add("autocast")
         if self._unscaled is not None:
             self._unscaled.watch()
         return torch.autocast(self.device.type, dtype=self._acting.autocast)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The number format of `autocast`, None where it changes nothing."""
+        """The number format of `autocast`, None if it changes nothing."""
         return self._acting.autocast
 
     @property
@@ -253,12 +222,11 @@ class Advice:
         return self._scaler
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
-        """The training step as one CUDA graph where that is advised, else as it is.
+        """The training step as one CUDA graph if that is advised, else as it is.
 
-        `train_step` takes a batch, trains on it, and returns tensors, such as the loss; the
-        callable that comes back is used in its place. See `StepGraph` in
-        `tuners.act.capture.step_graph` for what happens at its first calls and what falls back to
-        `train_step` itself: one warning says so.
+        `train_step` takes a batch, trains on it, and returns tensors, such as the loss; call the
+        result in its place. `StepGraph` in `tuners.act.capture.step_graph` says what its first
+        calls do, and what falls back to `train_step` itself, with one warning.
 
         Args:
             train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).
@@ -268,34 +236,25 @@ class Advice:
         if not self._acting.captured:
             return train_step
         from advisor.tuners.act.capture.recorder import RECORDERS
-        from advisor.tuners.act.capture.step_graph import (
-            StepGraph,
-            process_group_obstacle,
-            warn_plain,
-        )
+        from advisor.tuners.act.capture.step_graph import StepGraph
 
         recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
-        self._used.add(CAPTURE)
-        if obstacle := process_group_obstacle():
-            self._following.failed = obstacle
-            warn_plain(obstacle)
-            return train_step
+        self._used.add("capture")
         scaler = self.scaler if self._acting.scaled else None
-        self._step_graph = StepGraph(
-            train_step, self.place(example_batch), self._models, recorder(), scaler
-        )
-        return self._step_graph
+        graph = StepGraph(train_step, self.place(example_batch), self._models, recorder(), scaler)
+        self._step_graph, self._following.failed = graph, graph.failure
+        return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
         """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
 
-        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients that lie in
-        the optimizer's weights, from a `backward` of the script's own, do not count, and those of
-        other weights, as a discriminator's when the generator trains, gather as they would. To
-        accumulate gradients over several batches call `advice.scaler.scale(loss).backward()` for
-        each, then `advice.scaler.step(optimizer)`, `advice.scaler.update()` and `zero_grad()`.
+        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients from an
+        earlier `backward` do not count, and those of other weights, as a discriminator's when the
+        generator trains, accumulate. To accumulate over several batches call
+        `advice.scaler.scale(loss).backward()` for each, then `advice.scaler.step(optimizer)`,
+        `advice.scaler.update()` and `zero_grad()`.
 
         Args:
             loss: one number.
@@ -310,15 +269,14 @@ class Advice:
                 AdvisorWarning,
                 stacklevel=2,
             )
-        self._used.add(STEP)
+        self._used.add("step")
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self._acting.scaled:
-            scaler = self.scaler
-            scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward()
             for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
+                self.scaler.step(optimizer)
+            self.scaler.update()
         else:
             loss.backward()
             for optimizer in optimizers:
@@ -331,7 +289,7 @@ class Advice:
 
         Large pinned batches are copied on a stream of their own, beside the step before.
         """
-        self._used.add(BATCHES)
+        self._used.add("batches")
         overlapped: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
             if overlapped is None:
@@ -356,7 +314,7 @@ class Advice:
 
         What else has a method `to`, as PackedSequence, moves itself; the rest stays as it is.
         """
-        self._used.add(BATCHES)
+        self._used.add("batches")
         # This runs at every step: the common types first, and no work for knobs that are off.
         acting = self._acting
         if isinstance(batch, Tensor):
@@ -371,7 +329,13 @@ class Advice:
             return kind([self.place(part) for part in batch])
         if isinstance(batch, Mapping):
             placed = {name: self.place(part) for name, part in batch.items()}
-            return placed if kind is dict else _like(batch, placed)
+            if kind is dict:
+                return placed
+            if not isinstance(batch, MutableMapping):
+                return kind(placed)
+            found = copy.copy(batch)  # its constructor may want something else
+            found.update(placed)
+            return found
         if hasattr(batch, "to"):
             return batch.to(self.device, non_blocking=acting.non_blocking)
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -381,17 +345,16 @@ class Advice:
         return batch
 
 
-def _may_lay_out(model: nn.Module) -> bool:
-    """Whether gradients find back to weights that are laid out; warns where they would not."""
-    if buckets.can_rebuild(model):
-        return True
-    warnings.warn(
-        "advisor: the weights keep their memory format: DistributedDataParallel exchanges their "
-        "gradients with a hook or a static graph. Call prepare before the model is wrapped",
-        AdvisorWarning,
-        stacklevel=4,
-    )
-    return False
+def _can_lay_out(model: nn.Module) -> bool:
+    can = buckets.can_rebuild(model)
+    if not can:
+        warnings.warn(
+            "advisor: the weights keep their memory format: DistributedDataParallel exchanges "
+            "their gradients with a hook or a static graph. Call prepare before it is wrapped",
+            AdvisorWarning,
+            stacklevel=4,
+        )
+    return can
 
 
 def _users(knob: Knob, default: Config) -> bool:
@@ -404,21 +367,9 @@ def _users(knob: Knob, default: Config) -> bool:
     return changed or knob.chosen()
 
 
-def _like(batch: Mapping[Any, Any], placed: dict[Any, Any]) -> Any:
-    """`placed` as another batch of this kind: its constructor may want something else."""
-    if not isinstance(batch, MutableMapping):
-        return type(batch)(placed)  # type: ignore[call-arg]
-    found = copy.copy(batch)
-    found.update(placed)
-    return found
-
-
 def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for part in tree.values():
-            yield from _tensors(part)
-    elif isinstance(tree, list | tuple):
-        for part in tree:
+    elif isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors(part)

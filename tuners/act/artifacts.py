@@ -1,6 +1,4 @@
-"""Artifacts of torch.compile: saved by the process that compiled, loaded by the next before its
-first step. https://docs.pytorch.org/docs/stable/torch.compiler.html, `save_cache_artifacts`.
-"""
+"""What torch.compile made in one process (`save_cache_artifacts`), loaded in the next."""
 
 from __future__ import annotations
 
@@ -24,10 +22,9 @@ from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.patch import Patch
+from advisor.tuners.decisions import ARTIFACTS_S
 from advisor.tuners.environment import tools
 
-WAIT_S = 5.0
-"""What a first step waits for artifacts that are still on their way: compiling takes longer."""
 MOST_SAVED = 2**30
 """Bytes that are read of what a process saved."""
 
@@ -36,8 +33,7 @@ _stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
-    """Put all that this process has compiled into a file; no file where that is nothing, or where
-    it cannot be written."""
+    """Put all that this process has compiled into a file, if that is anything, and if it can."""
     if "torch._dynamo" not in sys.modules:
         return
     found = torch.compiler.save_cache_artifacts()
@@ -47,7 +43,7 @@ def save(file: Path) -> None:
 
 
 def saved(file: Path) -> tuple[Tools, bytes] | None:
-    """What a process has saved, and what compiled it; None where it has saved nothing."""
+    """What a process has saved, and what compiled it; None if it has saved nothing."""
     try:
         data = read_regular(file, MOST_SAVED)
         found = msgpack.unpackb(data, max_bin_len=len(data))
@@ -56,18 +52,12 @@ def saved(file: Path) -> tuple[Tools, bytes] | None:
         return None
 
 
-def load(data: bytes) -> bool:
-    """Have PyTorch know what another process compiled; whether it took it."""
-    return torch.compiler.load_cache_artifacts(data) is not None
-
-
 def have_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
-    A memory format goes into a key as pickle writes it: with the first module in `sys.modules` that
-    knows PyTorch as `torch`. That is another one where a script imports its own modules first, or
-    multiprocessing, and what was compiled elsewhere is not found. Where PyTorch makes its keys by
-    something else, this changes nothing.
+    Pickle writes a memory format into a key with the first module in `sys.modules` that has PyTorch
+    as `torch`: another one if a script imports its own modules first, or multiprocessing. If
+    PyTorch makes its keys by something else, this changes nothing.
     """
     global _stable_keys
     from torch._inductor import codecache
@@ -80,7 +70,7 @@ def have_stable_keys() -> None:
         def begin(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
             # Only for a digest: nothing of it is read again.
-            self.dispatch_table |= {kind: _by_name for kind in (torch.memory_format, torch.dtype)}
+            self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
 
         return begin
 
@@ -100,17 +90,15 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 
 class Fetch:
-    """Artifacts on their way to a script: fetched in a thread beside it, loaded in its own before
-    what they are for is called. What goes wrong with them costs what they would have saved.
-
-    Importing what loads them, and loading, is the script's own thread's: PyTorch's modules import
-    each other in circles, which two threads at once do not survive.
+    """Artifacts on their way to a script: found in a thread, loaded in the script's own before what
+    they are for is called. PyTorch's modules import each other in circles, so that two threads must
+    not import them at once. A failure costs what the artifacts would have saved.
 
     Args:
-        find: finds them, None where there are none.
+        find: finds them, None if there are none.
 
     Attributes:
-        said: what became of them, for people; '' as long as there is nothing to say.
+        said: what became of them, for people; '' if there is nothing to say.
     """
 
     def __init__(self, find: Callable[[], Found | None]) -> None:
@@ -122,27 +110,11 @@ class Fetch:
         self.said = ""
 
     def begin(self) -> None:
-        """Fetch, beside whatever the script does next."""
+        """Find them, beside whatever the script does next."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="advisor: artifacts", daemon=True
-            )
+            run, name = self._run, "advisor: artifacts"
+            self._thread = threading.Thread(target=run, name=name, daemon=True)
             self._thread.start()
-
-    def load(self) -> None:
-        """Have PyTorch know them, where they come in time."""
-        if self._over:
-            return
-        self._over = True
-        self.begin()
-        assert self._thread is not None
-        self._thread.join(WAIT_S)
-        if self._thread.is_alive():
-            self._tell(f"not there within {WAIT_S:g} s; compiled anew")
-        elif self._failed:
-            self._tell(f"{self._failed}; compiled anew")
-        elif self._found is not None:
-            self._load(self._found)
 
     def _run(self) -> None:
         try:
@@ -150,39 +122,49 @@ class Fetch:
         except Exception as exc:  # whatever a store raises: training goes on
             self._failed = str(exc) or type(exc).__name__
 
-    def _load(self, found: Found) -> None:
-        began = time.perf_counter()
+    def load(self) -> None:
+        """Have PyTorch know them, if they come in time."""
+        if self._over:
+            return
+        self._over = True
+        self.begin()
+        assert self._thread is not None
+        self._thread.join(ARTIFACTS_S)
+        late = f"not there within {ARTIFACTS_S:g} s" if self._thread.is_alive() else ""
+        failed = late or self._failed or self._load()
+        if failed:
+            prefix = "" if failed.startswith("artifacts") else "artifacts: "
+            self.said = f"{prefix}{failed}; compiled anew"
+            if os.environ.get("RANK", "0") == "0":  # one speaks for all
+                _log.warning("%s", self.said)
+
+    def _load(self) -> str:
+        """Why they were not loaded; '' if they were, or if there are none."""
+        began, found, self._found = time.perf_counter(), self._found, None
+        if found is None:
+            return ""
         try:
             have_stable_keys()
-            taken = load(found.data)
+            if torch.compiler.load_cache_artifacts(found.data) is None:
+                return "PyTorch cannot read them"
         except Exception as exc:  # whatever PyTorch makes of it: training goes on
-            self._tell(f"not loaded ({type(exc).__name__}: {exc}); compiled anew")
-            return
-        self._found = None
-        if not taken:
-            self._tell("PyTorch cannot read them; compiled anew")
-            return
+            return f"not loaded ({type(exc).__name__}: {exc})"
         took_s = time.perf_counter() - began
         self.said = f"{size(found.size)} of artifacts loaded from {found.store} in {took_s:.2g} s"
         _log.info("%s", self.said)
-
-    def _tell(self, why: str) -> None:
-        self.said = why if why.startswith("artifacts") else f"artifacts: {why}"
-        if os.environ.get("RANK", "0") == "0":  # one speaks for all
-            _log.warning("%s", self.said)
+        return ""
 
 
 def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done right before what was compiled in place of a model is called: of one
-    whose blocks were, before the first call of each."""
+    """Have something done before the first call of what was compiled, a model or its blocks."""
     for module in model.modules():
         if module._compiled_call_impl is not None:
-            _before_first_call(module, module._compiled_call_impl, act)
+            module._compiled_call_impl = _first_call(module, module._compiled_call_impl, act)
 
 
-def _before_first_call(
+def _first_call(
     model: nn.Module, compiled: Callable[..., Any], act: Callable[[], None]
-) -> None:
+) -> Callable[..., Any]:
     def first(*args: Any, **kwargs: Any) -> Any:
         # Within another compilation there is nothing to wait for, and this is traced.
         if not torch.compiler.is_compiling():
@@ -191,4 +173,4 @@ def _before_first_call(
             act()
         return compiled(*args, **kwargs)
 
-    model._compiled_call_impl = first
+    return first

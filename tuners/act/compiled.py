@@ -1,9 +1,5 @@
 """What torch.compile keeps in this process: how many graphs, of which configs, and how to free it.
-
-torch.compile keeps code by the function that it was compiled from, for as long as the process lives
-or until all of it is reset: code of one config alone has no public way out. What is not found where
-this looks stays in memory.
-"""
+PyTorch has no public way to free the code of one config: what is not found here stays in memory."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from typing import Any
 
 import torch
 
-RECOMPILATIONS = 64
-"""Of one function: each config is another one to torch.compile, and eight is its own limit."""
+from advisor.tuners.decisions import RECOMPILATIONS
 
 
 def graphs_compiled() -> int:
@@ -26,8 +21,7 @@ def graphs_compiled() -> int:
 
 
 def fallbacks() -> int:
-    """Times that torch.compile has reached its limit of compilations of one function. It gives up
-    on the function and only logs so."""
+    """Functions that torch.compile gave up at its limit of compilations, which it only logs."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
@@ -35,8 +29,8 @@ def fallbacks() -> int:
 
 @contextlib.contextmanager
 def one_size() -> Iterator[None]:
-    """Have torch.compile take all sizes and strides as it sees them. By itself it compiles for any
-    size what it has seen with another one, and then calls that slower code for both."""
+    """Have torch.compile take sizes as it sees them. By default it compiles for any size once it
+    has seen another, and then calls that slower code for both."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -48,27 +42,23 @@ class RecompileLimit:
 
     def __init__(self) -> None:
         self._own: int | None = None
-        self._ours = RECOMPILATIONS
 
     def raise_it(self) -> None:
         """Raise the limit, once."""
         if self._own is None:
             self._own = torch._dynamo.config.recompile_limit
-            self._ours = max(RECOMPILATIONS, self._own)
-            torch._dynamo.config.recompile_limit = self._ours
+            torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._own)
 
     def restore(self) -> None:
         """Restore the script's own limit, unless the script has set another since."""
-        if self._own is not None and torch._dynamo.config.recompile_limit == self._ours:
-            torch._dynamo.config.recompile_limit = self._own
-        self._own = None
+        if self._own is not None:
+            if torch._dynamo.config.recompile_limit == max(RECOMPILATIONS, self._own):
+                torch._dynamo.config.recompile_limit = self._own
+            self._own = None
 
 
 class CompiledCode:
-    """Tells which compiled code came about under which config, so that it can be freed.
-
-    Code belongs to whom `claim` is called for next.
-    """
+    """Tells which compiled code came about under which config, so that it can be freed."""
 
     def __init__(self) -> None:
         self._graphs = graphs_compiled()
@@ -88,10 +78,7 @@ class CompiledCode:
 
 
 def free(codes: set[str], replays: set[int]) -> None:
-    """Free what `CompiledCode.claim` gave; called again it is compiled again.
-
-    CUDA graphs share one pool of memory, which stays; the graphs themselves go.
-    """
+    """Free what `CompiledCode.claim` gave; the memory pool that CUDA graphs share stays."""
     with contextlib.suppress(ImportError, AttributeError):
         _free_code(codes)
     with contextlib.suppress(ImportError, AttributeError):
@@ -140,8 +127,7 @@ def _managers() -> Iterator[Any]:
 
 def _replayed() -> Iterator[int]:
     """Numbers of the functions that CUDA graphs were or will be recorded of."""
-    for manager in _managers():
-        yield from (number.id for number in manager.ids_to_funcs)
+    return (number.id for manager in _managers() for number in manager.ids_to_funcs)
 
 
 def _free_replays(replays: set[int]) -> None:

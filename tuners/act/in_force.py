@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from advisor.cache.config import Config, Value
 from advisor.tuners.knobs import BY_NAME, Flag
 
 
-@dataclass(frozen=True, slots=True)
-class _Put:
+class _Put(NamedTuple):
     """One flag that was set; `before` and `after` are what `Flag.now` read around it."""
 
     flag: Flag
@@ -24,10 +22,7 @@ class _Put:
 
 
 class InForce:
-    """What advice has put in force in a process, as long as nobody else changes it.
-
-    The flags belong to the process, so there is one of these in it: IN_FORCE.
-    """
+    """What advice has put in force in this process, as long as nobody else changes it."""
 
     def __init__(self) -> None:
         self._put: dict[str, _Put] = {}
@@ -36,15 +31,14 @@ class InForce:
         """Set each of these flags; others stay as they are."""
         for name, value in flags.items():
             flag = BY_NAME[name].flag
-            if flag is None:
-                raise ValueError(f"knob {name!r} acts through no flag of the process")
+            assert flag is not None
             held, now = self._put.get(name), flag.now()
             before = held.before if held is not None and held.after == now else now
             flag.set(value)
             self._put[name] = _Put(flag, value, before, flag.now())
 
     def release(self, flags: Config | None = None) -> None:
-        """Set all that was put, or these flags, back to what they were before the first `put`.
+        """Set these flags, or all, back to what they were before the first `put`.
 
         What others have changed since stays, and is theirs from then on.
         """
@@ -57,7 +51,7 @@ class InForce:
 
     @property
     def config(self) -> Config:
-        """What is in force: the value of each flag that is still what it was set to."""
+        """The value of each flag that is still what it was set to."""
         return Config({name: held.value for name, held in self._put.items() if held.stands})
 
     @property

@@ -1,4 +1,4 @@
-"""Replaces a function of a library or of the script's, and undoes it."""
+"""Replaces a function of a library or of the script, and undoes it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,37 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+Function = Callable[..., Any]
+
 
 class Patch:
     """Replaces a function of an object or a class, until `remove`.
 
-    What somebody else has put in its place since then stays there, and reaches the original through
-    it; a function that is no longer wanted only calls the original.
+    What somebody else puts in its place later stays there, and reaches the original through it; a
+    removed patch only calls the original.
 
     Args:
         replacement: takes the original, and returns what is called in its place.
     """
 
-    def __init__(
-        self, owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
         self._owner, self._name = owner, name
         self._inherited = name not in vars(owner)
-        self._original: Callable[..., Any] = getattr(owner, name)
-        self._acts: Callable[..., Any] = replacement(self._original)
+        self._original: Function = getattr(owner, name)
+        self._acts = replacement(self._original)
+
+        bound = isinstance(self._original, MethodType)
 
         @functools.wraps(self._original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._acts(*args, **kwargs)
-
-        @functools.wraps(self._original)
-        def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._acts(*args, **kwargs)
+            return self._acts(*args[bound:], **kwargs)
 
         # A bound method stays one: learning rate schedulers look for its function.
-        bound = isinstance(self._original, MethodType)
-        self._call: Callable[..., Any] = MethodType(method, owner) if bound else call
+        self._call: Function = MethodType(call, owner) if bound else call
         setattr(owner, name, self._call)
 
     def remove(self) -> None:
-        """Put the original back where the replacement still stands."""
+        """Put the original back if the replacement still stands."""
         self._acts = self._original
         if vars(self._owner).get(self._name) is not self._call:
             return

@@ -1,35 +1,30 @@
-"""Several processes of one job: all must train alike, or they wait for one another for ever.
-
-What they tell each other goes through the key-value store that every process group has: it needs
-no device and no pickle, and works before NCCL has made a communicator.
-"""
+"""Several processes of one job: all must train alike, or they wait for one another for ever. They
+talk through their group's key-value store, which needs no device, no pickle and no communicator."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from advisor.errors import RanksDiffer
-
-GATHER_S = 10.0
-"""For the other ranks' digests: those that come later compare themselves with all before them."""
+from advisor.tuners.decisions import GATHER_S
 
 _comparisons = itertools.count()
 
 
-class Group:
+class Group(NamedTuple):
     """The default process group: `rank` of `size`, and its store."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.size = size
+    store: Any
+    rank: int
+    size: int
 
     @classmethod
     def current(cls) -> Group | None:
-        """None where torch.distributed is not initialised, or alone."""
+        """None if torch.distributed is not initialised, or alone."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
             return None
@@ -39,7 +34,7 @@ class Group:
         return cls(store, distributed.get_rank(), distributed.get_world_size())
 
     def get(self, key: str, seconds: float) -> bytes | None:
-        """What another rank has put, or None where it does not come in time."""
+        """What another rank has put, or None if it does not come in time."""
         try:
             self.store.wait([key], timedelta(seconds=seconds))
             found: bytes = self.store.get(key)
@@ -56,11 +51,11 @@ class Group:
 
 
 def compare(digest: str) -> bool:
-    """Hold this rank's advice against that of the others; whether there is a process group.
+    """Compare this rank's advice with that of the others; whether there is a process group.
 
-    Each rank adds its digest to one list and reads it: of two that differ, at least the later one
-    sees both. A rank that never calls this is waited for once, for GATHER_S. Rank 0, with which the
-    store may go, goes on once all that came have read the list.
+    Each rank adds its digest to one list and reads it, so that the later of two that differ sees
+    both. It waits for the others, once, for GATHER_S. Rank 0, with which the store may go, goes on
+    when all have read the list.
 
     Raises:
         RanksDiffer: which ranks differ from the most common advice, or rank 0 is gone.
@@ -68,35 +63,27 @@ def compare(digest: str) -> bool:
     group = Group.current()
     if group is None:
         return False
+    key = f"advisor/digests/{next(_comparisons)}"
     try:
-        by_rank = _digests(group, digest)
+        group.store.append(f"{key}/all", f"{group.rank}={digest} ")
+        all_came = group.meet(f"{key}/there")
+        listed = group.store.get(f"{key}/all").decode().split()
+        if all_came:
+            group.meet(f"{key}/read", waits=group.rank == 0)
     except RuntimeError as exc:  # DistNetworkError
         raise RanksDiffer(
             f"rank {group.rank} of {group.size} cannot tell whether it has the others' advice: the "
             "process group's store is gone, most likely with rank 0, whose own message says why"
         ) from exc
-    counts: dict[str, int] = {}
-    for each in by_rank.values():
-        counts[each] = counts.get(each, 0) + 1
-    common = max(counts, key=lambda one: counts[one])
-    other = [rank for rank, each in by_rank.items() if each != common]
+    by_rank = {int(rank): each for rank, _, each in (one.partition("=") for one in listed)}
+    common = Counter(by_rank[rank] for rank in sorted(by_rank)).most_common(1)[0][0]
+    other = [rank for rank in sorted(by_rank) if by_rank[rank] != common]
     if other:
-        listed = ", ".join(map(str, other[:16])) + (", ..." if len(other) > 16 else "")
+        shown = ", ".join(map(str, other[:16])) + (", ..." if len(other) > 16 else "")
         raise RanksDiffer(
-            f"rank{'s' * (len(other) > 1)} {listed} of {group.size} would train with other advice "
+            f"rank{'s' * (len(other) > 1)} {shown} of {group.size} would train with other advice "
             f"than the rest, which would hang: this is rank {group.rank} with {digest}. Call "
             "advisor.apply() after torch.distributed.init_process_group(), so that rank 0 decides, "
             "or give all ranks the same cache"
         )
     return True
-
-
-def _digests(group: Group, digest: str) -> dict[int, str]:
-    """Of each rank that came, this one's among them."""
-    key = f"advisor/digests/{next(_comparisons)}"
-    group.store.append(f"{key}/all", f"{group.rank}={digest} ")
-    whole = group.meet(f"{key}/there")
-    told = group.store.get(f"{key}/all").decode().split()
-    if whole:
-        group.meet(f"{key}/read", waits=group.rank == 0)
-    return dict(sorted((int(r), d) for r, _, d in (one.partition("=") for one in told)))

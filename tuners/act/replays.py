@@ -1,8 +1,7 @@
 """Models compiled to replay CUDA graphs: outputs and gradients lie where the next replay writes.
 
-PyTorch raises where such a tensor is used after it was written over
-(https://github.com/pytorch/pytorch/issues/169545). What a script may still need is moved out in
-time: gradients that are accumulated, the outputs of evaluation, a loss that is kept.
+PyTorch raises if one is used after that (https://github.com/pytorch/pytorch/issues/169545). What a
+script may still need is copied in time: accumulated gradients, outputs of evaluation, a loss.
 """
 
 from __future__ import annotations
@@ -16,17 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.tuners.act.steps import EVERY_STEP
-
-KEPT = 2**20
-"""Bytes up to which an output is copied in training too, as a loss that a script collects."""
+from advisor.tuners.decisions import KEPT
 
 
 class Replays:
-    """What all prepared models of one advice share: where a step begins, whose gradients are whose.
-
-    `begin` says that a batch begins, `stepped` that gradients have done their duty, `let_go` that
-    the script will see to that itself.
-    """
+    """What all models of one advice share: where steps begin, and whose gradients are whose."""
 
     def __init__(self) -> None:
         self._open = False  # a forward pass whose backward may be to come
@@ -35,15 +28,13 @@ class Replays:
         self._models: set[nn.Module] = set()
         self._unread: set[nn.Module] = set()  # not called since gradients were let go of
         self._let_go: set[int] = set()
-        self._hooked = False
 
     def attach(self, model: nn.Module) -> None:
         """Wraps the compiled call of a model, not its hooks: they are compiled with it."""
         inner = model._compiled_call_impl
         if inner is None:
             return
-        if not self._hooked:
-            self._hooked = True
+        if not self._models:
             itself = weakref.ref(self)
 
             def close(_optimizer: torch.optim.Optimizer) -> None:
@@ -64,9 +55,8 @@ class Replays:
         self._spent += optimizers
 
     def let_go(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Their gradients are of a step that is over, and the script lets go of them before it
-        adds to them. They need not be moved: they may lie where the next forward pass writes, as
-        in a script that compiles by itself."""
+        """The script clears their gradients before it adds to them: the next forward pass may write
+        over them, as in a script that compiles by itself."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         self._let_go = {id(weight) for group in groups for weight in group["params"]}
         self._unread.update(self._models)
@@ -79,14 +69,14 @@ class Replays:
                 # Within a step, as a teacher's pass, the step's own tensors must stay.
                 if not self._open:
                     torch.compiler.cudagraph_mark_step_begin()
-                return tree_map(_moved, inner(*args, **kwargs))
+                return tree_map(_copied, inner(*args, **kwargs))
             self._open = True
+            needed = weights
             if model in self._unread:
                 self._unread.remove(model)
-                self._move_gradients([w for w in weights if id(w) not in self._let_go])
-            else:
-                self._move_gradients(weights)
-            return tree_map(_moved_if_small, inner(*args, **kwargs))
+                needed = [weight for weight in weights if id(weight) not in self._let_go]
+            self._move_gradients(needed)
+            return tree_map(_copied_if_small, inner(*args, **kwargs))
 
         return call
 
@@ -94,32 +84,28 @@ class Replays:
         for optimizer in self._spent:
             optimizer.zero_grad(set_to_none=True)
         self._spent.clear()
-        found = {
-            w: g.detach() for w in weights if (g := w.grad) is not None and not self._is_own(w)
-        }
+        found = {}
+        for weight in weights:
+            own, gradient = self._own.get(id(weight)), weight.grad
+            if gradient is not None and (own is None or own() is not gradient):
+                found[weight] = gradient.detach()
         try:
-            moved = _copies(list(found.values()))
+            copies = _copies(list(found.values()))
         except RuntimeError:
             # Those of an earlier step were written over: nobody can read them any more, and a
             # script that adds to them is told so by PyTorch.
             found = {weight: one for weight, one in found.items() if _is_readable(one)}
-            moved = _copies(list(found.values()))
-        for weight, gradient in zip(found, moved, strict=True):
+            copies = _copies(list(found.values()))
+        for weight, gradient in zip(found, copies, strict=True):
             weight.grad = gradient
             self._own[id(weight)] = weakref.ref(gradient)
 
-    def _is_own(self, weight: Tensor) -> bool:
-        own = self._own.get(id(weight))
-        return own is not None and own() is weight.grad
-
 
 def _copies(gradients: list[Tensor]) -> list[Tensor]:
-    """The backward pass gave its outputs away; what is added to must not be its buffers. All at
-    once takes a kernel or two, where clones would take hundreds."""
-    if not gradients:
-        return []
+    # All at once take a kernel or two, where clones would take hundreds.
     copies = [torch.empty_like(gradient) for gradient in gradients]
-    torch._foreach_copy_(copies, gradients)
+    if copies:
+        torch._foreach_copy_(copies, gradients)
     return copies
 
 
@@ -131,9 +117,9 @@ def _is_readable(gradient: Tensor) -> bool:
         return False
 
 
-def _moved(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _moved_if_small(value: Any) -> Any:
+def _copied_if_small(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.nbytes <= KEPT else value

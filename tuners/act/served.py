@@ -14,21 +14,20 @@ EXACT, STALE = "exact", "stale"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Where a config comes from, and what is known of it; the defaults are of one to be measured.
+    """Where a config comes from, and what is known of it; by default it is yet to be measured.
 
     Attributes:
-        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (carried over
-            from something near), 'miss' or 'disabled'.
+        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from
+            a similar record), 'miss' or 'disabled'.
         reason: one line: what was served, or why nothing was.
-        doubt: '; not verified ...', part of the reason, where it was not held against strict fp32.
+        doubt: '; not verified ...', part of the reason, if it was not compared with strict fp32.
         signed: whether the reader, or their team, signed the record behind it.
         record: the record behind it, or None.
-        explanation: what was looked for and found, for people with str(); None where it was not
-            looked up by this process.
+        explanation: what was looked for and found, for people with str(); None if this process has
+            not looked it up.
         use: what the script lets advice do, for which the config was measured.
         default: torch's own values: those of the config that are the same are not acted on.
-        flags: what a script that does not `prepare` can follow of an advice; None: the config's
-            own.
+        flags: what a script that does not `prepare` can follow; None: the config's own.
         gains: speed-up over torch's default by use, as far as they are known.
     """
 

@@ -1,8 +1,5 @@
-"""The end of every optimizer's step, for whatever of advisor's waits for it.
-
-One hook serves all. PyTorch goes through its hooks as they are, and raises where one comes or goes
-meanwhile: what acts at a step's end, as a pilot that compiles there, must not add one of its own.
-"""
+"""The end of every optimizer's step, for whatever of advisor's waits for it. One hook serves all:
+PyTorch raises if one comes or goes while it runs them, as when a pilot compiles there."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Stepped = Callable[[torch.optim.Optimizer], None]
 
 
 class Steps:
-    """Holds on to PyTorch while there is somebody to tell."""
+    """A hook in PyTorch while there is somebody to tell."""
 
     def __init__(self) -> None:
         self._told: list[Stepped] = []
@@ -37,6 +34,18 @@ class Steps:
 
         return remove
 
+    def _let_go(self) -> None:
+        if self._inside and not self._told:
+            # At the next call of a module, whose hooks PyTorch runs from a copy.
+            def later(_module: torch.nn.Module, _args: object) -> None:
+                handle.remove()
+                self._let_go()
+
+            handle = register_module_forward_pre_hook(later)
+        elif self._handle is not None and not self._told:
+            self._handle.remove()
+            self._handle = None
+
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._inside = True
         try:
@@ -44,21 +53,6 @@ class Steps:
                 stepped(optimizer)
         finally:
             self._inside = False
-
-    def _let_go(self) -> None:
-        if self._told or self._handle is None:
-            return
-        if not self._inside:
-            self._handle.remove()
-            self._handle = None
-            return
-
-        def later(_module: torch.nn.Module, _args: object) -> None:
-            # Through the hooks of a module's call PyTorch goes by a copy.
-            handle.remove()
-            self._let_go()
-
-        handle = register_module_forward_pre_hook(later)
 
 
 EVERY_STEP = Steps()

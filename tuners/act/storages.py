@@ -1,9 +1,5 @@
-"""One storage of each tensor for each memory format that it was ever laid out in.
-
-Addresses then stay: a CUDA graph reads its weights where they were when it was recorded, and is
-recorded again where they are elsewhere. It costs the memory of what has a second format, which are
-weights of four and five dimensions.
-"""
+"""One storage of each tensor for each memory format that it was ever laid out in: a CUDA graph
+reads weights where they were when it was recorded, and is recorded again if they move."""
 
 from __future__ import annotations
 
@@ -28,7 +24,8 @@ class Storages:
         kept = self._kept.setdefault(name, {})
         kept[tensor.stride()] = tensor
         found = kept.get(stride)
-        if found is None or not _alike(found, tensor):
+        same = (tensor.shape, tensor.dtype, tensor.device)
+        if found is None or (found.shape, found.dtype, found.device) != same:
             found = kept[stride] = strided(tensor, stride)
         elif found is not tensor:
             found.copy_(tensor)
@@ -44,9 +41,4 @@ def strided(tensor: Tensor, stride: Stride) -> Tensor:
     """The same values with another memory format."""
     if tensor.stride() == stride:
         return tensor
-    other = tensor.new_empty_strided(tensor.shape, stride)
-    return other.copy_(tensor)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)

@@ -1,31 +1,17 @@
-"""Whether two ways to take a step come to the same, as nearly as either comes to it twice.
-
-Kernels that add in any order (atomics) differ from run to run, and Adam's first updates, which are
-the signs of gradients, magnify that. So no constant says what is near: the runs themselves do.
-"""
+"""Whether two ways to take a step come to the same result. Kernels that add in any order differ
+from run to run, and Adam's first updates, the signs of gradients, magnify that: repeated runs say
+what is near."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from advisor.tuners import tf32
-
-ROUNDS = 4
-"""Runs of each way from one state, where the first two differ."""
-NUDGES = 4
-"""Runs from nudged weights: of activations that rounding puts on either side of a kink some go over
-to the other."""
-SPREADS = 3.0
-"""Of the widest distance between two runs of one way: what the two ways may be apart."""
-RELATIVE = 1e-5
-"""Of what a step moves: a sum in another order."""
-FLIPS, FLIPPED = 4, 1e-4
-"""Numbers of a tensor, and share of them, that may be rounded to their neighbours."""
+from advisor.tuners.decisions import FLIPPED, FLIPS, NUDGES, RELATIVE, ROUNDS, SPREADS
 
 _Kept = dict[int, Tensor]
 
@@ -33,12 +19,12 @@ _Kept = dict[int, Tensor]
 def compare_outputs(
     replayed: Callable[[], list[Tensor]], eager: Callable[..., list[Tensor]], start: list[Tensor]
 ) -> tuple[int, float] | None:
-    """Which tensor comes out differently, and by what share of its move; None where none does.
+    """Which tensor differs most, and by what fraction of its move; None if all agree.
 
     Args:
         replayed: takes the step one way; returns what it left, the same tensors at each call.
-        eager: the same, the other way; given a number, from weights moved by rounding alone,
-            otherwise for each number: the last resort, for kernels that were chosen differently.
+        eager: the same, the other way; given a number, from weights nudged by this seed: the last
+            resort, for kernels that were chosen differently.
         start: what tensors held before; those beyond its end did not exist.
     """
     left: list[_Kept] = []
@@ -55,11 +41,11 @@ def compare_outputs(
         right.append(_copies(found, doubted))
         left, right = ([{at: one[at] for at in doubted} for one in both] for both in (left, right))
     right += [_copies(eager(number), right[0]) for number in range(NUDGES)]
-    wrong = [at for at in right[0] if _gap(at, left, right, start) > 1]
     shares = {}
-    for at in wrong:
-        moved = _moved(right[0][at], start, at)
-        shares[at] = _least(at, left, right) / moved if moved else math.inf
+    for at in right[0]:
+        if _gap(at, left, right, start) > 1:
+            moved = _moved(right[0][at], start, at)
+            shares[at] = _closest(at, left, right) / moved if moved else math.inf
     return max(shares.items(), key=lambda one: one[1]) if shares else None
 
 
@@ -69,8 +55,8 @@ def _copies(found: list[Tensor], which: Iterable[int]) -> _Kept:
 
 def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -> float:
     """The distance between the ways in units of what is allowed."""
-    least = _least(at, ours, theirs)
-    if least == 0:
+    closest = _closest(at, ours, theirs)
+    if closest == 0:
         return 0.0
     ways = [[one[at] for one in way] for way in (ours, theirs)]
     within = [_distance(x, y) for way in ways for i, x in enumerate(way) for y in way[:i]]
@@ -80,16 +66,15 @@ def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -
         flips = math.sqrt(FLIPS + FLIPPED * value.numel())
         allowed += flips * torch.finfo(value.dtype).eps * largest
         allowed += RELATIVE * _moved(value, start, at)
-    return least / allowed if allowed else math.inf
+    return closest / allowed if allowed else math.inf
 
 
-def _least(at: int, ours: list[_Kept], theirs: list[_Kept]) -> float:
+def _closest(at: int, ours: list[_Kept], theirs: list[_Kept]) -> float:
     return min(_distance(x[at], y[at]) for x in ours for y in theirs)
 
 
 def _moved(value: Tensor, start: list[Tensor], at: int) -> float:
-    before = start[at] if at < len(start) else torch.zeros_like(value)
-    return _distance(value, before)
+    return _distance(value, start[at] if at < len(start) else torch.zeros_like(value))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -103,10 +88,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Each number by its last digit, up or down: what this does to a step, rounding may do to it.
-
-    The last that is read: convolutions in TF32 do not see float32's. All in one direction would do
-    nothing where a norm follows, which takes a common factor away.
+    """Move each number by its last digit that is read (TF32 has fewer), up or down at random, as
+    rounding may: a common factor a norm divides out. Returns weights, and what to subtract again.
     """
     nudges = []
     coarse = tf32.allowed()
@@ -118,8 +101,3 @@ def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
         weight.mul_(1 + 4 * max(read, torch.finfo(weight.dtype).eps) * (up - 0.5))
         nudges.append((weight, weight - before))
     return nudges
-
-
-def nudge_back(nudges: list[tuple[Tensor, Any]]) -> None:
-    for weight, by in nudges:
-        weight.sub_(by)

@@ -1,100 +1,151 @@
-"""A step that was recorded, and what a replay of it leaves behind in Python."""
+"""A captured step: the batch that it reads, and the state that it leaves behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from advisor.tuners.act.capture.object_graph import Held, Place
+from advisor.tuners.act.capture.object_graph import ObjectGraph, Place, Values
+from advisor.tuners.act.capture.recorder import Recorder
 
-_CLEARED = object()
+
+class Buffers:
+    """Memory for one batch like the example, at fixed addresses."""
+
+    def __init__(self, example: Any) -> None:
+        leaves, self._tree = _flatten(example)
+        self._held = [torch.empty_like(x) if _dense(x) else x for x in leaves]
+
+    def leaves(self, batch: Any) -> list[Any] | None:
+        """The parts of a batch; None if it is not like the example."""
+        leaves, tree = _flatten(batch)
+        return leaves if tree == self._tree and all(map(_alike, leaves, self._held)) else None
+
+    def fill(self, leaves: list[Any]) -> None:
+        for buffer, leaf in zip(self._held, leaves, strict=True):
+            if _dense(buffer):
+                buffer.copy_(leaf, non_blocking=True)
+
+    def batch(self) -> Any:
+        return tree_unflatten(self._held, self._tree)
 
 
-class Gradient:
-    """Where a recorded step leaves a weight's gradient, and how it found it."""
+def _flatten(batch: Any) -> tuple[list[Any], Any]:
+    # A DataLoader yields lists where datasets hold tuples; both are accepted.
+    return tree_flatten(list(batch) if type(batch) is tuple else batch)
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.before: Any = weight.grad
-        self.after: Any = None
 
-    def recorded(self) -> None:
-        self.after = self.weight.grad
-        self.weight.grad = self.before
-        if self.clears:
-            self.before = _CLEARED  # not kept alive: it is as large as the weight
+def _dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
-    @property
-    def clears(self) -> bool:
-        """Whether the step replaces the gradient that it finds."""
-        return self.before is not None and self.after is not self.before
 
-    def as_recorded(self) -> bool:
-        """A step that clears gradients first does not care; others find them as they were."""
+def _alike(a: Any, b: Any) -> bool:
+    if _dense(a) and _dense(b):
+        return (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
+    try:
+        return a is b or bool(type(a) is type(b) and a == b)
+    except (RuntimeError, ValueError, TypeError):  # arrays, and objects with a comparison of theirs
+        return False
+
+
+class Gradient(NamedTuple):
+    """A weight's gradient before a captured step, None if the step clears it, and after."""
+
+    weight: Tensor
+    before: Tensor | None
+    after: Tensor | None
+    clears: bool
+
+    def as_captured(self) -> bool:
+        """Whether a replay may follow: the step clears the gradient, or finds the same one."""
         return self.clears or self.weight.grad is self.before
 
 
 class CapturedGraph:
-    """What `Recorder.record` gave, for batches in the same buffers.
+    """Replays a captured step on the batch in its buffers.
 
     Args:
-        recording: what plays it again, and what the step returned.
-        gradients: of the weights, as they were found.
+        recording: replays it; and what the step returned.
+        gradients: weights, with the gradients that the step found; they are put back.
+        replaced: objects that the step replaces: place, name and the new one.
+        before: all objects that it found: the graph still reads tensors that were replaced.
 
     Attributes:
         attached: whether the weights have the gradients that a replay writes.
     """
 
     def __init__(
-        self, recording: tuple[Callable[[], None], Any], gradients: list[Gradient]
+        self,
+        recording: tuple[Callable[[], None], Any],
+        gradients: list[tuple[Tensor, Tensor | None]],
+        replaced: list[tuple[Place, Any, Any]],
+        before: Values,
     ) -> None:
-        self._play, self._output = recording
-        for gradient in gradients:
-            gradient.recorded()
-        self.gradients = gradients
+        self._replay, output = recording
+        self.gradients = []
+        for weight, found in gradients:
+            left, weight.grad = weight.grad, found
+            clears = found is not None and left is not found
+            # One that is cleared is not kept alive: it is as large as the weight.
+            self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False
-        self._replaced: list[tuple[Place, Any]] = []
-        self._alive: Held = []
-
-    def keep(self, replaced: list[tuple[Place, Any, Any]], before: Held) -> None:
-        """Objects that the step replaces: where, and the new ones; and all that it found."""
         self._replaced = [(place, name) for place, name, _new in replaced]
-        self._output = tree_map(detached, (self._output, [new for *_, new in replaced]))
-        self._alive = before  # a tensor that has been replaced is still read by the graph
+        leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
+        self._output = [detached(leaf) for leaf in leaves]
+        self._alive = before
 
-    def kept(self) -> list[Any]:
-        """What stands there now."""
+    def replaced(self) -> list[Any]:
+        """The objects that now stand where the step replaces them."""
         return [place.read()[name] for place, name in self._replaced]
 
-    def play(self, fill: Callable[[], None]) -> Any:
-        """Fill the buffers and take the step; what it returns is the caller's."""
-        # Copies: the next replay writes over the graph's own, and a script may keep its losses.
-        # Made before: a batch that has been trained on cannot be given up.
-        output, kept = rooms = tree_map(_room, self._output)
+    def replay(self, fill: Callable[[], None]) -> Any:
+        """Fill the buffers and take the step; returns a copy of its output: the next replay writes
+        over the graph's own, and a script may keep its losses."""
+        # Memory is taken first: a batch that has been trained on cannot be given up.
+        copies = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._output]
         fill()
-        self._play()
-        tree_map(_copy, rooms, self._output)
+        self._replay()
+        for copy, left in zip(copies, self._output, strict=True):
+            if isinstance(copy, Tensor):
+                copy.copy_(left)
+        output, new = tree_unflatten(copies, self._tree)
         for gradient in self.gradients:
-            if not self.attached or (gradient.before is None and gradient.after is not None):
+            makes = gradient.before is None and gradient.after is not None
+            if not self.attached or (makes and not gradient.clears):
                 gradient.weight.grad = gradient.after
         self.attached = True
-        for (place, name), value in zip(self._replaced, kept, strict=True):
+        for (place, name), value in zip(self._replaced, new, strict=True):
             place.write(name, value)
         return output
 
 
+class StateSnapshot:
+    """All that a step may change: tensors, gradients, Python's values, random numbers."""
+
+    def __init__(
+        self, tensors: list[Tensor], weights: list[Tensor], recorder: Recorder, objects: ObjectGraph
+    ) -> None:
+        self._recorder, self._objects = recorder, objects
+        self._gradients = [(weight, weight.grad) for weight in weights]
+        self._written = [*tensors, *(g for _, g in self._gradients if g is not None)]
+        self._clones = [tensor.detach().clone() for tensor in self._written]
+        self.tensors, self.clones = tensors, self._clones[: len(tensors)]
+        self._random = recorder.random_state()
+        self.values = objects.read()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, clone in zip(self._written, self._clones, strict=True):
+                tensor.detach().copy_(clone)
+        for weight, gradient in self._gradients:
+            weight.grad = gradient
+        self._recorder.set_random_state(self._random)
+        self._objects.restore(self.values)
+
+
 def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _room(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, Tensor) else value
-
-
-def _copy(to: Any, source: Any) -> None:
-    if isinstance(to, Tensor):
-        to.copy_(source)

@@ -1,8 +1,6 @@
-"""What a training step's Python holds, one level deep: in a replay all of it stands still.
-
-Looked at are the closures and globals of the step and of the user's functions that it names, the
-attributes of its object that their code names, and what these hold.
-"""
+"""The Python values that a training step uses, which stand still in a replay: closures and globals
+of the step and of the user's functions that it names, attributes of its object that their code
+names, and what these hold, one level deep."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import dis
 import functools
 import operator
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,33 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-WIDE = 1000
-"""Entries of a container from which only their number is watched: data, not settings."""
+from advisor.tuners.decisions import WIDE
+from advisor.tuners.fingerprint import is_library
+
 SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
 _MODULE = frozenset(vars(nn.Module())) - {"training"}
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+_SCHEDULER = torch.optim.lr_scheduler.LRScheduler
+_TORCH = (nn.Module, torch.optim.Optimizer, _SCHEDULER, torch.amp.GradScaler)
+"""Objects whose own state is watched wherever they are met."""
 
-_TORCH = (
-    *(nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
-    torch.amp.GradScaler,
-)
-"""Objects whose own state is looked at wherever they are met."""
-
-Held = list[dict[Any, Any]]
+Values = list[dict[Any, Any]]
 """What each place holds, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What holds values: a dictionary, a sequence, a class, a closure's cell."""
+    """What holds values: a dictionary, a sequence, a class, a closure's cell.
+
+    Attributes:
+        label: what a person calls it.
+        names: only these are read; None: all. A tuple: they are there and stay.
+        inside: compared before and after a step only: scripts may change it between steps.
+    """
 
     label: str
     held: Any
     names: Collection[str] | None = None
-    """Only these; None: all. A tuple: they are there and stay."""
     inside: bool = False
-    """Compared before and after a step only: scripts may change it between steps."""
 
     def read(self) -> dict[Any, Any]:
         held = self.held
@@ -86,30 +84,13 @@ class Place:
         """As a person knows it: 'self.weight', 'schedule.last_epoch'."""
         return ".".join(part for part in (self.label, str(name)) if part)
 
-
-class _Look:
-    """The values of a place, to be compared with what they are later."""
-
-    def __init__(self, place: Place, skipped: set[Any]) -> None:
-        self._place, self._skipped = place, skipped
-        self._before = self._read()
-        self.fixed: tuple[dict[Any, Any], int, Callable[[Any], Any], Any] | None = None
-        if isinstance(place.names, tuple) and self._before:
-            # A model has hundreds of modules: these are read without Python.
-            get = operator.itemgetter(*self._before, next(iter(self._before)))
-            self.fixed = place.held, len(place.held), get, get(place.held)
-
-    def _read(self) -> dict[Any, Any]:
-        return {n: value for n, value in self._place.read().items() if n not in self._skipped}
-
-    def changed(self) -> str:
-        """The name of a value that is another now; '' where none is."""
-        if self.fixed is not None and len(self._place.held) != self.fixed[1]:
-            return self._place.called(next(reversed(self._place.held), ""))
-        now, before = self._read(), self._before
+    def changed(
+        self, before: dict[Any, Any], now: dict[Any, Any], same: Callable[[Any, Any], bool]
+    ) -> str:
+        """What a value is called that is not the same as before; '' if all are."""
         for name in before.keys() | now.keys():
-            if name not in now or name not in before or not _same(now[name], before[name]):
-                return self._place.called(name)
+            if name not in before or name not in now or not same(now[name], before[name]):
+                return self.called(name)
         return ""
 
 
@@ -127,47 +108,33 @@ class ObjectGraph:
         also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
-        self._scalers: list[torch.amp.GradScaler] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._looks: list[_Look] = []
+        self._watched: list[tuple[Place, dict[Any, Any], set[Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
-        self._called(train_step)
+        is_function = isinstance(train_step, FunctionType)
+        owner = getattr(train_step, "__self__", None if is_function else train_step)
+        if owner is not None:
+            self._add_object(owner, "self")
+        method: Any = type(train_step).__call__ if owner is train_step else train_step
+        self._add_function(getattr(method, "__func__", method))
         size = 0
         while size < len(self._met):  # a method that is found names others
             size = len(self._met)
             for value in [v for place in self._places for v in place.read().values()]:
-                self._function(getattr(value, "fget", getattr(value, "__func__", value)))
+                self._add_function(getattr(value, "fget", getattr(value, "__func__", value)))
         for place in [*self._places]:
             for name, value in place.read().items():
-                self._meet(value, place.called(name))
+                self._add(value, place.called(name))
         for one in (*modules, *also):
-            self._meet(one, type(one).__name__)
+            self._add(one, type(one).__name__)
         held = (value for place in self._places for value in place.read().values())
         self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 
-    def _called(self, step: Any) -> None:
-        """The step, as a function, a method or an object that is called."""
-        owner = getattr(step, "__self__", None if isinstance(step, FunctionType) else step)
-        if owner is not None:
-            self._object(owner, "self")
-        method = type(step).__call__ if owner is step else step
-        self._function(getattr(method, "__func__", method))
-
-    def _object(self, value: Any, label: str) -> None:
-        self._met[id(value)] = value
-        if isinstance(value, nn.Module):
-            self._module(value, label)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._places.append(Place(label, vars(value), self._names))
-        kinds = (kind for kind in type(value).__mro__ if not is_library(kind.__module__))
-        self._places += [Place(label, kind, self._names) for kind in kinds]
-
-    def _function(self, function: Any) -> None:
+    def _add_function(self, function: Any) -> None:
         if not isinstance(function, FunctionType) or id(function) in self._met:
             return
         self._met[id(function)] = function
-        if is_library(function.__module__):
+        if _installed(function.__module__):
             return
         read: set[str] = set()
         for code in _codes(function.__code__):
@@ -179,46 +146,22 @@ class ObjectGraph:
         world = function.__globals__
         self._places.append(Place("", world, frozenset(read)))
         for name in read & world.keys():
-            if isinstance(world[name], ModuleType) and not is_library(world[name].__name__):
+            if isinstance(world[name], ModuleType) and not _installed(world[name].__name__):
                 self._places.append(Place(name, vars(world[name]), self._names))
 
-    def _meet(self, value: Any, label: str) -> None:
-        """Look at what an object of the step's own holds."""
-        if isinstance(value, SCALARS) or id(value) in self._met:
-            return
+    def _add_object(self, value: Any, label: str) -> None:
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
-            self._module(value, label)
-        elif isinstance(value, torch.amp.GradScaler):
-            self._scalers.append(value)
-            self._places.append(Place(label, vars(value), _SCALER))
-        elif isinstance(value, torch.optim.Optimizer):
-            self._optimizers.append(value)
-            states = [state for state in value.state.values() if isinstance(state, dict)]
-            groups = [(group, group.keys() - {"params"}) for group in value.param_groups]
-            self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            self._places += [Place(label, one, names, inside=True) for one, names in groups]
-        elif isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            self._places.append(Place(label, vars(value), inside=True))
-        elif isinstance(value, dict | list | deque):
-            self._places.append(Place(label, value))
-            self._parts(Place(label, value))
-        elif isinstance(value, tuple):
-            for part in value[:WIDE]:
-                self._meet(part, label)
-        elif not isinstance(value, type | ModuleType) and not is_library(type(value).__module__):
-            self._object(value, label)
-            self._parts(Place(label, getattr(value, "__dict__", {}), self._names))
+            self._add_module(value, label)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._places.append(Place(label, vars(value), self._names))
+        kinds = (kind for kind in type(value).__mro__ if not _installed(kind.__module__))
+        self._places += [Place(label, kind, self._names) for kind in kinds]
 
-    def _parts(self, place: Place) -> None:
-        for name, part in place.read().items():
-            if isinstance(part, _TORCH):
-                self._meet(part, place.called(name))
-
-    def _module(self, whole: nn.Module, label: str) -> None:
+    def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
             self._met[id(module)] = module
-            kinds = bool | float if is_library(type(module).__module__) else object
+            kinds = bool | float if _installed(type(module).__module__) else object
             own = {n: v for n, v in vars(module).items() if n not in _MODULE}
             names = tuple(n for n, value in own.items() if isinstance(value, kinds))
             self._places.append(Place(name, vars(module), names))
@@ -226,38 +169,67 @@ class ObjectGraph:
                 if held:
                     self._places.append(Place(name, held, tuple(held)))
 
-    def read(self) -> Held:
-        """What every place holds now: for `moved`, `replaced`, `settle` and `put_back`."""
+    def _add(self, value: Any, label: str) -> None:
+        """What an object holds that the step's own places hold."""
+        if isinstance(value, SCALARS) or id(value) in self._met:
+            return
+        self._met[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._add_module(value, label)
+        elif isinstance(value, torch.amp.GradScaler):
+            self._places.append(Place(label, vars(value), _SCALER))
+        elif isinstance(value, torch.optim.Optimizer):
+            states = [state for state in value.state.values() if isinstance(state, dict)]
+            self._places += [Place(f"{label}.state", one, inside=True) for one in states]
+            groups = [(group, group.keys() - {"params"}) for group in value.param_groups]
+            self._places += [Place(label, one, names, inside=True) for one, names in groups]
+        elif isinstance(value, _SCHEDULER):
+            self._places.append(Place(label, vars(value), inside=True))
+        elif isinstance(value, dict | list | deque):
+            self._places.append(Place(label, value))
+            self._add_parts(self._places[-1])
+        elif isinstance(value, tuple):
+            for part in value[:WIDE]:
+                self._add(part, label)
+        elif not isinstance(value, type | ModuleType) and not _installed(type(value).__module__):
+            self._add_object(value, label)
+            self._add_parts(Place(label, getattr(value, "__dict__", {}), self._names))
+
+    def _add_parts(self, place: Place) -> None:
+        for name, part in place.read().items():
+            if isinstance(part, _TORCH):
+                self._add(part, place.called(name))
+
+    def read(self) -> Values:
+        """What every place holds now."""
         return [place.read() for place in self._places]
 
-    def moved(self, before: Held) -> str:
-        """What a step has changed in Python, as 'schedule.last_epoch'; '' where nothing.
+    def changed_in_step(self, before: Values) -> str:
+        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing.
 
         An object in the place of another, as an output that is kept, is no change.
         """
-        for place, old in zip(self._places, before, strict=True):
-            new = place.read()
-            for name in old.keys() | new.keys():
-                if name not in old or name not in new or not _alike(old[name], new[name]):
-                    return place.called(name)
-        return ""
+        pairs = zip(self._places, before, strict=True)
+        return next((said for p, old in pairs if (said := p.changed(old, p.read(), _equal))), "")
 
-    def put_back(self, before: Held) -> None:
+    def restore(self, before: Values) -> None:
         """Each value that was there; a scaler's notes on a step that did not end are dropped."""
         for place, old in zip(self._places, before, strict=True):
             place.restore(old)
-        for scaler in self._scalers:
-            scaler._per_optimizer_states.clear()
-        for optimizer in self._optimizers:
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
+        for one in self._met.values():
+            if isinstance(one, torch.amp.GradScaler):
+                one._per_optimizer_states.clear()
+            elif isinstance(one, torch.optim.Optimizer):
+                vars(one).pop("grad_scale", None)
+                vars(one).pop("found_inf", None)
 
     @property
     def between_steps(self) -> bool:
         """Whether no GradScaler holds notes on a step, which it does until it is updated."""
-        return not any(scaler._per_optimizer_states for scaler in self._scalers)
+        scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
+        return not any(scaler._per_optimizer_states for scaler in scalers)
 
-    def replaced(self, before: Held) -> list[tuple[Place, Any, Any]]:
+    def replaced(self, before: Values) -> list[tuple[Place, Any, Any]]:
         """Where another object stands than before: place, name, the object now."""
         return [
             (place, name, new)
@@ -266,25 +238,36 @@ class ObjectGraph:
             if name in old and old[name] is not new and not _scalar(new)
         ]
 
-    def settle(self, before: Held) -> None:
-        """From now on `differs` compares with what there is; not what the step itself replaces."""
-        own: dict[int, set[Any]] = {}
-        for place, name, _new in self.replaced(before):
-            own.setdefault(id(place), set()).add(name)
-        watched = [place for place in self._places if not place.inside]
-        self._looks = [_Look(place, own.get(id(place), set())) for place in watched]
+    def watch(self, before: Values) -> None:
+        """Have `changed` compare with what there is now, but for what the step itself replaces."""
+        own = {(id(place), name) for place, name, _new in self.replaced(before)}
+        self._watched = []
+        for place in self._places:
+            if place.inside:
+                continue
+            skipped = {name for at, name in own if at == id(place)}
+            values = {name: held for name, held in place.read().items() if name not in skipped}
+            quick = None
+            if isinstance(place.names, tuple) and values:
+                # A model has hundreds of modules: these are read without Python.
+                get = operator.itemgetter(*values, next(iter(values)))
+                quick = len(place.held), get, get(place.held)
+            self._watched.append((place, values, skipped, quick))
 
-    def differs(self) -> str:
-        """What the script has changed since `settle`, between two steps; '' where nothing."""
-        for look in self._looks:
-            if look.fixed is not None:
-                held, size, get, values = look.fixed
+    def changed(self) -> str:
+        """What the script has changed since `watch`, between two steps; '' if nothing."""
+        for place, before, skipped, quick in self._watched:
+            if quick is not None:
+                size, get, values = quick
                 try:
-                    if len(held) == size and all(map(operator.is_, get(held), values)):
+                    if len(place.held) == size and all(map(operator.is_, get(place.held), values)):
                         continue
                 except KeyError:
                     pass  # deleted
-            if changed := look.changed():
+                if len(place.held) != size:
+                    return place.called(next(reversed(place.held), ""))
+            now = {name: held for name, held in place.read().items() if name not in skipped}
+            if changed := place.changed(before, now, _same):
                 return changed
         return ""
 
@@ -303,11 +286,11 @@ def _scalar(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (_scalar(a) and _scalar(b) and _alike(a, b))
+    return a is b or (_scalar(a) and _scalar(b) and _equal(a, b))
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Equal in value as far as Python can tell: of what it cannot, the same type is enough."""
+def _equal(a: Any, b: Any) -> bool:
+    """Whether values are equal as far as Python can tell; of others the same type is enough."""
     if a is b or type(a) is not type(b):
         return a is b
     if _scalar(a) and _scalar(b):
@@ -316,11 +299,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 @functools.cache
-def is_library(module: str | None) -> bool:
-    """Whether it is installed, or Python's own, or ours: not what a user writes beside a script."""
+def _installed(module: str | None) -> bool:
+    """Whether it is a library's, Python's own or advisor's, not what a user writes for a script."""
     if module is None or module.partition(".")[0] in ("advisor", "torch", "builtins"):
         return True
-    if module == "__main__":
-        return False
-    found = getattr(sys.modules.get(module), "__file__", None)
-    return found is not None and found.startswith(_LIBRARIES)
+    file = None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and is_library(file)

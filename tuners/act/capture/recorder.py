@@ -1,62 +1,33 @@
-"""What records the work of a training step on a device, and does it again."""
+"""Captures the work of a training step on a device, and replays it."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Recorder(Protocol):
-    """Records what a function does to tensors, so that it can be done again without its Python."""
+class Recorder:
+    """Captures a step in one CUDA graph.
 
-    device: str
-    """'cuda': whose tensors it can hold."""
-
-    def side_stream(self) -> AbstractContextManager[list[str]]:
-        """For steps before a recording, and those that are compared with it. Yields a list that
-        holds, afterwards, the lines of code that waited for the device."""
-
-    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What does the same again, and what `step` returned: tensors that it writes into.
-
-        `step` runs once and changes no tensor that was there before.
-
-        Raises:
-            RuntimeError: the step does what cannot be recorded; nothing is left of the attempt.
-        """
-
-    def random_state(self) -> Any:
-        """Of the numbers that steps draw on the device."""
-
-    def set_random_state(self, state: Any) -> None: ...
-
-    def host_state(self) -> bytes:
-        """Of torch's numbers that are drawn on the host, and would stand still in a replay."""
-
-    def empty(self) -> None:
-        """Give back what memory is no longer used."""
-
-
-class CudaRecorder:
-    """One CUDA graph.
-
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs says what a capture needs: some
-    steps before it on another stream, buffers that stay where they are, and nothing that waits for
-    the device or decides on its values.
+    A capture needs some steps on a side stream before it, buffers that keep their addresses, and
+    code that neither waits for the device nor branches on its values:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
     """
 
     device = "cuda"
 
     @contextmanager
     def side_stream(self) -> Iterator[list[str]]:
-        side = _stream_of(torch.cuda.current_device())
+        """For steps before a capture, and those compared with it. The list holds, afterwards, the
+        lines of code that waited for the device."""
+        side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side), _noticing_waits() as waits:
@@ -65,8 +36,14 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(side)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run `step` once, changing no tensor that existed; returns its replay and its output,
+        whose tensors each replay writes.
+
+        Raises:
+            RuntimeError: the step cannot be captured; nothing is left of the attempt.
+        """
         graph = torch.cuda.CUDAGraph()
-        side = _stream_of(torch.cuda.current_device())
+        side = _side_stream(torch.cuda.current_device())
         try:
             # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
             with (
@@ -75,7 +52,10 @@ class CudaRecorder:
             ):
                 output = step()
         except BaseException:
-            _recover()
+            # A capture that succeeds ends the state in which a failed one leaves the generator.
+            here = torch.zeros(1, device="cuda")
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                here.add_(1)
             raise
         return graph.replay, output
 
@@ -87,20 +67,18 @@ class CudaRecorder:
         torch.cuda.set_rng_state(state[1])
 
     def host_state(self) -> bytes:
+        """Of torch's random numbers on the host, which a replay does not draw."""
         return torch.get_rng_state().numpy().tobytes()
 
-    def empty(self) -> None:
-        torch.cuda.empty_cache()
 
-
-RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
 """By the type of the device; on others a step is never captured."""
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No graph ends by garbage collection meanwhile: it may not while another is captured, which
-    is lost with it (reset in PyTorch's CUDAGraph.cpp). PyTorch collects none before it any more."""
+    """Keep the garbage collector from ending another CUDA graph, which would break a capture (reset
+    in PyTorch's CUDAGraph.cpp). PyTorch no longer collects before a capture."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -112,14 +90,14 @@ def _without_collection() -> Iterator[None]:
 
 
 @cache
-def _stream_of(_device: int) -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on."""
+def _side_stream(_device: int) -> torch.cuda.Stream:
+    # One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on.
     return torch.cuda.Stream()
 
 
 @contextmanager
 def _noticing_waits() -> Iterator[list[str]]:
-    """The lines of code that make the host wait for the device, as 'train.py:12'."""
+    """Lines of code that make the host wait for the device, as 'train.py:12'."""
     found: list[str] = []
     held = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -137,10 +115,3 @@ def _noticing_waits() -> Iterator[list[str]]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-
-
-def _recover() -> None:
-    """A capture that succeeds ends the state in which one that failed leaves the generator."""
-    here = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        here.add_(1)

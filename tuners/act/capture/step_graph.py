@@ -1,11 +1,8 @@
-"""A whole training step, forward, loss, backward and optimizer, recorded once and replayed.
-
-What cannot be recorded, or does not do in a replay what it does without, runs as it would have run
-anyway, and says so: a replay runs kernels, and no Python.
-"""
+"""A whole training step, forward, loss, backward and optimizer, captured once and replayed."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import warnings
@@ -17,34 +14,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from advisor.errors import AdvisorWarning
-from advisor.tuners.act.capture.agreement import compare_outputs, nudge, nudge_back
-from advisor.tuners.act.capture.buffers import Buffers
-from advisor.tuners.act.capture.captured_graph import CapturedGraph, Gradient, detached
-from advisor.tuners.act.capture.object_graph import Held, ObjectGraph
+from advisor.tuners.act.capture.agreement import compare_outputs, nudge
+from advisor.tuners.act.capture.captured_graph import (
+    Buffers,
+    CapturedGraph,
+    Gradient,
+    StateSnapshot,
+    detached,
+)
+from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import Recorder
-from advisor.tuners.act.capture.state_snapshot import StateSnapshot
-
-WARM_STEPS = 3
-"""Steps before the capture, as PyTorch's notes have it: lazy state is made in them."""
-CHECKED = 3
-"""Replays that are compared with the same step without a graph, each on a batch of its own."""
-CHECKED_AGAIN = 1000
-"""Replays until one is compared again, for what is read deeper than is watched; then twice as many
-each time. A comparison takes up to ten steps: 1%."""
-RECAPTURES = 8
-"""Captures in a row, each undone by the very next change, after which graphs are given up."""
-OTHERS = 64
-"""Batches in a row that are unlike the example's, after which it is said that nothing replays."""
-SMALL = 16 * 2**20
-"""Bytes up to which a tensor that the step holds, but is not known to write, is compared too."""
+from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, OTHERS, RECAPTURES, SMALL, WARM_STEPS
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
     "decision on their values"
 )
+_OTHER_OPTIMIZERS = "not every call steps the same optimizers"
 
-TrainStep = Callable[[Any], Any]
 T = TypeVar("T")
 
 
@@ -54,16 +42,16 @@ class StepGraph:
     The first WARM_STEPS calls train without a graph. The next CHECKED ones train twice from the
     same state, with it and without, and keep the latter. From then on a call copies its batch into
     the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
-    changes between steps is taken over; another change of what the step reads captures anew. What
-    changes values in Python in the step, as a schedule or a counter, or cannot be captured for any
-    other reason, trains without a graph, and one warning says why.
+    changes between steps is followed; another change of what the step reads captures anew. A replay
+    runs kernels and no Python: a step that changes values in Python, as a schedule or a counter, or
+    that cannot be captured, trains without a graph, and one warning says why.
 
     Args:
         train_step: takes a batch; returns tensors, such as the loss, in any nesting.
         example: a batch on the device, as those to come.
         models: the modules that the step trains, for their buffers.
-        recorder: what captures and replays.
-        scaler: of the loss, where the step gets to it by other ways than its own code.
+        recorder: captures and replays.
+        scaler: of the loss, if the step's own code does not hold it.
 
     Attributes:
         failure: why it runs without a graph for good; empty while it does not.
@@ -71,7 +59,7 @@ class StepGraph:
 
     def __init__(
         self,
-        train_step: TrainStep,
+        train_step: Callable[[Any], Any],
         example: Any,
         models: Iterable[nn.Module],
         recorder: Recorder,
@@ -85,12 +73,14 @@ class StepGraph:
         self._buffers = Buffers(example)
         self._warm = self._checked = self._wasted = self._others = self._replays = 0
         self._check_at = CHECKED_AGAIN
-        self._stepped: list[list[int]] = []
+        self._stepped: list[int] = []
         self._captured: CapturedGraph | None = None
         self._fixed: list[Any] = []
         self._written: list[Tensor] = []
         self._objects: ObjectGraph | None = None
         self.failure = ""
+        if obstacle := _process_group():
+            self._give_up(obstacle)
 
     @property
     def ready(self) -> bool:
@@ -118,7 +108,7 @@ class StepGraph:
             return self._check(batch, leaves)
         self._wasted = 0
         self._replays += 1
-        replayed = _if_memory(lambda: [self._replayed(leaves)])
+        replayed = _if_memory(lambda: [self._replay(leaves)])
         return replayed[0] if replayed else self._without("there is no memory to replay it", batch)
 
     def _without(self, reason: str, batch: Any) -> Any:
@@ -131,8 +121,11 @@ class StepGraph:
         # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
         return tree_map(detached, self._train_step(batch))
 
+    def _replay(self, leaves: list[Any]) -> Any:
+        assert self._captured is not None
+        return self._captured.replay(lambda: self._buffers.fill(leaves))
+
     def _other(self, batch: Any) -> Any:
-        """A batch that is not like the example; a graph makes room for it where it must."""
         self._others += 1
         if self._others == OTHERS and not self._checked:
             warnings.warn(
@@ -145,7 +138,7 @@ class StepGraph:
             )
         if self._captured is None:
             return self._plainly(batch)
-        # The step may need what memory the graph holds. Buffers are small; weights are not.
+        # Buffers are small and are copied for a second try; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
         kept, drawn = [buffer.clone() for buffer in buffers], self._recorder.random_state()
         with self._optimizers.counting() as stepped:
@@ -163,20 +156,19 @@ class StepGraph:
         versions = [_version(tensor) for tensor in tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
-        self._stepped.append(stepped)
+        earlier, self._stepped = self._stepped, stepped
         if self._warm < WARM_STEPS:
             return output
         # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
         obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
-        obstacle = obstacle or process_group_obstacle() or self._moved(objects, before, drawn)
-        if waits:
-            obstacle = obstacle or f"it waits for the device ({waits[0]}); {_MEND}"
-        if self._stepped[-1] != self._stepped[-2]:
-            obstacle = obstacle or "not every call steps the same optimizers"
-        if obstacle:
-            self._give_up(obstacle)
+        obstacle = obstacle or _process_group() or self._moved(objects, before, drawn)
+        if waits and not obstacle:
+            obstacle = f"it waits for the device ({waits[0]}); {_MEND}"
+        obstacle = obstacle or ("" if stepped == earlier else _OTHER_OPTIMIZERS)
         pairs = zip(tensors, versions, strict=True)
         self._written = [t for t, was in pairs if _version(t) != was or t.nbytes <= SMALL]
+        if obstacle:
+            self._give_up(obstacle)
         return output
 
     def _look(self) -> ObjectGraph:
@@ -185,12 +177,15 @@ class StepGraph:
         return self._objects
 
     def _drawn(self) -> object:
-        return drawn_by_python(), self._recorder.host_state()
+        """The state of the random numbers that are drawn on the host."""
+        numpy = sys.modules.get("numpy")
+        drawn = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+        return pickle.dumps(drawn), self._recorder.host_state()
 
-    def _moved(self, objects: ObjectGraph, before: Held, drawn: object) -> str:
-        """What a step just now has changed that a replay would not; '' where nothing."""
-        if moved := objects.moved(before):
-            return f"it changes {moved} in Python, which a replay would not: do that outside"
+    def _moved(self, objects: ObjectGraph, before: Values, drawn: object) -> str:
+        """What a step just now has changed that a replay would not; '' if nothing."""
+        if changed := objects.changed_in_step(before):
+            return f"it changes {changed} in Python, which a replay would not: do that outside"
         if not objects.between_steps:
             return "it steps by a GradScaler and leaves it as it is: call its update in the step"
         if drawn != self._drawn():
@@ -201,7 +196,6 @@ class StepGraph:
         return [*self._optimizers.settings(), [w.requires_grad for w in self._trained()]]
 
     def _changed(self, captured: CapturedGraph) -> str:
-        """What the script has changed since the capture, where the graph would not follow."""
         assert self._objects is not None
         self._optimizers.follow_rates()
         if self._settings() != self._fixed:
@@ -209,14 +203,14 @@ class StepGraph:
                 "a setting of the optimizer, other than the learning rate of a fused one, or what "
                 "weights train,"
             )
-        if not all(map(Gradient.as_recorded, captured.gradients)):
+        if not all(map(Gradient.as_captured, captured.gradients)):
             return "which gradients there are before a step"
-        return self._objects.differs()
+        return self._objects.changed()
 
     def _capture(self, leaves: list[Any]) -> str:
-        """Why there is no graph; '' where there is, and everything else is as before."""
-        before: Held = []
-        gradients: list[Gradient] = []
+        """Why there is no graph; '' if there is, and everything else is as before."""
+        before: Values = []
+        gradients: list[tuple[Tensor, Tensor | None]] = []
         objects = self._objects
         try:
             self._buffers.fill(leaves)
@@ -224,36 +218,29 @@ class StepGraph:
             objects = self._look()
             before = objects.read()
             self._fixed = self._settings()
-            gradients = [Gradient(weight) for weight in self._optimizers.weights()]
+            gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
                 recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
-            self._captured = CapturedGraph(recording, gradients)
         except Exception as exc:  # whatever it is, the step without a graph may not raise it
             if before and objects is not None:
-                objects.put_back(before)
-            for gradient in gradients:
-                gradient.weight.grad = gradient.before
+                objects.restore(before)
+            for weight, gradient in gradients:
+                weight.grad = gradient
             return _why(exc)
-        self._captured.keep(objects.replaced(before), before)
-        objects.settle(before)
-        objects.put_back(before)
+        self._captured = CapturedGraph(recording, gradients, objects.replaced(before), before)
+        objects.watch(before)
+        objects.restore(before)
         return ""
 
-    def _replayed(self, leaves: list[Any]) -> Any:
-        assert self._captured is not None
-        return self._captured.play(lambda: self._buffers.fill(leaves))
-
     def _check(self, batch: Any, leaves: list[Any]) -> Any:
-        """One step with the graph, undone, and one without; both must come to the same."""
-        objects, wrong = (
-            self._objects,
-            "there is no memory to compare a replay with the step itself",
-        )
+        """Train on a batch without the graph; before it, compare with replays and undo them."""
+        objects, trained = self._objects, self._trained()
         assert objects is not None
-        state, trained = self._state(), self._trained()
+        state = self._state(trained)
         start = _if_memory(lambda: StateSnapshot(state, trained, self._recorder, objects))
+        no_memory = "there is no memory to compare a replay with the step itself"
         if start is None:
-            return self._without(wrong, batch)
+            return self._without(no_memory, batch)
         try:
             found = _if_memory(lambda: self._disagreement(start, leaves))
         finally:
@@ -265,9 +252,9 @@ class StepGraph:
             start.restore()
             del start
             return self._without("there is no memory for the step itself beside it", batch)
-        wrong = self._moved(objects, start.held, drawn) or (wrong if found is None else found)
-        if stepped != self._stepped[-1]:
-            wrong = "not every call steps the same optimizers"
+        wrong = "" if stepped == self._stepped else _OTHER_OPTIMIZERS
+        wrong = wrong or self._moved(objects, start.values, drawn)
+        wrong = wrong or (no_memory if found is None else found)
         self._checked += 1
         self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
         if wrong:
@@ -280,23 +267,24 @@ class StepGraph:
         assert captured is not None
 
         def left(output: Any) -> list[Tensor]:
-            return [*start.tensors, *_tensors((output, captured.kept()))]
+            held = tree_flatten((output, captured.replaced()))[0]
+            return [*start.tensors, *(one.detach() for one in held if isinstance(one, Tensor))]
 
         def replayed() -> list[Tensor]:
             start.restore()
-            return left(self._replayed(leaves))
+            return left(self._replay(leaves))
 
         def eager(seed: int | None = None) -> list[Tensor]:
             start.restore()
             nudges = [] if seed is None else nudge(self._optimizers.weights(), seed)
             for gradient in captured.gradients:
-                grad, before = gradient.weight.grad, gradient.before
-                if grad is not None and before is not None and gradient.after is not before:
+                if gradient.weight.grad is not None and gradient.clears:
                     # A step that clears them first, as it must have, does not see this.
-                    grad.detach().fill_(torch.nan)
+                    gradient.weight.grad.detach().fill_(torch.nan)
             with self._optimizers.capturable(), self._recorder.side_stream():
                 output = self._plainly(self._buffers.batch())
-            nudge_back(nudges)
+            for weight, by in nudges:
+                weight.sub_(by)
             return left(output)
 
         found = compare_outputs(replayed, eager, start.clones)
@@ -305,84 +293,58 @@ class StepGraph:
         at, share = found
         what = "what a replay returns"
         if at < len(start.tensors):
-            what = f"what a replay does to {self._called(start.tensors[at])}"
+            named = ((*m.named_parameters(), *m.named_buffers()) for m in self._models)
+            own = (name for each in named for name, one in each if one is start.tensors[at])
+            what = f"what a replay does to {next(own, 'a tensor that it writes')}"
         return f"{what} differs by {share:.2g} of it from the step itself"
 
-    def _called(self, tensor: Tensor) -> str:
-        for model in self._models:
-            for name, one in (*model.named_parameters(), *model.named_buffers()):
-                if one is tensor:
-                    return name
-        return "a tensor that it writes"
-
     def _trained(self) -> list[Tensor]:
-        """Whatever may have a gradient."""
         held = [p for model in self._models for p in model.parameters()]
         return list({id(one): one for one in (*self._optimizers.weights(), *held)}.values())
 
-    def _state(self) -> list[Tensor]:
+    def _state(self, trained: list[Tensor]) -> list[Tensor]:
         """What a step changes: weights, buffers, the optimizers' own, and what else it writes."""
-        found = [*self._trained(), *(b for model in self._models for b in model.buffers())]
+        found = [*trained, *(b for model in self._models for b in model.buffers())]
         found += [*self._optimizers.state(), *self._written]
-        return [one for one in {id(one): one for one in found}.values() if _fills(one)]
+        return [one for one in {id(one): one for one in found}.values() if _can_be_filled(one)]
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
         self._captured, self._written, self._objects = None, [], None
-        self._buffers.drop()
+        self._buffers = Buffers(None)
         self._optimizers.end()
         if self._warm >= WARM_STEPS:
-            self._recorder.empty()
-        warn_plain(reason)
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
+            "without, which is slower than the advice says",
+            AdvisorWarning,
+            stacklevel=4,
+        )
 
 
-def warn_plain(reason: str) -> None:
-    """One line: the step trains without a graph, and why."""
-    warnings.warn(
-        f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
-        "without, which is slower than the advice says",
-        AdvisorWarning,
-        stacklevel=5,
-    )
-
-
-def process_group_obstacle() -> str:
-    """Why no step is captured in a process of several; '' in one alone.
-
-    NCCL waits, at the end of a process group, for every graph that its work was captured in.
-    """
+def _process_group() -> str:
+    """Why no step is captured in a process of several; '' in one alone."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
+        # NCCL waits, at the end of a process group, for every graph that its work was captured in.
         return "it runs in a process group of torch.distributed, whose work no graph may hold"
     return ""
 
 
-def drawn_by_python() -> object:
-    """The state of Python's and NumPy's random numbers, for comparison."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), tuple(rest)
-
-
-def _fills(value: Tensor) -> bool:
-    """Whether another can be copied into it."""
-    sizes = zip(value.shape, value.stride(), strict=True) if value.layout is torch.strided else ()
-    overlaps = any(size > 1 and step == 0 for size, step in sizes)
-    return value.layout is torch.strided and not value.is_inference() and not overlaps
+def _can_be_filled(value: Tensor) -> bool:
+    if value.layout is not torch.strided or value.is_inference():
+        return False
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return not any(size > 1 and step == 0 for size, step in sizes)
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf.detach() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
 def _if_memory(run: Callable[[], T], past_repair: Collection[Any] = ()) -> T | None:
-    """What `run` returns; None where the device has no memory for it."""
+    """What `run` returns; None if the device has no memory for it."""
     try:
         return run()
     except RuntimeError as exc:
