@@ -263,7 +263,8 @@ FOLLOWING = {
 @pytest.mark.parametrize(("name", "value"), FOLLOWING)
 def test_what_a_value_needs(name: str, value: Value) -> None:
     knob = BY_NAME[name]
-    assert (knob.needs(value), knob.numerics(value), knob.weight(value)) == FOLLOWING[name, value]
+    doubts = knobs.doubtful(Config({name: value}))
+    assert (knob.needs(value), doubts, knob.weight(value)) == FOLLOWING[name, value]
 
 
 def test_what_holds_of_a_row() -> None:
@@ -272,9 +273,6 @@ def test_what_holds_of_a_row() -> None:
     def names(holds: Callable[[knobs.Knob], object]) -> set[str]:
         return {knob.name for knob in KNOBS if holds(knob)}
 
-    assert names(lambda knob: knob.memory) == {
-        *("precision", "channels_last", "compile", "activation_memory", "step_graph")
-    }
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "activation_memory", "threads"}
     assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
@@ -685,12 +683,6 @@ def test_what_torch_does_for_a_task() -> None:
     }
     fixed = knobs.plain(dataclasses.replace(task, deterministic=True), "cpu")
     assert fixed["cudnn_deterministic"] is True
-
-
-def test_a_space_of_convolutions_offers_another_layout() -> None:
-    assert knobs.convolving({"channels_last": (False, True)})
-    assert not knobs.convolving({"channels_last": (False,), "precision": ("default", "tf32")})
-    assert not knobs.convolving({})
 
 
 BASE = Config(TORCH | {BATCH: 64})
