@@ -225,7 +225,7 @@ class Knob:
     caveat: Callable[[Value], str] | None = None
     """What a short comparison cannot show about a value, '' for nothing."""
     stage: str = COMPUTE
-    """In a workload, INPUT knobs are measured after the others, with a loader of the user's data."""
+    """INPUT knobs of a workload are measured last, with a loader of the user's data."""
     feeds: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
     by_rule: bool = False
