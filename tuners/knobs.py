@@ -162,11 +162,6 @@ class Script:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     loading: Loading = Loading()
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers."""
-        return [group for one in self.optimizers for group in one.param_groups]
-
 
 @dataclass(frozen=True, slots=True)
 class Own:
@@ -190,10 +185,8 @@ class Knob:
     """torch's own; None where the machine or the script decides."""
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own first; one value: the knob is fixed here; none: it is absent."""
-    needs: Callable[[Value], str] = lambda _value: LOOP
-    """The least use that can follow a value."""
     numerics: bool = False
-    """Values other than torch's own and `strict` are compared with strict fp32."""
+    """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
     strict: Value = None
     """The value in that fp32 reference, if it is not torch's own."""
     first_step: bool = False
@@ -243,13 +236,25 @@ class Knob:
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
     loader: Callable[[Value], dict[str, object]] | None = None
-    autocast: Callable[[Value], torch.dtype | None] | None = None
+    autocast: Mapping[Value, str] = field(default_factory=dict)
+    """The name of autocast's dtype, by value."""
     scaled: Callable[[Value], bool] | None = None
     non_blocking: Callable[[Value], bool] | None = None
     captured: Callable[[Value], bool] | None = None
     """Whether `Advice.capture` makes a CUDA graph of the training step."""
     graphs: Callable[[Value], bool] | None = None
     """Whether the forward pass replays CUDA graphs, which must be told where a step begins."""
+
+    def needs(self, value: Value) -> str:
+        """The least use that can follow a value, by what it acts on."""
+        if self.captured is not None:
+            return CAPTURE
+        scaled = self.scaled is not None and self.scaled(value)
+        layers = self.layers is not None and self.layers(value) is not None
+        if scaled or layers or (self.loader is not None and not self.feeds):
+            return LOOP
+        acts = self.model or self.optimizer or self.loader or value in self.autocast
+        return PILOT if acts else FLAGS
 
 
 def _precisions(here: Situation) -> tuple[Value, ...]:
@@ -262,8 +267,8 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
     return tuple(p for p in PRECISIONS if p == "default" or p in possible & {*here.precisions})
 
 
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""The dtype of autocast, by precision; under fp8 for all but the converted layers."""
+AUTOCAST: dict[Value, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Under fp8 for all but the converted layers."""
 
 
 def _own_precision(script: Script) -> Own | None:
@@ -275,11 +280,6 @@ def _own_precision(script: Script) -> Own | None:
         return Own(None, why="LBFGS lives by small differences of gradients")
     # Only its matrix products' switch: half precision may still be faster.
     return Own("tf32", stays=False) if "matmul=tf32" in describe() else None
-
-
-def _autocast(value: Value) -> torch.dtype | None:
-    name = AUTOCAST.get(str(value))
-    return getattr(torch, name) if name else None
 
 
 def _permits_precision(given: Mapping[str, Any], value: Value) -> bool:
@@ -461,9 +461,10 @@ def _keep_share(model: nn.Module, value: Value) -> nn.Module:
 
 
 def _own_fused(script: Script) -> Own | None:
-    if any(group.get("fused") for group in script.groups):
+    groups = [group for one in script.optimizers for group in one.param_groups]
+    if any(group.get("fused") for group in groups):
         return Own(True)
-    fused = all("fused" in group for group in script.groups)
+    fused = all("fused" in group for group in groups)
     return None if fused else Own(None, why="the optimizer has no fused kernels")
 
 
@@ -487,23 +488,10 @@ def _workers(here: Situation) -> tuple[Value, ...]:
     return (own, *others) if most else ()
 
 
-def _own_workers(script: Script) -> Own | None:
-    loading = script.loading
-    if loading.workers:
-        return Own(loading.workers, stays=not loading.most)
-    return None if loading.most else Own(None, why=loading.why)
-
-
-def _own_prefetching(script: Script) -> Own | None:
-    if script.loading.most and script.loading.ahead:
-        return Own(script.loading.ahead, stays=False)
-    return None if script.loading.most else Own(None)
-
-
-def _own_pinning(script: Script) -> Own | None:
-    if script.loading.pinned:
-        return Own(True)
-    return None if script.loading.most else Own(None)
+def _own_loading(script: Script, value: Value, *, stays: bool, why: str = "") -> Own | None:
+    if value:
+        return Own(value, stays)
+    return None if script.loading.most else Own(None, why=why)
 
 
 def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[Value, ...]]:
@@ -518,7 +506,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(PRECISIONS),
         default="default",
         values=_precisions,
-        needs=lambda value: {"bf16": PILOT, "fp16": LOOP, "fp8": LOOP}.get(str(value), FLAGS),
         numerics=True,
         strict="fp32",
         permitted=_permits_precision,
@@ -535,7 +522,7 @@ KNOBS: tuple[Knob, ...] = (
         ),
         layers=lambda value: fp8.convert if value == "fp8" else None,
         caveat=lambda value: fp8.CAVEAT if value == "fp8" else "",
-        autocast=_autocast,
+        autocast=AUTOCAST,
         scaled=lambda value: value == "fp16",
     ),
     Knob(
@@ -543,7 +530,6 @@ KNOBS: tuple[Knob, ...] = (
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
         carries=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
-        needs=lambda _value: PILOT,
         script=_own_layout,
         model=_lay_out_model,
         layout=lambda batch, value: _layout(batch) if value and batch.is_floating_point() else None,
@@ -552,7 +538,6 @@ KNOBS: tuple[Knob, ...] = (
         name="cudnn_benchmark",
         summary="search for the fastest cuDNN algorithm at the first step of each shape",
         values=_searches,
-        needs=lambda _value: FLAGS,
         first_step=True,
         # A search takes 10 to 20 s for each format and layout, and changes rounding only.
         strict=False,
@@ -567,7 +552,6 @@ KNOBS: tuple[Knob, ...] = (
         summary="deterministic algorithms only (fixed by --deterministic)",
         carries=True,
         values=lambda here: (here.deterministic,),
-        needs=lambda _value: FLAGS,
         flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put_back),
     ),
     Knob(
@@ -576,7 +560,6 @@ KNOBS: tuple[Knob, ...] = (
         default=True,
         carries=True,
         values=lambda here: (True, False)[: 1 + here.full] if here.device == "cuda" else (),
-        needs=lambda _value: FLAGS,
         guess="",
         flag=_cudnn("enabled"),
     ),
@@ -595,7 +578,6 @@ KNOBS: tuple[Knob, ...] = (
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
-        needs=lambda _value: PILOT,
         numerics=True,
         compiled=False,
         guess="leader",
@@ -612,7 +594,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(("none", *COMPILE_MODES_FULL)),
         default="none",
         values=_compile_modes,
-        needs=lambda _value: PILOT,
         numerics=True,
         dear=_compile_seconds,
         ahead=lambda value: value not in ("none", "cudagraphs"),
@@ -627,7 +608,6 @@ KNOBS: tuple[Knob, ...] = (
         name="dynamic_shapes",
         summary="compiled for inputs of any length at once, where a run's vary",
         values=_off_on(lambda here: here.varies and _compiles_whole(here)),
-        needs=lambda _value: PILOT,
         numerics=True,
         first_step=True,
         guess="",
@@ -644,7 +624,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(SHARES),
         default=1.0,
         values=_shares,
-        needs=lambda _value: PILOT,
         numerics=True,
         first_step=True,
         frugal=True,
@@ -658,7 +637,6 @@ KNOBS: tuple[Knob, ...] = (
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
-        needs=lambda _value: CAPTURE,
         compiled=False,
         numerics=True,
         # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
@@ -674,7 +652,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(most=2**12),
         default=None,
         values=_threads,
-        needs=lambda _value: FLAGS,
         first_step=True,  # they are started then
         script=lambda _script: Own(None) if threads_set() else None,
         flag=Flag(
@@ -689,13 +666,17 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(most=2**10, least=0),
         default=None,
         values=_workers,
-        needs=lambda _value: PILOT,
         guess="",
         stage=INPUT,
         shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
         feeds=True,
         mapped="num_workers",
-        script=_own_workers,
+        script=lambda script: _own_loading(
+            script,
+            script.loading.workers,
+            stays=not script.loading.most,
+            why=script.loading.why,
+        ),
         loader=lambda value: {"num_workers": value},
     ),
     Knob(
@@ -705,13 +686,14 @@ KNOBS: tuple[Knob, ...] = (
         default=None,
         # PyTorch's own first. More evens out samples that take longer than others.
         values=lambda here: (2, 4, 8) if here.workers else (),
-        needs=lambda _value: PILOT,
         conflicts={"num_workers": (0,)},
         guess="",
         stage=INPUT,
         shown=lambda value: f"{value} batches ahead",
         feeds=True,
-        script=_own_prefetching,
+        script=lambda script: _own_loading(
+            script, script.loading.most and script.loading.ahead, stays=False
+        ),
         loader=lambda value: {"prefetch_factor": value},
     ),
     Knob(
@@ -731,7 +713,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=SHARING,
         default=SHARING.values[0],
         values=lambda here: SHARING.values if here.by_name and here.workers else (),
-        needs=lambda _value: FLAGS,
         conflicts={"num_workers": (0,)},
         guess="",
         stage=INPUT,
@@ -758,11 +739,10 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         # Without workers, pinning gains nothing.
         values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
-        needs=lambda _value: PILOT,
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         feeds=True,
-        script=_own_pinning,
+        script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
         loader=lambda value: {"pin_memory": bool(value)},
         non_blocking=bool,
     ),
@@ -883,7 +863,7 @@ def code(config: Config) -> Config:
 def doubtful(config: Config, default: Config = TORCH) -> bool:
     """Whether a config computes something else than a default, and must be compared with fp32."""
     return any(
-        knob.numerics and value not in (knob.default, knob.strict)
+        knob.numerics and (knob.strict is None or value not in (knob.default, knob.strict))
         for knob, value in _rows(config.changed(default))
     )
 

@@ -39,9 +39,8 @@ class Acting:
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
         self.rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
         self.layouts = [(knob.layout, value) for knob, value in self.rows if knob.layout and value]
-        self.autocast = next(
-            (found for k, value in self.rows if k.autocast and (found := k.autocast(value))), None
-        )
+        formats = (k.autocast[value] for k, value in self.rows if value in k.autocast)
+        self.autocast = getattr(torch, name) if (name := next(formats, "")) else None
         self.scaled = self._any(lambda knob: knob.scaled)
         self.non_blocking = device.type == "cuda" and self._any(lambda knob: knob.non_blocking)
         self.graphs = self._any(lambda knob: knob.graphs)
@@ -49,7 +48,7 @@ class Acting:
         self.compiles = any(knob.model and not knob.layout for knob, _value in self.rows)
         known = [(k, v) for k, v in self.rows if k.name in default]
         undone = [(k, default[k.name]) for k, value in known if value == k.default]
-        self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
+        self.undoes_autocast = any(own in k.autocast for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
         self.any_size = any(knob.name == DYNAMIC_SHAPES and value for knob, value in self.rows)
 

@@ -37,7 +37,7 @@ def needs(knob: Knob, value: Value) -> Iterator[str]:
         yield LOADER
     if knob.layout is not None or (knob.non_blocking is not None and knob.non_blocking(value)):
         yield BATCHES
-    if knob.autocast is not None and knob.autocast(value) is not None:
+    if value in knob.autocast:
         yield AUTOCAST
     if knob.scaled is not None and knob.scaled(value):
         yield STEP
