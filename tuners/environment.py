@@ -61,12 +61,13 @@ def detect(device: str) -> Environment:
         AdvisorError: NVML does not answer.
     """
     if device == "cpu":
+        there = hasattr(os, "sched_getaffinity")
         return Environment(
             device=Device(
                 kind="cpu",
                 name=host_cpu(),
                 capability=str(fact("capability", lambda: torch.backends.cpu.get_cpu_capability())),
-                multiprocessors=_cores(),
+                multiprocessors=len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1,
                 memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             ),
             software=Software(driver="", cuda="", cudnn="", torch=version("torch")),
@@ -195,17 +196,18 @@ def _installed(package: str) -> str:
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
 
-    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast.
-    """
+    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast."""
     if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
         return False
-    return bool(fact("bf16", _kernels_have_bf16))
-
-
-def _kernels_have_bf16() -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(
+        fact(
+            "bf16",
+            lambda: (
+                not torch.backends.mkldnn.is_available()
+                or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            ),
+        )
+    )
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
@@ -253,15 +255,11 @@ def _ask(nvml: Any, gpu: _Visible) -> Environment:
 def _what_there_is(count: int) -> str:
     if not _built():
         return f"this torch ({version('torch')}) is built without CUDA; use cpu"
-    if count == 0:
-        return (
-            "this process sees no CUDA device; use cpu, or check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES"
-        )
     there = ", ".join(f"cuda:{n}" for n in range(count))
     return (
-        f"this process sees {count} CUDA device{'s' if count > 1 else ''} ({there}); use one of "
-        "them or cpu, or check CUDA_VISIBLE_DEVICES"
+        f"this process sees {count or 'no'} CUDA device{'s' * (count > 1)}"
+        f"{f' ({there}); use one of them or cpu' if count else '; use cpu'}, or check nvidia-smi "
+        "and CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -272,12 +270,6 @@ def _cpuinfo() -> str:
         return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return ""
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cudnn_version() -> str:
