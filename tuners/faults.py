@@ -19,7 +19,7 @@ _HINTS = {
     "unable to allocate shared memory": "as where /dev/shm is full",
     "re-initialize CUDA in forked": 'DataLoader(multiprocessing_context="spawn") starts workers '
     "that may use CUDA",
-    "pickle": 'DataLoader(multiprocessing_context="fork") needs no pickling',
+    "t pickle": 'DataLoader(multiprocessing_context="fork") needs no pickling',
     "Pickling": 'DataLoader(multiprocessing_context="fork") needs no pickling',
 }
 MOST = 300

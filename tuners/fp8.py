@@ -41,12 +41,6 @@ def lacking(capability: tuple[int, int], wide: int) -> str:
     return ""
 
 
-def converted(model: nn.Module) -> frozenset[tuple[int, int]]:
-    """Shapes of the weights of layers in fp8."""
-    found = (layer for layer in model.modules() if type(layer).__name__ == "Float8Linear")
-    return frozenset((layer.out_features, layer.in_features) for layer in found)  # type: ignore[misc]
-
-
 def gains(layer: nn.Module) -> bool:
     """Whether fp8 may make a layer faster."""
     if type(layer) is not torch.nn.Linear:  # a subclass may use its weights otherwise

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 COMPUTE, INPUT, LOADER = "compute", "input", "loader"
 """Stages: a batch on the device; batches from a loader; the loader alone, without steps."""
 WORKERS = "num_workers"
-COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of loader workers to try, as far as the host has cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,35 +124,23 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a running script loads its training data.
-
-    Attributes:
-        workers: of its loader, 0 for none.
-        pinned: whether its loader pins memory.
-        ahead: batches that each of its workers prefetches, if it has workers that may be replaced.
-        most: workers that it may be given, 0 where it is left alone; `why`, if that is not plain.
-        room: workers that make sense, whoever starts them.
-    """
+    """How a running script loads its training data."""
 
     workers: int = 0
     pinned: bool = False
     ahead: int = 0
+    """Batches that each of its workers prefetches, if these may be replaced."""
     most: int = 0
+    """Workers that it may be given; 0: its loader is left alone."""
     room: int = 0
+    """Workers that make sense, whoever starts them."""
     why: str = ""
+    """Why its loader is left alone, if that is not plain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What tells which knobs a running script has set itself.
-
-    Attributes:
-        weights: of all models that it trains.
-        autocast: the dtype of its own autocast around them.
-        compiled: whether it compiles one itself.
-        optimizers: those that train.
-        loading: of its training data.
-    """
+    """What a running script does itself with the models that it trains."""
 
     weights: Sequence[Tensor]
     autocast: torch.dtype | None = None
@@ -280,12 +266,6 @@ def _own_precision(script: Script) -> Own | None:
         return Own(None, why="LBFGS lives by small differences of gradients")
     # Only its matrix products' switch: half precision may still be faster.
     return Own("tf32", stays=False) if "matmul=tf32" in describe() else None
-
-
-def _permits_precision(given: Mapping[str, Any], value: Value) -> bool:
-    # A record may come from a host with torchao.
-    asked = value == "default" or value in given.get("precisions", PRECISIONS)
-    return asked and (value != "fp8" or fp8.installed())
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
@@ -481,7 +461,8 @@ def _workers(here: Situation) -> tuple[Value, ...]:
     """Few first: the search stops where more gain nothing."""
     most, own = here.workers, workers(here.own)
     if here.use != PILOT:
-        return tuple(sorted({min(most, number) for number in COUNTS})) if here.loaded else ()
+        counts = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+        return tuple(sorted({min(most, number) for number in counts})) if here.loaded else ()
     others = sorted({most, most // 2, most // 4} - {0, own})
     if WORKERS in here.mapped:  # each takes a start: fewer than the script has gain the least
         others = [number for number in others if number > own]
@@ -508,7 +489,11 @@ KNOBS: tuple[Knob, ...] = (
         values=_precisions,
         numerics=True,
         strict="fp32",
-        permitted=_permits_precision,
+        # A record may come from a host with torchao.
+        permitted=lambda given, value: (
+            value in ("default", *given.get("precisions", PRECISIONS))
+            and (value != "fp8" or fp8.installed())
+        ),
         carries=True,
         # fp16 needs a scaler, and can overflow; fp8 needs torchao.
         weight=lambda value: 2 if value in ("fp16", "fp8") else 1,
@@ -812,15 +797,6 @@ class Advised(Config):
 def _rows(config: Mapping[str, Value]) -> Iterator[tuple[Knob, Value]]:
     """Knobs and their values. Records of later versions have unknown knobs, which are left out."""
     return ((BY_NAME[name], value) for name, value in config.items() if name in BY_NAME)
-
-
-def loading(config: Config) -> dict[str, Any]:
-    """Keyword arguments of a DataLoader for a run's input pipeline."""
-    found: dict[str, Any] = {}
-    for knob, value in _rows(config):
-        if knob.feeds and knob.loader is not None:
-            found |= knob.loader(value)
-    return found
 
 
 def plain(task: Task, device: str) -> Config:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Trial
 
-WARM = 3.0
-"""How many times faster a config is built again, from the compiler's caches on disk."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
