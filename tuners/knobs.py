@@ -175,8 +175,6 @@ class Knob:
     """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
     strict: Value = None
     """The value in that fp32 reference, if it is not torch's own."""
-    first_step: bool = False
-    """Costs seconds at the first step: algorithm search, compilation, capture."""
     dear: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
@@ -184,8 +182,6 @@ class Knob:
     """Trades speed for memory: tried only where a larger batch does not fit."""
     ahead: Callable[[Value], bool] = lambda _value: False
     """Whether what a value compiles is cached on disk."""
-    compiled: bool = True
-    """Changes the code that a compiler makes."""
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
     guess: Literal["alone", "leader", ""] = "alone"
@@ -523,10 +519,8 @@ KNOBS: tuple[Knob, ...] = (
         name="cudnn_benchmark",
         summary="search for the fastest cuDNN algorithm at the first step of each shape",
         values=_searches,
-        first_step=True,
         # A search takes 10 to 20 s for each format and layout, and changes rounding only.
         strict=False,
-        compiled=False,
         lasting=True,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
@@ -564,7 +558,6 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
-        compiled=False,
         guess="leader",
         # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
         # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
@@ -582,7 +575,6 @@ KNOBS: tuple[Knob, ...] = (
         numerics=True,
         dear=_compile_seconds,
         ahead=lambda value: value not in ("none", "cudagraphs"),
-        first_step=True,
         guess="",
         permitted=lambda given, value: value == "none" or given.get("compile", True),
         script=lambda script: Own("default") if script.compiled else None,
@@ -594,7 +586,6 @@ KNOBS: tuple[Knob, ...] = (
         summary="compiled for inputs of any length at once, where a run's vary",
         values=_off_on(lambda here: here.varies and _compiles_whole(here)),
         numerics=True,
-        first_step=True,
         guess="",
         # Graphs are of one shape each, and what is not compiled has none.
         conflicts={"compile": WITHOUT_DEFAULT},
@@ -610,7 +601,6 @@ KNOBS: tuple[Knob, ...] = (
         default=1.0,
         values=_shares,
         numerics=True,
-        first_step=True,
         frugal=True,
         guess="",
         # Graphs of a forward and a backward pass have memory of their own.
@@ -622,7 +612,6 @@ KNOBS: tuple[Knob, ...] = (
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
-        compiled=False,
         numerics=True,
         # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
         # from the device, and from a GradScaler whether to step at all.
@@ -637,7 +626,6 @@ KNOBS: tuple[Knob, ...] = (
         domain=Domain(most=2**12),
         default=None,
         values=_threads,
-        first_step=True,  # they are started then
         script=lambda _script: Own(None) if threads_set() else None,
         flag=Flag(
             set=lambda value: torch.set_num_threads(int(value or 1)),
@@ -776,7 +764,8 @@ FRUGAL: tuple[dict[str, Value], ...] = (
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
-PAYING = tuple(knob.name for knob in KNOBS if knob.first_step)
+PAYING = ("threads", *(k.name for k in KNOBS if k.lasting or (k.model and not k.layout)))
+"""Knobs that cost time at the first step: it starts threads, searches algorithms, compiles."""
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """The defaults of torch and its DataLoader, where they are the same everywhere."""
@@ -832,8 +821,9 @@ def compiles(config: Config) -> bool:
 
 
 def code(config: Config) -> Config:
-    """The part of a config that decides what code a compiler makes."""
-    return config.without(*(k.name for k in KNOBS if k.feeds or not k.compiled))
+    """The part of a config that decides what code a compiler makes: not the input pipeline, the
+    optimizer, and the choice among the kernels of libraries."""
+    return config.without(*(k.name for k in KNOBS if k.feeds or k.optimizer or k.lasting))
 
 
 def doubtful(config: Config, default: Config = TORCH) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from advisor.cache.shown import size
 from advisor.tuners import host
+from advisor.tuners.environment import env_int
 
 MOST = 32
 """Workers of one process: each is a copy of it."""
@@ -80,4 +80,4 @@ def _ready(workers: int, ahead: int) -> int:
 
 def _ranks() -> int:
     """Processes of the job on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, env_int("LOCAL_WORLD_SIZE", 1))

@@ -273,12 +273,12 @@ def test_what_holds_of_a_row() -> None:
         return {knob.name for knob in KNOBS if holds(knob)}
 
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "activation_memory", "threads"}
-    assert names(lambda knob: knob.first_step) == set(knobs.PAYING) == paying
+    assert set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
     assert names(lambda knob: knob.lasting) == {"cudnn_benchmark"}
     assert names(lambda knob: knob.frugal) == {"activation_memory"}
-    assert names(lambda knob: not knob.compiled) == {
-        *("cudnn_benchmark", "fused_optimizer", "step_graph")
+    assert set(TORCH) - set(knobs.code(TORCH)) == {
+        *("cudnn_benchmark", "fused_optimizer", "step_graph", "pin_memory")
     }
     assert names(lambda knob: knob.carries) == {
         *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
