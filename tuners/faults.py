@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from pathlib import Path
@@ -46,7 +47,8 @@ def where(exc: BaseException) -> str:
     """'train.py:41': the innermost line of the user's own code that an exception came through, in
     a worker too, or that it is about, as of wrong syntax; '' where it came through none."""
     frames = _FRAME.findall("".join(traceback.format_exception(exc, chain=False)))
-    own = [(file, line) for file, line in frames if Path(file).is_file() and not is_library(file)]
+    # Path.is_file() raises of a name that is too long, as one in a message may be.
+    own = [at for at in frames if os.path.isfile(at[0]) and not is_library(at[0])]  # noqa: PTH113
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 

@@ -47,7 +47,8 @@ def of_model(model: nn.Module) -> str:
         [name, type(module).__qualname__, _stated(module)] for name, module in model.named_modules()
     ]
     tensors = [
-        [name, _shape(tensor), str(tensor.dtype)]
+        # A lazy parameter has no shape before the first forward.
+        [name, [] if torch.nn.parameter.is_lazy(tensor) else list(tensor.shape), str(tensor.dtype)]
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     ]
@@ -86,13 +87,6 @@ def _stated(module: nn.Module) -> str:
     except Exception:  # the user's code: what it would have said is among its attributes
         held = {name: value for name, value in vars(module).items() if name != "training"}
         return str([[name, _value(value)] for name, value in held.items() if _is_plain(value)])
-
-
-def _shape(tensor: Any) -> list[int]:
-    try:
-        return list(tensor.shape)
-    except RuntimeError:  # a lazy parameter, before the first forward
-        return []
 
 
 def _code(pieces: list[Any]) -> list[str]:
