@@ -210,6 +210,6 @@ def _words(file: Path) -> list[str]:
 def _text(file: Path) -> str:
     """What is in a file, '' where it is gone or may not be read."""
     try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError):
+        return file.read_text(errors="replace")  # a process may have any name
+    except OSError:
         return ""
