@@ -594,7 +594,7 @@ class OfRun(_Tuning):
         found = []
         for name in (*FORMATS, COMPILE):
             knob, own = BY_NAME[name], self._seen.own.get(name)
-            half = knob.autocast is not None and knob.autocast(own) is not None
+            half = own in knob.autocast
             if name in self._seen.kept and own is not None and (half or name == COMPILE):
                 found.append(space.default.replace(**{name: knob.default}))
         return found

@@ -1,6 +1,4 @@
-"""The blocks that a model repeats, as a transformer its layers: compiled once for all of them.
-
-A compilation is guarded by what a module is, not by which it is: blocks that are alike share one
+"""Blocks that a model repeats, as a transformer's layers: one compilation serves them all
 (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
 """
 
@@ -14,16 +12,15 @@ from torch import nn
 from advisor.tuners import fingerprint
 
 LEAST = 4
-"""Blocks that are alike in one container, before they are called repeated."""
+"""Equal blocks in one container."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are repeated; none where most of the model is outside of them, and
-    would not be compiled."""
+    """The outermost repeated modules; none if they are less than half of the model's modules."""
     found = list(_repeated(model))
-    within = sum(_size(block) for block in found)
-    return found if 2 * within >= _size(model) else []
+    within = sum(1 for block in found for _ in block.modules())
+    return found if 2 * within >= sum(1 for _ in model.modules()) else []
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
@@ -35,8 +32,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _alike(container: nn.Module) -> list[nn.Module]:
-    """Of a container's modules those of which there are LEAST or more; not single layers, in which
-    nothing is fused."""
+    """Modules of which a container has LEAST or more; not single layers, which fuse nothing."""
     kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
     for block in container.children():
         if any(True for _ in block.children()):
@@ -45,12 +41,7 @@ def _alike(container: nn.Module) -> list[nn.Module]:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """What torch.compile tells blocks apart by: what they are, and the rates in their attributes,
-    as of stochastic depth. Whole numbers it reads too, but a layer's index is mostly there for
-    inference; where a step reads it, as transformers' GPT-2 for its cache, each is compiled."""
+    """What torch.compile guards on: the code, and floats in attributes, as rates of stochastic
+    depth. Integers are left out: a layer's index is mostly read in inference only."""
     held = (value for module in block.modules() for value in vars(module).values())
     return fingerprint.of_model(block), tuple(value for value in held if type(value) is float)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.modules())

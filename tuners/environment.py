@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -21,14 +22,12 @@ from advisor.tuners.torch_facts import fact, version
 # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 _CORES_ELSE = 128
-
 MOST_DIGITS = 9
-"""Of a number in an environment variable."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Gpu:
-    """What CUDA takes for one device: NVML's handle of it, and of the card it is on."""
+class _Visible:
+    """A device that CUDA gives this process: NVML's handles of it and of its card."""
 
     handle: Any
     card: Any
@@ -36,15 +35,15 @@ class _Gpu:
     """A MIG slice of the card, not all of it."""
 
 
-def told(variable: str, otherwise: int) -> int:
-    """The number that a launcher has set there; `otherwise` where it is none that can be meant."""
+def env_int(variable: str, default: int) -> int:
+    """The number in an environment variable; `default` if it has none of up to nine digits."""
     text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else otherwise
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
 
 
 def default_device() -> str:
     """This rank's CUDA device where this process sees one, else 'cpu'."""
-    index = told("LOCAL_RANK", 0)
+    index = env_int("LOCAL_RANK", 0)
     count = _cuda_count()
     # A launcher that shows each rank its own GPU alone leaves every rank with cuda:0.
     return f"cuda:{index if index < count else 0}" if count else "cpu"
@@ -54,26 +53,26 @@ def default_device() -> str:
 def detect(device: str) -> Environment:
     """The environment of 'cuda', 'cuda:N' or 'cpu'.
 
-    CUDA devices are counted as NVML does, in the order of their PCI addresses. On a machine with
-    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    NVML counts CUDA devices by PCI address. On a machine with different GPUs, CUDA does so only
+    under CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         UsageError: there is no such device.
-        AdvisorError: NVML does not tell about it.
+        AdvisorError: NVML does not answer.
     """
     if device == "cpu":
+        there = hasattr(os, "sched_getaffinity")
         return Environment(
             device=Device(
                 kind="cpu",
                 name=host_cpu(),
                 capability=str(fact("capability", lambda: torch.backends.cpu.get_cpu_capability())),
-                multiprocessors=_cores(),
-                memory_gib=round(_memory_bytes() / 2**30),
+                multiprocessors=len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1,
+                memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             ),
             software=Software(driver="", cuda="", cudnn="", torch=version("torch")),
         )
-    index = cuda_index(device)
-    count = _cuda_count()
+    index, count = cuda_index(device), _cuda_count()
     if index >= count:
         raise UsageError(f"device {device!r}: {_what_there_is(count)}")
     nvml = _nvml()
@@ -83,7 +82,7 @@ def detect(device: str) -> Environment:
             "advisor reads driver and device from it; AMD GPUs are not supported"
         )
     try:
-        return _ask(nvml, index)
+        return _ask(nvml, _visible(nvml)[index])
     except nvml.NVMLError as exc:
         raise AdvisorError(
             f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
@@ -110,32 +109,9 @@ def device_uuid(device: str) -> str:
     """
     if device == "cpu":
         return ""
-    index, nvml = cuda_index(device), _nvml()
-    if nvml is None:
-        return ""
-    try:
-        gpus = _visible(nvml)
-        if index >= len(gpus) or gpus[index].is_slice:
-            return ""
-        return _text(nvml.nvmlDeviceGetUUID(gpus[index].handle)).removeprefix("GPU-")
-    except nvml.NVMLError:
-        return ""
-
-
-def free_bytes(device: str) -> int:
-    """Of a GPU's memory now, whoever holds the rest; 0 where that is not known.
-
-    Raises:
-        UsageError: the device is malformed.
-    """
-    index, nvml = cuda_index(device), _nvml()
-    if nvml is None:
-        return 0
-    try:
-        gpus = _visible(nvml)
-        return int(nvml.nvmlDeviceGetMemoryInfo(gpus[index].handle).free if gpus[index:] else 0)
-    except nvml.NVMLError:
-        return 0
+    index = cuda_index(device)
+    uuid = next((one.uuid for one in gpus()[index : index + 1]), "")
+    return uuid.removeprefix("GPU-") if uuid.startswith("GPU-") else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +119,8 @@ class Gpu:
     """A GPU that this process could use.
 
     Attributes:
-        uuid: as CUDA_VISIBLE_DEVICES takes it: 'GPU-...', or 'MIG-...' of a slice.
-        users: numbers of the processes that compute on it, as far as the driver tells them: in a
+        uuid: as in CUDA_VISIBLE_DEVICES: 'GPU-...', or 'MIG-...' of a slice.
+        users: ids of the processes that compute on it, as far as the driver reports them; in a
             container those of the host, or none.
     """
 
@@ -155,10 +131,10 @@ class Gpu:
     @property
     def used_by(self) -> str:
         """The processes on it, for people: '812 (python)'; '' for none."""
-        return ", ".join(f"{one}{_called(one)}" for one in self.users)
+        return ", ".join(f"{one}{_process_name(one)}" for one in self.users)
 
 
-def _called(process: int) -> str:
+def _process_name(process: int) -> str:
     try:
         return f" ({printable(Path(f'/proc/{process}/comm').read_text().strip())})"
     except (OSError, ValueError):  # of another container
@@ -208,7 +184,7 @@ def tools() -> Tools:
 
 
 def _installed(package: str) -> str:
-    """Its version, '' where it is not there. Triton itself takes a second to import."""
+    """Its version, '' if it is not there. Importing Triton takes a second."""
     from importlib import metadata
 
     try:
@@ -220,17 +196,18 @@ def _installed(package: str) -> str:
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
 
-    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast.
-    """
+    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast."""
     if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
         return False
-    return bool(fact("bf16", _kernels_have_bf16))
-
-
-def _kernels_have_bf16() -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(
+        fact(
+            "bf16",
+            lambda: (
+                not torch.backends.mkldnn.is_available()
+                or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            ),
+        )
+    )
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
@@ -251,8 +228,7 @@ def threads_set() -> bool:
     return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
-def _ask(nvml: Any, index: int) -> Environment:
-    gpu = _visible(nvml)[index]
+def _ask(nvml: Any, gpu: _Visible) -> Environment:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
     milliwatts = _read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
     mig = _text(nvml.nvmlDeviceGetName(gpu.handle)).partition(" MIG ")[2] if gpu.is_slice else ""
@@ -279,15 +255,11 @@ def _ask(nvml: Any, index: int) -> Environment:
 def _what_there_is(count: int) -> str:
     if not _built():
         return f"this torch ({version('torch')}) is built without CUDA; use cpu"
-    if count == 0:
-        return (
-            "this process sees no CUDA device; use cpu, or check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES"
-        )
     there = ", ".join(f"cuda:{n}" for n in range(count))
     return (
-        f"this process sees {count} CUDA device{'s' if count > 1 else ''} ({there}); use one of "
-        "them or cpu, or check CUDA_VISIBLE_DEVICES"
+        f"this process sees {count or 'no'} CUDA device{'s' * (count > 1)}"
+        f"{f' ({there}); use one of them or cpu' if count else '; use cpu'}, or check nvidia-smi "
+        "and CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -298,16 +270,6 @@ def _cpuinfo() -> str:
         return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return ""
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cudnn_version() -> str:
@@ -334,16 +296,14 @@ def _cuda_count() -> int:
 
 
 @functools.cache
-def _count(_asked: str | None) -> int:
-    """The number of CUDA devices; asked once for each setting, as NVML takes milliseconds."""
+def _count(_visible_devices: str | None) -> int:
+    """CUDA devices; cached because NVML takes milliseconds."""
     if not _built():
         return 0
     nvml = _nvml()
     if nvml is not None:
-        try:
+        with contextlib.suppress(nvml.NVMLError):
             return len(_visible(nvml))
-        except nvml.NVMLError:
-            pass
     if "torch" not in sys.modules and not version("hip") and not _has_driver():
         return 0
     # ROCm, or a container without the library: torch may know better.
@@ -359,7 +319,6 @@ def _built() -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether there is the library through which CUDA reaches a GPU."""
     import ctypes
 
     try:
@@ -369,27 +328,26 @@ def _has_driver() -> bool:
     return True
 
 
-def _visible(nvml: Any) -> list[_Gpu]:
+def _visible(nvml: Any) -> list[_Visible]:
     """The devices that CUDA gives this process, in its order.
 
-    A process is given one MIG slice, the first, and then no whole card (NVIDIA's MIG user guide,
+    A process gets either whole cards or a single MIG slice, the first (NVIDIA's MIG user guide,
     'CUDA Device Enumeration').
     """
+    cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(int(nvml.nvmlDeviceGetCount()))]
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
-        cards = range(int(nvml.nvmlDeviceGetCount()))
-        gpus = [gpu for n in cards for gpu in _on_card(nvml, nvml.nvmlDeviceGetHandleByIndex(n))]
+        found = [gpu for card in cards for gpu in _on_card(nvml, card)]
     else:
-        gpus = list(_named(nvml, asked))
-    return next(([gpu] for gpu in gpus if gpu.is_slice), gpus)
+        found = list(_named(nvml, asked, cards))
+    return next(([gpu] for gpu in found if gpu.is_slice), found)
 
 
-def _named(nvml: Any, asked: str) -> Iterator[_Gpu]:
-    """What CUDA_VISIBLE_DEVICES names; as CUDA reads it, the first invalid entry ends the list."""
+def _named(nvml: Any, asked: str, cards: list[Any]) -> Iterator[_Visible]:
+    """What CUDA_VISIBLE_DEVICES names; as in CUDA, the first invalid entry ends the list."""
     entries = [entry.strip() for entry in asked.split(",")]
     if len(set(entries)) < len(entries):
         return  # CUDA shows nothing when an entry is repeated
-    cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(int(nvml.nvmlDeviceGetCount()))]
     for entry in entries:
         if entry.startswith("MIG-"):
             try:
@@ -397,34 +355,31 @@ def _named(nvml: Any, asked: str) -> Iterator[_Gpu]:
                 card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
             except nvml.NVMLError:
                 return
-            yield _Gpu(handle, card, is_slice=True)
+            yield _Visible(handle, card, is_slice=True)
             continue
+        found: list[Any] = []
         if entry.startswith("GPU-"):
             found = [c for c in cards if _text(nvml.nvmlDeviceGetUUID(c)).startswith(entry)]
         elif number := re.match(r"\+?[0-9]+", entry):  # CUDA reads '1gpu' as 1
             found = cards[int(number[0]) :][:1]
-        else:
-            return
         if len(found) != 1:
             return
         yield from _on_card(nvml, found[0])
 
 
-def _on_card(nvml: Any, card: Any) -> list[_Gpu]:
-    """The card, or the first of the slices it is cut into."""
-    # Answers (current, pending); a card that cannot be cut answers with an error.
+def _on_card(nvml: Any, card: Any) -> list[_Visible]:
+    """The card, or the first of its MIG slices."""
+    # Returns (current, pending); a card without MIG raises.
     if not _read(nvml, lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
-        return [_Gpu(card, card)]
+        return [_Visible(card, card)]
     for n in range(_read(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card))):
-        try:
+        with contextlib.suppress(nvml.NVMLError):  # numbers of slices may have gaps
             handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, n)
-        except nvml.NVMLError:
-            continue  # numbers of slices may have gaps
-        return [_Gpu(handle, card, is_slice=True)]
+            return [_Visible(handle, card, is_slice=True)]
     return []
 
 
-def _multiprocessors(nvml: Any, gpu: _Gpu, capability: tuple[int, int]) -> int:
+def _multiprocessors(nvml: Any, gpu: _Visible, capability: tuple[int, int]) -> int:
     if gpu.is_slice:
         return int(nvml.nvmlDeviceGetAttributes(gpu.handle).multiprocessorCount)
     cores = _read(nvml, lambda: nvml.nvmlDeviceGetNumGpuCores(gpu.handle))
@@ -432,7 +387,7 @@ def _multiprocessors(nvml: Any, gpu: _Gpu, capability: tuple[int, int]) -> int:
 
 
 def _clock_cap(nvml: Any, card: Any) -> int:
-    """The application clock of the multiprocessors, if someone set it below the top; MHz or 0."""
+    """MHz of the application clock, if someone set it below the default and the top; else 0."""
     sm = nvml.NVML_CLOCK_SM
     now = _read(nvml, lambda: nvml.nvmlDeviceGetApplicationsClock(card, sm))
     own = _read(nvml, lambda: nvml.nvmlDeviceGetDefaultApplicationsClock(card, sm))
@@ -442,7 +397,7 @@ def _clock_cap(nvml: Any, card: Any) -> int:
 
 
 def _read(nvml: Any, ask: Callable[[], Any]) -> int:
-    """0 where a card or a container does not tell."""
+    """0 where a card or a container does not answer."""
     try:
         return int(ask())
     except nvml.NVMLError:

@@ -1,8 +1,7 @@
-"""What a model is, without its weights: the part of a key that says 'the same model'.
+"""Fingerprint of a model without its weights: the part of a key that says 'the same model'.
 
-The module tree with its hyperparameters, and the code of the user's own classes in it: what they
-compute is as much a part of a model as its layers. Comments, formatting and docstrings do not
-count, nor does the file: a class is the same in the tuned file and in a training script.
+It covers the module tree with its hyperparameters, and the code of the user's own classes. Not
+comments, formatting, docstrings and the file: a class is the same wherever it is defined.
 """
 
 from __future__ import annotations
@@ -34,33 +33,30 @@ if TYPE_CHECKING:
 _log = logging.getLogger("advisor")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 MOST_PIECES = 2_000
-"""Classes and functions that are taken apart for one digest, those that they refer to included, at
-about a millisecond each; of what is left the whole files count."""
+"""Classes and functions that are parsed for one digest, at about a millisecond each; of others the
+whole file counts."""
 MOST_VALUE = 10_000
-"""Characters of a constant's repr() from which it counts by its digest."""
+"""Characters of a constant's repr(); longer ones count by their digest."""
 
 
 def of_model(model: nn.Module) -> str:
-    """Digest of the module tree, class names, hyperparameters, parameter and buffer types, and of
-    the code that is the user's own. Weights do not count. It raises nothing.
-    """
+    """Digest of the module tree, class names, hyperparameters, parameter and buffer types, and the
+    user's own code. It raises nothing."""
     model = unwrapped(model)
     modules = [
         [name, type(module).__qualname__, _stated(module)] for name, module in model.named_modules()
     ]
     tensors = [
-        [name, _shape(tensor), str(tensor.dtype)]
+        # A lazy parameter has no shape before the first forward.
+        [name, [] if torch.nn.parameter.is_lazy(tensor) else list(tensor.shape), str(tensor.dtype)]
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     ]
     kinds = dict.fromkeys(type(module) for module in model.modules())
-    patched = [
-        forward
-        for module in model.modules()
-        # A forward that was set on the instance is code of its own.
-        if isinstance(forward := vars(module).get("forward"), types.FunctionType | types.MethodType)
-    ]
-    return fingerprint([modules, tensors, _code([*kinds, *patched])])
+    # A forward may be set on the instance.
+    patched = [vars(module).get("forward") for module in model.modules()]
+    functions = [f for f in patched if isinstance(f, types.FunctionType | types.MethodType)]
+    return fingerprint([modules, tensors, _code([*kinds, *functions])])
 
 
 def of_hooks(make_batch: Callable[..., Any] | None, loss: Callable[..., Any] | None) -> str:
@@ -88,20 +84,13 @@ def _stated(module: nn.Module) -> str:
     try:
         # extra_repr() is where a module states its hyperparameters; addresses differ by run.
         return _ADDRESS.sub("0x", module.extra_repr())
-    except Exception:  # the user's own: what it would have said is among its attributes
+    except Exception:  # the user's code: what it would have said is among its attributes
         held = {name: value for name, value in vars(module).items() if name != "training"}
         return str([[name, _value(value)] for name, value in held.items() if _is_plain(value)])
 
 
-def _shape(tensor: Any) -> list[int]:
-    try:
-        return list(tensor.shape)
-    except RuntimeError:  # a lazy parameter, before the first forward
-        return []
-
-
 def _code(pieces: list[Any]) -> list[str]:
-    """Digests of the user's own among these, and of what they refer to by global name."""
+    """Digests of the user's own pieces among these, and of those that they refer to by name."""
     seen: dict[int, Any] = {}
     found: set[str] = set()
     waiting = list(pieces)
@@ -126,13 +115,11 @@ def _code(pieces: list[Any]) -> list[str]:
 
 
 def _whole_file(piece: Any) -> str:
-    """Digest of the file that a class or function is of, where it is not taken apart: any change of
-    it is one of the model. Where there is no file, a digest that no record has."""
+    """Digest of the file of a class or function; one that no record has, if there is no file."""
     name = str(inspect.getattr_static(piece, "__module__", ""))
     try:
-        return hashlib.sha256(
-            Path(str(vars(sys.modules[name])["__file__"])).read_bytes()
-        ).hexdigest()
+        file = Path(str(vars(sys.modules[name])["__file__"]))
+        return hashlib.sha256(file.read_bytes()).hexdigest()
     except (OSError, KeyError):
         return _unlike_any(name)
 
@@ -148,8 +135,7 @@ _PIECES: weakref.WeakKeyDictionary[Any, tuple[str, tuple[Any, ...]]] = weakref.W
 
 def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
     """(Digest of one class or function, the classes and functions that it refers to)."""
-    known = _PIECES.get(piece)
-    if known is not None:
+    if known := _PIECES.get(piece):
         return known
     functions = list(_functions(piece))
     compiled = {name for function in functions for name in _names(function.__code__)}
@@ -191,20 +177,18 @@ def _functions(piece: Any) -> Iterator[types.FunctionType]:
 
 
 def _scopes(functions: list[types.FunctionType]) -> Iterator[dict[str, Any]]:
-    """Where their names stand for something: their modules, and what they closed over."""
+    """Their global variables, and those that they closed over."""
     yield from {id(f.__globals__): f.__globals__ for f in functions}.values()
-    for function in functions:
+    for f in functions:
         held = {}
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=False
-        ):
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # not bound yet
                 held[name] = cell.cell_contents
         yield held
 
 
 NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
-"""Fields of syntax trees that change nothing, or differ between versions of Python."""
+"""Fields of syntax trees that compute nothing, or differ between versions of Python."""
 
 
 def plain(node: object) -> object:
@@ -216,20 +200,19 @@ def plain(node: object) -> object:
     found: list[object] = [type(node).__name__]
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(value, list):
-            value = [part for part in value if not _says_only(part)]
+            value = [part for part in value if not _is_idle(part)]
         if name not in NOT_COMPUTED and value is not None and value != []:
             found.append([name, plain(value)])
     return found
 
 
-def _says_only(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) or isinstance(
-        node, ast.Pass
-    )
+def _is_idle(node: ast.AST) -> bool:
+    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, ast.Pass)
 
 
 def _compiled(code: types.CodeType) -> list[Any]:
-    """What compiled code does, without its lines and file: where there is no source."""
+    """Compiled code without its lines and file, where there is no source."""
     constants = [
         _compiled(one) if isinstance(one, types.CodeType) else _value(one)
         for one in code.co_consts[1:]  # the first is the docstring or None
@@ -257,7 +240,7 @@ def _value(value: Any) -> str:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of Python's own modules, of torch, and of what tunes."""
+    """Folders of Python's own modules, of torch, and of advisor."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     places += [str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent)]
     return tuple(f"{Path(place).resolve()}/" for place in places if place)
@@ -265,8 +248,8 @@ def _libraries() -> tuple[str, ...]:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is of Python, of torch, of an installed library or of advisor's own. What is
-    installed to be edited in place is the user's: its version says nothing of its code."""
+    """Whether a file is Python's, torch's, an installed library's or advisor's. A library that is
+    installed in editable mode is the user's: its version says nothing of its code."""
     if not file or file.startswith("<frozen"):
         return True
     path = Path(file)
@@ -276,16 +259,16 @@ def is_library(file: str) -> bool:
 
 
 def _is_own(piece: Any) -> bool:
-    """Whether it is the user's: neither Python's nor torch's nor of an installed library."""
     name = str(getattr(piece, "__module__", ""))
     if name == "__main__":
         return True
     if name == "builtins" or name.partition(".")[0] == "torch":
         return False
-    # What was executed without a module is known by its functions' code.
-    function = next(_functions(piece if isinstance(piece, type) else _bare(piece)), None)
     file = getattr(sys.modules.get(name), "__file__", None)
-    return not is_library(file or (function.__code__.co_filename if function else ""))
+    if not file:  # executed without a module
+        functions = _functions(piece if isinstance(piece, type) else _bare(piece))
+        file = next((one.__code__.co_filename for one in functions), "")
+    return not is_library(file)
 
 
 def _bare(function: Any) -> Any:
@@ -293,8 +276,7 @@ def _bare(function: Any) -> Any:
 
 
 def family(model: nn.Module) -> str:
-    """12 hex characters over the kinds of modules that a model is built of: ResNet-18's and
-    ResNet-50's are the same."""
+    """12 hex characters over the classes of a model's modules: ResNet-18's equal ResNet-50's."""
     model = unwrapped(model)
     leaves = {type(m).__qualname__ for m in model.modules() if not any(True for _ in m.children())}
     return fingerprint([type(model).__qualname__, sorted(leaves)])[:12]
@@ -314,25 +296,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def size(model: nn.Module) -> tuple[int, int]:
-    """(modules, parameters): enough to tell a person how a model has changed."""
+    """(modules, parameters): they show a person how a model has changed."""
     model = unwrapped(model)
-    return (
-        sum(1 for _ in model.modules()),
-        sum(0 if torch.nn.parameter.is_lazy(p) else p.numel() for p in model.parameters()),
-    )
+    lazy = torch.nn.parameter.is_lazy
+    counts = (0 if lazy(parameter) else parameter.numel() for parameter in model.parameters())
+    return sum(1 for _ in model.modules()), sum(counts)
 
 
 def libraries(model: nn.Module) -> tuple[str, ...]:
     """The installed libraries that a model's classes come from, torch aside, as 'timm==1.0.9'."""
     tops = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    found = set()
-    for top in tops - {"torch", "__main__"}:
-        for name in _distributions().get(top, ()):
-            found.add(f"{name}=={importlib.metadata.version(name)}")
-    return tuple(sorted(found))
+    names = {name for top in tops - {"torch", "__main__"} for name in _distributions().get(top, ())}
+    return tuple(sorted(f"{name}=={importlib.metadata.version(name)}" for name in names))
 
 
 @functools.cache
 def _distributions() -> Mapping[str, Sequence[str]]:
-    """By the top-level module that they install: the files of all are read for it, once."""
+    """By top-level module. This reads the files of all installed packages."""
     return importlib.metadata.packages_distributions()

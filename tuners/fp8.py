@@ -1,5 +1,5 @@
-"""Linear layers whose matrix products are taken in fp8, by torchao: weights, gradients and the
-optimizer stay as they are. https://docs.pytorch.org/ao/stable/workflows/training.html
+"""Matrix products of large linear layers in fp8, by torchao; weights and gradients stay as they
+are. https://docs.pytorch.org/ao/stable/workflows/training.html
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LEAST = 2048
 """Features from which a layer gains more than casting its operands costs (torchao's tables)."""
 MULTIPLE = 16
-"""What the matrix units take."""
+"""Of features, which the matrix units need."""
 CAPABILITY = (8, 9)
 CAVEAT = (
     "fp8 was compared with fp32 on a few batches only. A long run may converge worse in "
@@ -24,13 +24,11 @@ CAVEAT = (
 
 
 def installed() -> bool:
-    """Whether torchao is there."""
     return importlib.util.find_spec("torchao") is not None
 
 
 def lacking(capability: tuple[int, int], wide: int) -> str:
-    """Why it is not tried, '' where it is: on a device of this capability, of a model with so many
-    layers that gain."""
+    """Why fp8 is not tried for a model with so many wide layers; '' if it is."""
     if capability < CAPABILITY:
         return "it takes a GPU of compute capability 8.9 or more"
     if not installed():
@@ -43,25 +41,17 @@ def lacking(capability: tuple[int, int], wide: int) -> str:
     return ""
 
 
-def converted(model: nn.Module) -> frozenset[tuple[int, int]]:
-    """The shapes of the weights of the layers that are in fp8."""
-    found = (layer for layer in model.modules() if type(layer).__name__ == "Float8Linear")
-    return frozenset((layer.out_features, layer.in_features) for layer in found)  # type: ignore[misc]
-
-
 def gains(layer: nn.Module) -> bool:
-    """Whether a layer is one that fp8 may make faster."""
-    if type(layer) is not torch.nn.Linear:  # what is made of one may use its weights otherwise
+    """Whether fp8 may make a layer faster."""
+    if type(layer) is not torch.nn.Linear:  # a subclass may use its weights otherwise
         return False
     sizes = (layer.in_features, layer.out_features)
     return min(sizes) >= LEAST and not any(size % MULTIPLE for size in sizes)
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Its large linear layers in fp8, in place: names and parameters stay what they are.
-
-    On a device without such matrix units it is emulated, for tests.
-    """
+    """Convert its large linear layers in place; names and parameters stay. Off CUDA, fp8 is
+    emulated, for tests."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     device = next(model.parameters()).device

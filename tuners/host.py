@@ -1,6 +1,6 @@
-"""What this host gives to a process and to what it starts. Linux; elsewhere 0, or nothing.
+"""What this host gives to a process and its children. Linux; elsewhere 0, or nothing.
 
-The standard library alone: the guard of a worker reads it too, which imports nothing else.
+The standard library alone: the guard of a worker imports this file, and little else.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.95
-"""Of a limit that may be used: at the limit itself the kernel kills, and not always the worker."""
+"""Of a memory limit that may be used: at the limit itself the kernel kills any process of it."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
-_PROCESS = Path("/proc/self")
-_SHARED = Path("/dev/shm")
+_PROC = Path("/proc")
+_PROCESS = _PROC / "self"
 _PR_SET_DUMPABLE = 4
+_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Names of control groups v2, and of v1: the limit, what is in use, and file cache within that."""
 
 
 def control(option: int, value: int) -> None:
@@ -29,91 +34,76 @@ def control(option: int, value: int) -> None:
 
 
 def keep_private() -> None:
-    """No other process of this user is to read tokens out of this one's environment, or its memory.
-    One of root's can."""
+    """Keep other processes of this user, but not root's, from reading this one's memory and
+    environment, where tokens are."""
     control(_PR_SET_DUMPABLE, 0)
 
 
 def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Those that this process may use, by its affinity, which the kernel keeps within its cpuset,
-    and the quotas of its control groups (v2 or v1)."""
+    """Cores that this process may use, by its affinity, which the kernel keeps within its cpuset,
+    and by the quotas of its control groups (v2 or v1)."""
     found = [float(len(os.sched_getaffinity(0)))]
-    quotas = [
-        said.partition(" ")[::2]
-        for group in _groups(groups, process)
-        for said in _lines(group / "cpu.max")
-    ]
     for group in _groups(groups, process, "cpu"):
-        quotas += zip(
-            _lines(group / "cpu.cfs_quota_us"), _lines(group / "cpu.cfs_period_us"), strict=False
-        )
-    # 'max' is no quota, nor is v1's -1.
-    found += [int(quota) / int(period) for quota, period in quotas if quota.isdigit()]
+        v1 = [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
+        for quota in (_words(group / "cpu.max"), v1):
+            if len(quota) == 2 and quota[0].isdigit():  # v2's 'max' is no quota, nor is v1's -1
+                found.append(int(quota[0]) / int(quota[1]))
     return max(1, int(min(found)))
 
 
 def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Bytes that may be used: the machine's, or less where a control group says so (v2 or v1)."""
-    v2 = [group / "memory.max" for group in _groups(groups, process)]
-    v1 = [group / "memory.limit_in_bytes" for group in _groups(groups, process, "memory")]
-    # 'max' is none at all.
-    said = [int(said) for file in (*v2, *v1) for said in _lines(file) if said.isdigit()]
-    known = [one for one in (_total(), *said) if 0 < one < 2**60]
-    return int(SHARE * min(known)) if known else 0
+    """Bytes that may be used: the machine's, or less if a control group says so (v2 or v1)."""
+    found = [_total()]
+    for group in _groups(groups, process, "memory"):
+        found += [_number(group / most) or 0 for most, _now, _idle in _MEMORY]
+    return int(SHARE * min((one for one in found if 0 < one < 2**60), default=0))
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Of memory, by the host and the control groups (v2 or v1) of this process. What a group holds
-    of files that were read and are not in use counts as free, as the kernel gives it up."""
-    found = [_kib(Path("/proc/meminfo"), "MemAvailable")]
-    v2 = (
-        (group, "memory.max", "memory.current", "inactive_file")
-        for group in _groups(groups, process)
-    )
-    v1 = (
-        (group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        for group in _groups(groups, process, "memory")
-    )
-    for group, most, now, idle in (*v2, *v1):
-        limit, held = _number(group / most), _number(group / now)
-        if limit is not None and held is not None:
-            found += [limit - held + _field(group / "memory.stat", idle)]
+    """Free memory of the host and of this process's control groups (v2 or v1). Inactive file cache
+    of a group counts as free, because the kernel gives it up."""
+    found = [_field(_PROC / "meminfo", "MemAvailable:") * 1024]
+    for group in _groups(groups, process, "memory"):
+        for most, now, idle in _MEMORY:
+            limit, held = _number(group / most), _number(group / now)
+            if limit is not None and held is not None:
+                found.append(limit - held + _field(group / "memory.stat", idle))
     return max(0, min(found))
 
 
 def shared_bytes() -> int:
-    """Of the memory through which worker processes hand batches over, used or not."""
+    """Size of /dev/shm, through which loader workers hand batches over."""
     return _shared()[0]
 
 
 def shared_free_bytes() -> int:
-    """The same, of what nobody uses now."""
+    """Free bytes of /dev/shm."""
     return _shared()[1]
 
 
 def _shared() -> tuple[int, int]:
     try:
-        there = os.statvfs(_SHARED)
+        there = os.statvfs("/dev/shm")
     except OSError:
         return 0, 0
     return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
 
 
 def files_left() -> int:
-    """Files that this process may open beside those that are open."""
+    """How many more files this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(0, most - len(list((_PROCESS / "fd").iterdir())))
 
 
 def own_bytes() -> int:
-    """Of memory, that this process holds of its own: of which what it forks may need a copy, as
-    Python writes to whatever it looks at."""
-    return _kib(_PROCESS / "status", "RssAnon")
+    """Private memory of this process. A fork may need a copy of it, as Python writes to whatever it
+    looks at."""
+    return _field(_PROCESS / "status", "RssAnon:") * 1024
 
 
 def peak_bytes() -> int:
-    """That this process held at its peak (proc(5), VmHWM)."""
-    return _kib(_PROCESS / "status", "VmHWM")
+    """Peak memory of this process (proc(5), VmHWM)."""
+    return _field(_PROCESS / "status", "VmHWM:") * 1024
 
 
 def reset_peak() -> None:
@@ -123,65 +113,56 @@ def reset_peak() -> None:
 
 
 def resident_bytes(process: int) -> int:
-    """Of memory, that a process holds, what it shares with others included."""
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, ValueError, IndexError):
-        return 0
+    """Memory of a process, with what it shares with others."""
+    said = _words(_PROC / str(process) / "statm")
+    return int(said[1]) * _PAGE if len(said) > 1 else 0
 
 
 def proportional_bytes(process: int) -> int:
-    """As `resident_bytes`, where what several share counts once among them."""
-    return _kib(Path(f"/proc/{process}/smaps_rollup"), "Pss") or resident_bytes(process)
+    """As `resident_bytes`, but memory that several processes share is divided among them."""
+    return _field(_PROC / str(process) / "smaps_rollup", "Pss:") * 1024 or resident_bytes(process)
 
 
 def killed_for_memory() -> int:
-    """How many processes the kernel has ended so far because memory ran out, anywhere here."""
-    found = [x.split()[1] for x in _lines(Path("/proc/vmstat")) if x.startswith("oom_kill ")]
-    return int(found[0]) if found else 0
+    """How many processes of this host the kernel has killed so far for want of memory."""
+    return _field(_PROC / "vmstat", "oom_kill")
 
 
 def family(process: int) -> list[int]:
-    """A process and all that it started, and that those did; those that left it excepted."""
-    parents: dict[int, list[int]] = {}
-    for entry in _processes():
-        try:
+    """A process and all its descendants, but those whose parents have ended."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if entry.name.isdigit() and (said := _text(entry / "stat")):
             # The name may hold spaces and brackets: what follows the last one counts.
-            parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
-        parents.setdefault(parent, []).append(entry)
+            parent = int(said.rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
     found = [process]
     for one in found:
-        found += parents.get(one, [])
+        found += children.get(one, [])
     return found
 
 
 def files_read() -> list[str]:
-    """Files that this process reads by position: one that it forks moves that position for both.
-
-    What is mapped is read without one, and what is empty not at all.
-    """
-    mapped = {line.split(maxsplit=5)[-1] for line in _lines(_PROCESS / "maps")}
-    return sorted({path for path in _open_to_read() if path not in mapped})
-
-
-def held_open() -> list[str]:
-    """What a forked process would share with this one: such files, and connections."""
-    return [*files_read(), *(path for _, path in _descriptors() if path.startswith("socket:"))]
-
-
-def _open_to_read() -> Iterator[str]:
+    """Files that this process reads by position: a fork would move that position for both. Not
+    those that are mapped into memory, or empty."""
+    mapped = {line.split(maxsplit=5)[-1] for line in _text(_PROCESS / "maps").splitlines()}
+    found = set()
     for entry, path in _descriptors():
         try:
             there = entry.stat()
         except OSError:
             continue
-        if int(entry.name) <= 2 or not stat.S_ISREG(there.st_mode) or not there.st_size:
-            continue
-        said = dict(line.split(":", 1) for line in _lines(_PROCESS / "fdinfo" / entry.name))
-        if int(said.get("flags", "0"), 8) & os.O_ACCMODE != os.O_WRONLY:
-            yield path
+        if int(entry.name) > 2 and stat.S_ISREG(there.st_mode) and there.st_size:
+            said = _words(_PROCESS / "fdinfo" / entry.name)
+            flags = int(said[said.index("flags:") + 1], 8) if "flags:" in said else 0
+            if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped:
+                found.add(path)
+    return sorted(found)
+
+
+def held_open() -> list[str]:
+    """What a forked process would share with this one: such files, and connections."""
+    return [*files_read(), *(path for _, path in _descriptors() if path.startswith("socket:"))]
 
 
 def _descriptors() -> Iterator[tuple[Path, str]]:
@@ -191,24 +172,16 @@ def _descriptors() -> Iterator[tuple[Path, str]]:
             yield entry, str(entry.readlink())
 
 
-def _groups(groups: Path, process: Path, controller: str = "") -> Iterator[Path]:
-    """The folders of a process's control group and of those that it is in: v1's of a controller,
-    else v2's."""
-    root = groups / controller
-    for line in _lines(process / "cgroup"):
+def _groups(groups: Path, process: Path, controller: str) -> Iterator[Path]:
+    """Folders of a process's control group, and of those around it: v2's, and v1's of a
+    controller."""
+    for line in _text(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
+        if not controllers or controller in controllers.split(","):
+            root = groups / controller if controllers else groups
             # Inside a container the path may be the host's, and the root is the group itself.
             folder = root / path.lstrip("/")
             yield from (at for at in (folder, *folder.parents) if root in (at, *at.parents))
-
-
-def _processes() -> Iterator[int]:
-    try:
-        entries = list(Path("/proc").iterdir())
-    except OSError:
-        return
-    yield from (int(entry.name) for entry in entries if entry.name.isdigit())
 
 
 def _total() -> int:
@@ -218,25 +191,25 @@ def _total() -> int:
         return 0
 
 
-def _kib(file: Path, name: str) -> int:
-    """A size in KiB that a file of lines 'name: 1 kB' tells, in bytes."""
-    return 1024 * _field(file, f"{name}:")
-
-
 def _field(file: Path, name: str) -> int:
-    """The number behind a name in a file of such lines; 0 where there is none."""
-    said = (line.split() for line in _lines(file))
+    """The number behind a name in a file of lines 'name number'; 0 if it is not there."""
+    said = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
 
 
 def _number(file: Path) -> int | None:
-    """What a file of one number says; None where it says none, as 'max'."""
-    said = _lines(file)
+    """The number in a file; None if it has none, as 'max'."""
+    said = _words(file)
     return int(said[0]) if said and said[0].isdigit() else None
 
 
-def _lines(file: Path) -> list[str]:
+def _words(file: Path) -> list[str]:
+    return _text(file).split()
+
+
+def _text(file: Path) -> str:
+    """What is in a file, '' where it is gone or may not be read."""
     try:
-        return file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+        return file.read_text(errors="replace")  # a process may have any name
+    except OSError:
+        return ""

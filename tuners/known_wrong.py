@@ -1,86 +1,55 @@
-"""Releases of torch whose compiler is known to compute something wrong, and what avoids that.
+"""Known faults of torch's compiler that give wrong numbers, and options that avoid them.
 
-The comparison with fp32 (`tuners.measure.numerics`) strikes out what it sees, on a few batches of
-one shape; what is known to be wrong for some shapes is better not compiled at all.
+The comparison with fp32 sees a few batches of one shape only, and may miss them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from advisor.tuners.lazily import torch
-
-Release = tuple[int, int]
 
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrong:
-    """A fault of Inductor's.
+class Wrong(NamedTuple):
+    """A fault of Inductor's: in releases from `since`, mended in `until`, avoided by `options`."""
 
-    Attributes:
-        what: is wrong.
-        since: the first release that has it.
-        until: the first one that has it no more.
-        source: where it is told of.
-        options: of Inductor's, as `torch.compile` takes them, without which it is not there.
-    """
-
-    what: str
-    since: Release
-    until: Release
-    source: str
+    since: tuple[int, int]
+    until: tuple[int, int]
     options: Mapping[str, bool]
 
-    def concerns(self, version: str) -> bool:
-        """Whether a build of torch has it, one from before the release that mends it included."""
-        found = _VERSION.match(version)
-        if found is None:
-            return False
-        release, before = (int(found[1]), int(found[2])), bool(found[3])
-        return self.since <= release < self.until or (release == self.until and before)
 
-
-KNOWN: tuple[Wrong, ...] = (
-    Wrong(
-        what="gradients of LayerNorms whose scales and shifts are parts of one parameter, which "
-        "are never written",
-        since=(2, 10),
-        # By its sources: 2.14.1 has not the fix, pull request 193103; 2.15.0 has.
-        until=(2, 15),
-        source="https://github.com/pytorch/pytorch/issues/193061",
-        options={"triton.mix_order_reduction": False},
-    ),
-    Wrong(
-        what="the gradient of a convolution's bias, in bf16, where a number for each channel is "
-        "added to what it gives",
-        since=(2, 10),
-        until=(2, 11),
-        source="https://github.com/pytorch/pytorch/issues/190796",
-        options={"triton.mix_order_reduction": False},
-    ),
+KNOWN = (
+    # Gradients of LayerNorms whose scales and shifts are parts of one parameter are never written:
+    # https://github.com/pytorch/pytorch/issues/193061. Pull request 193103 mends it, in 2.15.0.
+    # In 2.10 also, in bf16, the gradient of a convolution's bias before a sum with one number for
+    # each channel: https://github.com/pytorch/pytorch/issues/190796.
+    Wrong((2, 10), (2, 15), {"triton.mix_order_reduction": False}),
 )
 
 
 def avoiding(version: str) -> dict[str, bool]:
-    """Inductor's options that avoid what is known to be wrong in a release of torch."""
-    known = (wrong.options for wrong in KNOWN if wrong.concerns(version))
-    return {name: value for options in known for name, value in options.items()}
+    """Inductor's options that avoid the faults of a release of torch, or of a build before it."""
+    options: dict[str, bool] = {}
+    if found := _VERSION.match(version):
+        release, before = (int(found[1]), int(found[2])), bool(found[3])
+        for wrong in KNOWN:
+            if wrong.since <= release < wrong.until or (release == wrong.until and before):
+                options |= wrong.options
+    return options
 
 
 def avoided() -> dict[str, bool]:
-    """Those of the torch that is loaded, as far as it knows them: others it refuses."""
+    """Those for the torch that is loaded, as far as it knows them: it refuses others."""
     wanted = avoiding(torch.__version__)
-    if not wanted:
-        return {}
-    options = torch._inductor.list_options()
-    return {name: value for name, value in wanted.items() if name in options}
+    known = torch._inductor.list_options() if wanted else []
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def avoid() -> None:
-    """Set them for all that this process compiles, as where a framework does it by itself."""
+    """Set them for all that this process compiles, as where a framework calls the compiler."""
     for name, value in avoided().items():
         setattr(torch._inductor.config, name, value)

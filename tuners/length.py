@@ -1,7 +1,7 @@
-"""What a config is worth over a job of a given length: arithmetic, nothing is measured here.
+"""What a config is worth over a job of a given length.
 
-A job of N steps takes `first_step_s + (N - 1) * step_s` seconds: what algorithm search,
-compilation and graph capture cost before the first step counts once, what they gain every step.
+A job of N steps takes `first_step_s + (N - 1) * step_s` seconds: algorithm search, compilation and
+graph capture are paid at the first step, and gain at every other one.
 """
 
 from __future__ import annotations
@@ -13,28 +13,24 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Trial
 
-WARM = 3.0
-"""As many times quicker a config is built again: what it compiled is in caches on disk."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How a config trains: seconds until its first step is done, then seconds per step."""
+    """How fast a config trains."""
 
     batch: int
     first_step_s: float
     step_s: float
 
     def time_s(self, steps: float) -> float:
-        """Seconds of that many steps, one at least."""
+        """Seconds of so many steps, at least one."""
         return self.first_step_s + max(0.0, steps - 1) * self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other one is 0.
-
-    At another batch the job is as many samples, hence fewer or more steps.
+    """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other one is 0. At
+    another batch a job of steps has as many samples.
 
     Raises:
         ValueError: not exactly one of the two is above 0.
@@ -49,46 +45,40 @@ class Length:
             raise ValueError(f"{self}: expected either steps or seconds, at a batch of at least 1")
 
     def samples(self, pace: Pace) -> float:
-        """Samples that are trained on."""
+        """Samples in the job."""
         if self.steps:
             return float(self.steps * self.batch)
         return pace.batch * max(0.0, self.seconds - pace.first_step_s) / pace.step_s
 
     def time_s(self, pace: Pace) -> float:
-        """Seconds that the job takes."""
+        """Seconds of the job."""
         if self.steps:
             return pace.time_s(self.steps * self.batch / pace.batch)
         return self.seconds
 
     def rate(self, pace: Pace) -> float:
-        """Samples per second over the whole job, its first step included: to be maximised."""
+        """Samples per second over the whole job."""
         return self.samples(pace) / self.time_s(pace)
 
 
 def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
-    """The lower envelope of time over steps: (from which step on, index of the fastest pace).
+    """The lower envelope of time over steps: (first step, index of the pace that is fastest then).
 
-    The first pair is from step 1; of equal paces the first one given is taken. All paces are at
-    one batch. What is never the fastest does not appear.
+    The first pair is from step 1; of equal paces the first counts. All are at one batch.
     """
     if not paces:
         return []
-    order = range(len(paces))
-    here = min(order, key=lambda i: (paces[i].first_step_s, paces[i].step_s, i))
+    indexed = list(enumerate(paces))
+    here, slow = min(indexed, key=lambda one: (one[1].first_step_s, one[1].step_s))
     found = [(1, here)]
-    while True:
-        starts = [
-            (_overtakes(paces[here], paces[i]), i)
-            for i in order
-            if paces[i].step_s < paces[here].step_s
-        ]
-        if not starts:
-            return found
+    while faster := [one for one in indexed if one[1].step_s < slow.step_s]:
         # Where several overtake at one step, the one that is the fastest there.
-        start = min(starts)[0]
-        at_once = [i for first, i in starts if first == start]
-        here = min(at_once, key=lambda i: (paces[i].time_s(start), paces[i].step_s, i))
+        starts = ((_overtakes(slow, fast), i, fast) for i, fast in faster)
+        start, here, slow = min(
+            starts, key=lambda one: (one[0], one[2].time_s(one[0]), one[2].step_s)
+        )
         found.append((start, here))
+    return found
 
 
 def _overtakes(slow: Pace, fast: Pace) -> int:
@@ -98,26 +88,21 @@ def _overtakes(slow: Pace, fast: Pace) -> int:
 
 
 def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[str]) -> float:
-    """Seconds of the slowest first step among trials that pay for the same things; 0 for none.
+    """Seconds of the first step of a config that starts from empty caches; 0 if not known.
 
-    A trial's own number is as it fell: what an earlier trial had searched, or compiled into the
-    compiler's cache on disk, was not paid again. Those of the same batch that pay for nothing else
-    than the config does, by the values of the `paying` knobs, tell what it costs at least, and the
-    slowest of them is the one that paid for most. The first trial is torch's default.
+    A trial does not pay again for what an earlier one searched or compiled. So this is the slowest
+    first step among trials of the same batch that pay for nothing else than the config does, by
+    the values of the `paying` knobs. The first trial is torch's default.
     """
 
     def pays(other: Config) -> set[tuple[str, Value]]:
-        changed = other.changed(trials[0].config)
-        return {(name, changed[name]) for name in paying if name in changed}
+        return {pair for pair in other.changed(trials[0].config).items() if pair[0] in paying}
 
-    return max(
-        (
-            trial.measurement.first_step_s
-            for trial in trials
-            if trial.stage == "compute"
-            and trial.measurement.first_step_s > 0
-            and trial.config.batch == config.batch
-            and pays(trial.config) <= pays(config)
-        ),
-        default=0.0,
+    alike = (
+        one.measurement.first_step_s
+        for one in trials
+        if one.stage == "compute"
+        and one.config.batch == config.batch
+        and pays(one.config) <= pays(config)
     )
+    return max(alike, default=0.0)

@@ -1,7 +1,7 @@
-"""torch.compile with less kept for the backward pass, which computes the rest again.
+"""torch.compile that keeps fewer activations for the backward pass, which recomputes the others.
 
-What is kept of what the partitioner would keep by itself is a share, `activation_memory_budget` of
-`torch._functorch.config`, which it reads while a graph is compiled.
+`activation_memory_budget` of `torch._functorch.config` is the share of activations to keep; the
+partitioner reads it while a graph is compiled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from advisor.tuners import known_wrong
 
 
 def keep(model: nn.Module, share: float) -> None:
-    """Compile a model in place so that it keeps so much, in the mode "default"."""
+    """Compile a model in place, in the mode "default"; it keeps this share of activations."""
     nn.Module.compile(model, backend=_Keeping(share))
 
 
 @dataclass(frozen=True, slots=True)
 class _Keeping:
-    """A backend of torch.compile: Inductor under a share. Two shares are two backends, so that no
-    code is taken for the other's."""
+    """Inductor with a share. Each share is a backend of its own, so that code is not mixed up."""
 
     share: float
 
@@ -39,8 +38,8 @@ class _Keeping:
 
 
 class _KeepDraws(CustomGraphPass):
-    """Has everything kept of a graph that draws random numbers: what is computed again draws
-    others, and gradients are wrong (https://github.com/pytorch/pytorch/issues/190758)."""
+    """Keep everything of a graph that draws random numbers: recomputing draws others, so gradients
+    would be wrong (https://github.com/pytorch/pytorch/issues/190758)."""
 
     def __call__(self, graph: fx.Graph) -> None:
         if any(map(_draws, graph.nodes)):
@@ -51,7 +50,7 @@ class _KeepDraws(CustomGraphPass):
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a node draws; attention may, and does so at a rate that it is given."""
+    """Whether a node draws random numbers; attention does if its dropout is not 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

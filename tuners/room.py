@@ -1,43 +1,42 @@
-"""What room this host has for the workers of one process's loader: cores, memory, shared memory."""
+"""How many loader workers this host has room for: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from advisor.cache.shown import size
 from advisor.tuners import host
+from advisor.tuners.environment import env_int
 
 MOST = 32
 """Workers of one process: each is a copy of it."""
 AHEAD = 2
-"""Batches that each worker has ready, unless it is told otherwise: PyTorch's own."""
+"""PyTorch's own prefetch_factor."""
 PREFETCHED = AHEAD + 1
 """Batches of each worker in shared memory: one is on its way."""
 SHARE = 0.5
-"""Of the memory that is free, and of all that is shared, what they may take."""
+"""Of free memory, and of all shared memory, for workers."""
 FULL = 0.9
-"""Of what is free of shared memory now, what batches of a known size may take."""
+"""Of shared memory that is free now, for batches of a known size."""
 
 
 def cores() -> int:
-    """Those of one process of a job."""
+    """Cores for each process of a job."""
     return max(1, host.cores() // _ranks())
 
 
 def workers(batch_bytes: int) -> int:
-    """How many make sense beside a run's own process, which they are forked of."""
+    """How many workers make sense for a running script, of whose process each is a fork."""
     most = min(cores(), MOST)
     fits = SHARE * host.free_bytes() / (_ranks() * max(1, host.own_bytes()))
     fits = min(fits, times(PREFETCHED * batch_bytes))
-    # What is free is never the same twice: a power of two is more often.
+    # A power of two, because free memory varies from run to run.
     return most if fits >= most else 1 << int(fits).bit_length() >> 1
 
 
 def times(size: int) -> float:
-    """Times that so many bytes fit into the share of one process of a job of the memory through
-    which workers hand batches over."""
+    """How often so many bytes fit into the shared memory of one process of a job."""
     return SHARE * host.shared_bytes() / (_ranks() * size) if size else math.inf
 
 
@@ -50,18 +49,18 @@ class Batch:
 
 
 def has_files(batch: Batch, workers: int, ahead: int) -> bool:
-    """Whether this process may open those of what so many workers have ready."""
+    """Whether this process may open the files of so many workers, with `ahead` batches each."""
     return _ready(workers, ahead) * batch.tensors <= FULL * host.files_left()
 
 
 def lacking(batch: Batch, workers: int, ahead: int) -> str:
-    """What this host lacks for so many workers with so many batches `ahead` each; '' for nothing.
+    """What this host lacks for so many workers with `ahead` batches each; '' for nothing.
 
     A batch that does not fit into /dev/shm ends its worker by SIGBUS.
     """
     there = _ready(workers, ahead)
-    needs, free = there * batch.bytes, host.shared_free_bytes()
-    if needs > FULL * free / _ranks():
+    free = host.shared_free_bytes()
+    if there * batch.bytes > FULL * free / _ranks():
         return (
             f"{there} batches of {size(batch.bytes)} do not fit into /dev/shm, of which "
             f"{size(free)} is free; in a container give more, as docker's --shm-size"
@@ -76,10 +75,9 @@ def lacking(batch: Batch, workers: int, ahead: int) -> str:
 
 
 def _ready(workers: int, ahead: int) -> int:
-    """Batches in shared memory at most: one more is trained on."""
-    return workers * ahead + 1
+    return workers * ahead + 1  # one more is trained on
 
 
 def _ranks() -> int:
     """Processes of the job on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, env_int("LOCAL_WORLD_SIZE", 1))

@@ -1,6 +1,6 @@
-"""Folders for what a process and those that it starts write for now; none outlives them for long.
+"""Temporary folders that are removed even if their process is killed.
 
-The standard library alone, and little of it: the guard of a worker reads it too.
+The standard library alone, and little of it: the guard of a worker imports this file.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 PREFIX = "advisor-"
 _OWNER = "owner"
-"""A file in each, locked as long as its process lives, whatever ends that."""
+"""A file in each, locked while its process lives."""
 
 
 class Scratch:
-    """A folder of this user's alone, until `remove`; one that a killed process left is `swept`."""
+    """A private folder until `remove`; `sweep` removes those of killed processes."""
 
     def __init__(self) -> None:
         import tempfile
@@ -25,9 +25,9 @@ class Scratch:
         self.path = Path(self._folder.name)
         new = self.path / "new"
         self._owner = new.open("wb")
-        with contextlib.suppress(OSError):  # a file system without locks: none is swept there
+        with contextlib.suppress(OSError):  # on a file system without locks nothing is swept
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(self.path / _OWNER)  # never to be seen unlocked
+            new.rename(self.path / _OWNER)  # it is never seen unlocked
 
     def __enter__(self) -> Path:
         return self.path
@@ -36,30 +36,24 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
         self._folder.cleanup()
         self._owner.close()
 
 
 def sweep(root: Path) -> None:
-    """Remove what is in a folder of those whose processes are gone."""
+    """Remove the scratch folders in `root` whose processes are gone."""
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # it has no owner, or is another user's
-                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                        _remove_left(Path(entry.path))
+                with contextlib.suppress(OSError):  # it has no owner, or its owner lives
+                    _remove_left(Path(entry.path))
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove a folder of this user's.
-
-    Raises:
-        OSError: its owner is there, or it was none of these.
-    """
     owner = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(owner).st_uid != os.geteuid():
+        uids = {os.fstat(owner).st_uid, folder.lstat().st_uid}
+        if uids != {os.geteuid()}:
             return
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         import shutil
@@ -73,7 +67,7 @@ def _remove_left(folder: Path) -> None:
         (folder / _OWNER).unlink()
         try:
             folder.rmdir()
-        except OSError:  # what was just ended has written once more
+        except OSError:  # a dying process has written once more
             (folder / _OWNER).touch()
     finally:
         os.close(owner)

@@ -1,9 +1,9 @@
-"""What of a target's files decides its model: read, and never imported.
+"""Digest of the source that decides a target's model. It reads files and imports nothing.
 
-That is a definition and what it refers to by name, transitively: in its own file, and in those of
-the project that it imports from; and what these files run on import. The part behind
-`if __name__ == "__main__":` does not count, nor do comments, docstrings and formatting. It may be
-more than what the model's fingerprint is made of: then `advisor tune` finds it tuned already.
+A definition counts with all that it refers to by name, transitively, in its own file and in the
+project's files that this one imports, and with what these files run on import. The part behind
+`if __name__ == "__main__":`, comments, docstrings and formatting do not count. The digest may
+cover more than the model's fingerprint: `advisor tune` then finds the model tuned already.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.cache.stores.filesystem import read_regular
@@ -21,17 +21,22 @@ from advisor.errors import TargetError
 from advisor.tuners.fingerprint import NOT_COMPUTED, plain
 
 MOST_BYTES = 2**18
-"""Of all files that are taken apart for one digest: some 7,000 lines."""
+"""Of all files that are read for one digest: some 7,000 lines."""
 MOST_KNOWN = 64
 """Digests that are kept for the next lookup."""
 ABOVE = 3
 """Folders above a file's own in which a module that it imports is looked for."""
-ALL = "*"
-"""Every definition of a file."""
+ALL, ON_IMPORT = "*", ""
+"""In place of a name: every definition of a file; statements that do more than define names."""
 _BY_ANY_NAME = {"globals", "vars", "eval", "exec", "sys.modules"}
-"""Who uses one of these may refer to any definition of the file."""
-_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What a text that is none raises."""
+"""Code that uses one of these may refer to any definition of its file."""
+_NEVER = (
+    *("__name__ == '__main__'", "'__main__' == __name__"),
+    *("TYPE_CHECKING", "typing.TYPE_CHECKING"),
+)
+"""Conditions that do not hold on import."""
+_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What Python raises of a text that is no Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +48,6 @@ class _Import:
     level: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A statement: the digest of what it computes, the names in it, and what it imports itself.
-    Of `a.b.c` the first two count, as 'a.b'."""
-
-    text: str
-    names: tuple[str, ...] = ()
-    imports: tuple[_Import, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file's definitions by name, and what else it runs on import."""
-
-    bound: dict[str, list[ast.stmt | _Import]] = field(default_factory=dict)
-    running: list[ast.stmt] = field(default_factory=list)
-    _pieces: dict[int, _Piece] = field(default_factory=dict)
-
-    def pieces(self, of: Iterable[ast.stmt | _Import]) -> Iterator[_Piece]:
-        """Taken apart, each once."""
-        for one in of:
-            if id(one) not in self._pieces:
-                self._pieces[id(one)] = _piece(one)
-            yield self._pieces[id(one)]
-
-
 _Place = tuple[Path, str, str]
 """A file, a name in it, and which attribute of that is used, or ''."""
 _Stamp = tuple[int, int, int] | None
@@ -76,117 +55,99 @@ _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 
 
 def digest(path: Path, names: tuple[str, ...]) -> str:
-    """64 hex characters over what decides these names of a file; what is not there is nothing.
+    """64 hex characters over what decides these names of a file; names that it lacks are ignored.
 
-    Files that were read for it before are only looked at, while they stay as they were.
+    Files are read again only if one of them has changed.
 
     Raises:
         TargetError: the file cannot be read.
     """
     stamps, known = _KNOWN.get((path, names), ({}, ""))
     if not known or any(_stamp(one) != stamp for one, stamp in stamps.items()):
-        reading = _Reading()
-        known = reading.digest(path, names)
+        try:
+            stamps, known = _read(path, names)
+        except OSError as exc:
+            raise TargetError(f"{path.name} cannot be read: {exc.strerror}") from exc
+        except _INVALID as exc:
+            raise TargetError(f"{path.name} cannot be read: {type(exc).__name__}") from exc
         if len(_KNOWN) >= MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[path, names] = reading.stamps, known
+        _KNOWN[path, names] = stamps, known
     return known
 
 
 def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script imports, by the statements in it and in these files; what
-    is imported by a string is not seen, nor what lies beyond MOST_BYTES of text."""
+    """The project's files that a script imports, directly or through others. Imports by a string
+    are not seen, nor what lies beyond MOST_BYTES of text."""
     found: set[Path] = set()
     waiting, left = [script], MOST_BYTES
     while waiting:
         at = waiting.pop()
         try:
-            data = read_regular(at, left)
-            left -= len(data)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(data)
-        except (OSError, *_NO_PYTHON):
+            tree, size = _parsed(at, left)
+        except (OSError, *_INVALID):
             continue
+        left -= size
         statements = (one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom))
         for what in (what for one in statements for _name, what in _imports(one)):
-            new = set(_files(at, what)) - found
-            found |= new
-            waiting += new
+            parts = [*what.module.split("."), *([what.name] if what.name != ALL else [])]
+            parts = [*filter(None, parts)]
+            # An import runs the packages around a module too.
+            for end in range(0 if what.level else 1, len(parts) + 1):
+                file = _located(at, ".".join(parts[:end]), what.level)
+                if file is not None and file not in found:
+                    found.add(file)
+                    waiting.append(file)
     return found
 
 
-def _files(at: Path, what: _Import) -> Iterator[Path]:
-    """The project's files that an import runs: a module's, and those of the packages around it."""
-    parts = [*filter(None, what.module.split(".")), *([what.name] if what.name != ALL else [])]
-    for end in range(0 if what.level else 1, len(parts) + 1):
-        if file := _located(at, ".".join(parts[:end]), what.level):
-            yield file
+def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
+    """The files that were read, with their stamps, and the digest."""
+    found, left = hashlib.sha256(), MOST_BYTES
+    stamps: dict[Path, _Stamp] = {}
+    files: dict[Path, dict[str, list[ast.stmt | _Import]]] = {}
+    seen: set[_Place] = set()
+    waiting: list[_Place] = [(path, name, "") for name in names]
+    while waiting:
+        place = waiting.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        at, name, attribute = place
+        if at not in stamps:
+            stamps[at] = _stamp(at)
+            try:
+                tree, size = _parsed(at, left)
+            except (OSError, *_INVALID):
+                if at == path:
+                    raise
+                # An import that cannot be parsed, or is too large, counts by when it was written.
+                found.update(repr(stamps[at]).encode())
+                continue
+            left -= size
+            files[at] = _definitions(tree.body)
+            waiting.append((at, ON_IMPORT, ""))
+        defined = files.get(at, {})
+        for one in defined if name == ALL else [name]:
+            for statement in defined.get(one, ()):
+                text, used, imports = _parts(statement)
+                found.update(f"{name} {text}\n".encode())
+                for base, _, part in (word.partition(".") for word in used):
+                    if base in defined:
+                        waiting.append((at, base, part))
+                for what in imports:
+                    waiting += _imported(at, what, attribute)
+                if not _BY_ANY_NAME.isdisjoint(used):
+                    waiting.append((at, ALL, ""))
+    return stamps, found.hexdigest()
 
 
-class _Reading:
-    """The files read for one digest. `stamps`: as they were then."""
-
-    def __init__(self) -> None:
-        self.stamps: dict[Path, _Stamp] = {}
-        self._files: dict[Path, _File] = {}
-        self._left = MOST_BYTES
-
-    def digest(self, path: Path, names: Iterable[str]) -> str:
-        try:
-            self._read(path)
-            return self._followed(path, names)
-        except OSError as exc:
-            raise TargetError(f"{path.name} cannot be read: {exc.strerror}") from exc
-        except _NO_PYTHON as exc:
-            raise TargetError(f"{path.name} cannot be read: {type(exc).__name__}") from exc
-
-    def _followed(self, path: Path, names: Iterable[str]) -> str:
-        found = hashlib.sha256()
-        seen: set[_Place] = set()
-        waiting: list[_Place] = [(path, name, "") for name in names]
-        while waiting:
-            place = waiting.pop()
-            if place not in seen:
-                seen.add(place)
-                for piece in self._pieces(place):
-                    found.update(f"{place[1]} {piece.text}\n".encode())
-                    waiting += self._referred(place, piece)
-        return found.hexdigest()
-
-    def _pieces(self, place: _Place) -> Iterator[_Piece]:
-        """Of a name; before the first one of a file, of what that runs on import."""
-        at, name, _attribute = place
-        if at not in self.stamps:
-            with contextlib.suppress(OSError, *_NO_PYTHON):
-                self._read(at)
-        if (file := self._files.get(at)) is None:
-            # What cannot be taken apart, or is too much of it, counts by when it was written.
-            yield _Piece(repr(self.stamps[at]))
-            return
-        yield from file.pieces(file.running)
-        chosen = file.bound if name == ALL else [name]
-        for one in chosen:
-            yield from file.pieces(file.bound.get(one, ()))
-
-    def _referred(self, place: _Place, piece: _Piece) -> Iterator[_Place]:
-        at, _name, attribute = place
-        bound = self._files[at].bound if at in self._files else {}
-        for used, _, part in (name.partition(".") for name in piece.names):
-            if used in bound:
-                yield at, used, part
-        for one in piece.imports:
-            yield from _imported(at, one, attribute)
-        if not _BY_ANY_NAME.isdisjoint(piece.names):
-            yield at, ALL, ""
-
-    def _read(self, path: Path) -> None:
-        self.stamps[path] = _stamp(path)
-        data = read_regular(path, self._left)
-        self._left -= len(data)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python says them when it runs the file
-            self._files[path] = _taken_apart(ast.parse(data).body)
+def _parsed(path: Path, most: int) -> tuple[ast.Module, int]:
+    """A file of at most so many bytes, and its size."""
+    data = read_regular(path, most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python shows them when it runs the file
+        return ast.parse(data), len(data)
 
 
 def _stamp(path: Path) -> _Stamp:
@@ -196,50 +157,40 @@ def _stamp(path: Path) -> _Stamp:
     return None
 
 
-def _taken_apart(statements: Iterable[ast.stmt]) -> _File:
-    file = _File()
-    for statement in _run(statements):
-        binds = dict(_binds(statement))
-        for name, one in binds.items():
-            file.bound.setdefault(name, []).append(one)
+def _definitions(statements: Iterable[ast.stmt]) -> dict[str, list[ast.stmt | _Import]]:
+    """A file's statements by the names that they define."""
+    found: dict[str, list[ast.stmt | _Import]] = {ON_IMPORT: []}
+    for statement in _executed(statements):
+        defined = _defined(statement)
+        for name, one in defined.items():
+            found.setdefault(name, []).append(one)
         # A class that is decorated may be registered, and be used by no name.
-        if not binds or (isinstance(statement, ast.ClassDef) and statement.decorator_list):
-            file.running.append(statement)
-    return file
+        if not defined or (isinstance(statement, ast.ClassDef) and statement.decorator_list):
+            found[ON_IMPORT].append(statement)
+    return found
 
 
-def _run(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that are more than a text and run when their file is imported."""
+def _executed(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Without docstrings and what does not run on import."""
     for one in statements:
-        if isinstance(one, ast.If) and _is_never(one.test):
-            yield from _run(one.orelse)
+        if isinstance(one, ast.If) and ast.unparse(one.test) in _NEVER:
+            yield from _executed(one.orelse)
         elif not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)):
             yield one
 
 
-def _is_never(test: ast.expr) -> bool:
-    """Whether it holds for no module that is imported."""
-    return ast.unparse(test) in (
-        "__name__ == '__main__'",
-        "'__main__' == __name__",
-        "TYPE_CHECKING",
-        "typing.TYPE_CHECKING",
-    )
-
-
-def _binds(one: ast.stmt) -> Iterator[tuple[str, ast.stmt | _Import]]:
-    """The names that a statement gives a value and does nothing else; none where it does more."""
+def _defined(one: ast.stmt) -> dict[str, ast.stmt | _Import]:
+    """The names that a statement defines; none if it does more than that."""
     if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield one.name, one
-    elif isinstance(one, ast.Import | ast.ImportFrom):
-        for name, what in _imports(one):
-            if what.name != ALL:
-                yield name, what
-    elif isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return {one.name: one}
+    if isinstance(one, ast.Import | ast.ImportFrom):
+        return {name: what for name, what in _imports(one) if what.name != ALL}
+    if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = one.targets if isinstance(one, ast.Assign) else [one.target]
         parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
-        if all(isinstance(part, ast.Name) for part in parts):
-            yield from ((part.id, one) for part in parts if isinstance(part, ast.Name))
+        names = [part.id for part in parts if isinstance(part, ast.Name)]
+        return dict.fromkeys(names, one) if len(names) == len(parts) else {}
+    return {}
 
 
 def _imports(one: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, _Import]]:
@@ -247,38 +198,31 @@ def _imports(one: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, _Import]]:
     for alias in one.names:
         if isinstance(one, ast.ImportFrom):
             what = _Import(one.module or "", alias.name, one.level)
-            yield alias.asname or alias.name, what
         else:
             # Of `import a.b` the name is `a`, and which attribute is used says little.
-            apart = "." in alias.name and not alias.asname
-            yield (
-                alias.asname or alias.name.partition(".")[0],
-                _Import(alias.name, ALL if apart else ""),
-            )
+            what = _Import(alias.name, ALL if "." in alias.name and not alias.asname else "")
+        short = alias.name if isinstance(one, ast.ImportFrom) else alias.name.partition(".")[0]
+        yield alias.asname or short, what
 
 
-def _piece(one: ast.stmt | _Import) -> _Piece:
+def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
+    """What a statement computes, as a digest; the names in it, of `a.b.c` 'a.b'; its imports."""
     if isinstance(one, _Import):
-        return _Piece(repr(one), imports=(one,))
+        return repr(one), [], [one]
     nodes = list(_nodes(one))
-    parts = {
+    attributes = {
         node.value: f"{node.value.id}.{node.attr}"
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    names = {parts.get(node, node.id) for node in nodes if isinstance(node, ast.Name)}
-    imports = [
-        what
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for _name, what in _imports(node)
-    ]
-    text = hashlib.sha256(repr(plain(one)).encode()).hexdigest()
-    return _Piece(text, tuple(sorted(names)), tuple(imports))
+    names = {attributes.get(node, node.id) for node in nodes if isinstance(node, ast.Name)}
+    statements = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    imports = [what for node in statements for _name, what in _imports(node)]
+    return hashlib.sha256(repr(plain(one)).encode()).hexdigest(), sorted(names), imports
 
 
 def _nodes(one: ast.AST) -> Iterator[ast.AST]:
-    """It and all below it that is computed with."""
+    """As ast.walk, without annotations."""
     waiting: list[object] = [one]
     while waiting:
         node = waiting.pop()

@@ -1,7 +1,6 @@
-"""Target strings to a factory.
+"""From a target string to a model's factory.
 
-`parse` looks only at the string and the file system; `load` imports the user's code, and so runs
-in the worker process alone.
+`parse` reads the string and the file system only; `load` imports the user's code, in a worker.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import source
+from advisor.tuners.faults import where
 from advisor.tuners.fingerprint import is_library
 from advisor.tuners.lazily import torch
 
@@ -38,12 +38,12 @@ _FORMS = {
     "target": ("model.py", "model.py:Net", "package.module:factory", "torchvision:resnet50"),
     "data": ("data.py", "data.py:make_dataset", "package.module:factory", "torchvision:FakeData"),
 }
-"""By role; the last one of torchvision's."""
+"""Examples by role; the last one is torchvision's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A target string, taken apart. `attribute` is '' where the file has to say."""
+    """A parsed target string. `attribute` is '' if the file's only model is meant."""
 
     kind: str
     """'file', 'module' or 'torchvision'."""
@@ -53,11 +53,11 @@ class Spec:
     file: str = ""
     """Absolute path of the user's own source; '' where that is a library's, or not found."""
     role: str = "target"
-    """What it is called where it is refused."""
+    """'target' or 'data', in messages."""
 
     @property
     def name(self) -> str:
-        """How records call it: a file by its name alone, so that a project can move."""
+        """Its name in records: a file's without its folder, so that a project can move."""
         if self.kind == "file":
             return Path(self.place).name + (f":{self.attribute}" if self.attribute else "")
         return f"{self.place or 'torchvision'}:{self.attribute}"
@@ -77,7 +77,7 @@ class Spec:
         return source.digest(Path(self.file), (self.attribute, *HOOKS)) if self.file else ""
 
     def edited(self, code: str) -> str:
-        """What became of code that had this digest, in words; '' where it is the same."""
+        """How the code differs from that with a digest, in words; '' if it does not."""
         try:
             return "" if self.code == code else EDITED
         except TargetError as exc:
@@ -85,45 +85,41 @@ class Spec:
 
 
 def origin_of(path: Path) -> str:
-    """A path as records keep it: a digest, because a path names people and machines."""
+    """A path in records: a digest, because a path names people and machines."""
     return fingerprint(str(path.resolve()))[:16]
 
 
 def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
-    """Take a target string apart; a relative file is looked for in `base` (default: here).
+    """Parse a target string; a relative file is looked for in `base` (default: here).
 
     Raises:
         TargetError: the string has no known form, or the file is not there.
     """
+    refused = f"{role} {text!r}:"
+    forms = f"{', '.join(_FORMS[role][:-1])} or {_FORMS[role][-1]}"
     if text.startswith("torchvision:"):
         name = text.removeprefix("torchvision:")
         if not name.isidentifier():
-            raise TargetError(
-                f"{role} {text!r}: expected torchvision:NAME, e.g. {_FORMS[role][-1]}"
-            )
+            raise TargetError(f"{refused} expected torchvision:NAME, e.g. {_FORMS[role][-1]}")
         return Spec(kind="torchvision", place="", attribute=name, role=role)
     place, colon, attribute = text.rpartition(":")
     if not colon or (not place.endswith(".py") and text.endswith(".py")):
         place, attribute = text, ""
     if place.endswith(".py"):
         if attribute and not attribute.isidentifier():
-            raise TargetError(f"{role} {text!r}: {attribute!r} is not a name; write {place}:Net")
+            raise TargetError(f"{refused} {attribute!r} is not a name; write {place}:Net")
         try:
             path = Path(place).expanduser()
             path = path if path.is_absolute() else (base or Path.cwd()) / path
         except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
-            raise TargetError(f"{role} {text!r}: cannot be looked for ({exc})") from exc
+            raise TargetError(f"{refused} cannot be looked for ({exc})") from exc
         if not path.is_file():
-            raise TargetError(f"{role} {text!r}: there is no file {path}; expected {_forms(role)}")
+            raise TargetError(f"{refused} there is no file {path}; expected {forms}")
         place = str(path.resolve())
         return Spec(kind="file", place=place, attribute=attribute, file=place, role=role)
     if not attribute or not all(part.isidentifier() for part in place.split(".")):
-        raise TargetError(f"{role} {text!r}: expected {_forms(role)}")
+        raise TargetError(f"{refused} expected {forms}")
     return Spec(kind="module", place=place, attribute=attribute, file=_source_of(place), role=role)
-
-
-def _forms(role: str) -> str:
-    return f"{', '.join(_FORMS[role][:-1])} or {_FORMS[role][-1]}"
 
 
 def _source_of(module: str) -> str:
@@ -168,12 +164,23 @@ def load(spec: Spec, arguments: Config) -> Loaded:
     if spec.kind == "torchvision":
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
     module = imported(spec)
-    attribute = spec.attribute or _only_candidate(module, spec, arguments)
+    candidates = _candidates(module, arguments)
+    file = Path(spec.place).name
+    if not spec.attribute and not candidates:
+        how = f"with {', '.join(arguments)}" if len(arguments) else "without arguments"
+        raise TargetError(
+            f"target {file!r}: it defines no nn.Module class that builds {how} and no "
+            f"{', '.join(NAMED)}; name one as {file}:Net, with --model-arg for its arguments"
+        )
+    if not spec.attribute and len(candidates) > 1:
+        listed = ", ".join(f"{file}:{name}" for name in candidates)
+        raise TargetError(f"target {file!r}: several candidates; choose one of {listed}")
+    attribute = spec.attribute or candidates[0]
     found = getattr(module, attribute, None)
     if found is None:
         raise TargetError(
-            f"target {spec.name!r}: {Path(spec.place).name} has no {attribute!r}; "
-            f"it defines {', '.join(_candidates(module, arguments)) or 'no nn.Module'}"
+            f"target {spec.name!r}: {file} has no {attribute!r}; "
+            f"it defines {', '.join(candidates) or 'no nn.Module'}"
         )
     if isinstance(found, torch.nn.Module):
         factory: Callable[[], Any] = lambda: copy.deepcopy(found)  # noqa: E731
@@ -207,28 +214,17 @@ def build(loaded: Loaded) -> nn.Module:
 
 def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
     """The user's own error as one line, with its traceback cut to their frames."""
-    last = "".join(traceback.format_exception_only(exc)).strip().splitlines()
-    where = _user_frames(exc, spec)
-    line = f" (line {where[-1].lineno})" if where else ""
-    details = "".join(
-        ["Traceback (most recent call last):\n", *traceback.format_list(where), *last[-1:], "\n"]
-    )
-    return TargetFailed(
-        f"{spec.role} {spec.name!r}: {what} {last[-1]}{line}", details if where else ""
-    )
-
-
-def _user_frames(exc: BaseException, spec: Spec) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(exc.__traceback__)
-    if isinstance(exc, SyntaxError):
-        return []
-    folder = str(Path(spec.place).parent) if spec.kind == "file" else ""
-    mine = [
+    said = "".join(traceback.format_exception_only(exc)).strip().splitlines()[-1]
+    folder = str(Path(spec.place).parent) if spec.kind == "file" else "\0"
+    frames = [
         frame
-        for frame in frames
-        if (folder and frame.filename.startswith(folder) and "site-packages" not in frame.filename)
+        for frame in traceback.extract_tb(exc.__traceback__)
+        if frame.filename.startswith(folder) and "site-packages" not in frame.filename
     ]
-    return mine
+    shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames), said, "\n"]
+    at = f" ({found})" if (found := where(exc)) else ""
+    line = f"{spec.role} {spec.name!r}: {what} {said}{at}"
+    return TargetFailed(line, "".join(shown) if frames else "")
 
 
 def imported(spec: Spec) -> ModuleType:
@@ -237,58 +233,44 @@ def imported(spec: Spec) -> ModuleType:
     Raises:
         TargetError: there is none. TargetFailed: its code raised.
     """
-    return _import_file(spec) if spec.kind == "file" else _import_module(spec)
-
-
-def _import_file(spec: Spec) -> ModuleType:
-    path = Path(spec.place)
-    # As `python model.py` would: the file's folder comes first for its own imports.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = path.stem if path.stem not in sys.modules else f"advisor_target_{path.stem}"
-    source = importlib.util.spec_from_file_location(name, path)
-    assert source is not None and source.loader is not None
-    module = importlib.util.module_from_spec(source)
-    sys.modules[name] = module
-    whole = dataclasses.replace(spec, attribute="")
+    path, is_file = Path(spec.place), spec.kind == "file"
+    # As `python model.py` does: the file's folder comes first for its own imports.
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    whole = dataclasses.replace(spec, attribute="") if is_file else spec
     try:
-        source.loader.exec_module(module)
+        return _run_file(path) if is_file else importlib.import_module(spec.place)
     except SystemExit as exc:
         raise TargetFailed(
             f"{spec.role} {whole.name!r}: importing it called exit(); put the script part under "
             "if __name__ == '__main__':"
         ) from exc
     except Exception as exc:  # the user's code may raise anything; it is reported whole
-        del sys.modules[name]
+        missing = exc.name if isinstance(exc, ModuleNotFoundError) else ""
+        if missing and not is_file and spec.place.startswith(missing):
+            raise TargetError(
+                f"{spec.role} {spec.name!r}: there is no module {missing!r} here or installed"
+            ) from exc
         raise failed(whole, "importing it raised", exc) from exc
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = path.stem if path.stem not in sys.modules else f"advisor_target_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
     return module
 
 
-def _import_module(spec: Spec) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(spec.place)
-    except ModuleNotFoundError as exc:
-        if exc.name and spec.place.startswith(exc.name):
-            raise TargetError(
-                f"{spec.role} {spec.name!r}: there is no module {exc.name!r} here or installed"
-            ) from exc
-        raise failed(spec, "importing it raised", exc) from exc
-    except Exception as exc:  # the user's code may raise anything; it is reported whole
-        raise failed(spec, "importing it raised", exc) from exc
-
-
-def _takes(found: Callable[..., Any], arguments: Config) -> bool:
-    try:
-        inspect.signature(found).bind(**arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _candidates(module: ModuleType, arguments: Config) -> list[str]:
-    """A callable by a conventional name speaks for the file; otherwise its nn.Module classes."""
+    """A callable by a conventional name, else the nn.Module classes that take the arguments."""
     named = [name for name in NAMED if callable(getattr(module, name, None))]
     return named or [
         name
@@ -300,19 +282,12 @@ def _candidates(module: ModuleType, arguments: Config) -> list[str]:
     ]
 
 
-def _only_candidate(module: ModuleType, spec: Spec, arguments: Config) -> str:
-    found = _candidates(module, arguments)
-    file = Path(spec.place).name
-    if not found:
-        how = f"with {', '.join(arguments)}" if len(arguments) else "without arguments"
-        raise TargetError(
-            f"target {file!r}: it defines no nn.Module class that builds {how} and no "
-            f"{', '.join(NAMED)}; name one as {file}:Net, with --model-arg for its arguments"
-        )
-    if len(found) > 1:
-        listed = ", ".join(f"{file}:{name}" for name in found)
-        raise TargetError(f"target {file!r}: several candidates; choose one of {listed}")
-    return found[0]
+def _takes(found: Callable[..., Any], arguments: Config) -> bool:
+    try:
+        inspect.signature(found).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -323,10 +298,8 @@ def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module
     except ValueError as exc:
         import difflib
 
-        near = difflib.get_close_matches(name, models.list_models(), n=3)
-        hint = (
-            f"did you mean {', '.join(near)}?" if near else "see torchvision.models.list_models()"
-        )
+        near = ", ".join(difflib.get_close_matches(name, models.list_models(), n=3))
+        hint = f"did you mean {near}?" if near else "see torchvision.models.list_models()"
         raise TargetError(
             f"target 'torchvision:{name}': torchvision has no such model; {hint}"
         ) from exc

@@ -1,9 +1,8 @@
-"""PyTorch's float32 switches, across the change of interface from torch 2.9 on.
+"""PyTorch's float32 switches, before and after their interface changed in torch 2.9.
 
-Torch keeps an old and a new set of switches side by side. A reader of the old ones, and
-torch.compile is one, is refused with 'mix of the legacy and new APIs' where the two disagree
-(aten/src/ATen/Context.cpp: allowTF32CuDNN, allowTF32CuBLAS, float32MatmulPrecision). So both are
-set here, to the same state, whatever was set before.
+Torch keeps an old and a new set of switches. Where the two disagree, reading an old one, as
+torch.compile does, raises 'mix of the legacy and new APIs' (aten/src/ATen/Context.cpp:
+allowTF32CuDNN, allowTF32CuBLAS, float32MatmulPrecision). So both are set here, to the same state.
 """
 
 from __future__ import annotations
@@ -18,25 +17,13 @@ T = TypeVar("T")
 
 _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
 """Whether matrix products, and whether cuDNN's operations, may use TF32."""
-
-_OPERATIONS = ("matmul", "conv", "rnn")
-
 EPS = 2.0**-10
-"""Of TF32: the distance from 1 to the next number it has."""
+"""Distance from 1 to the next number in TF32."""
 
 
 def set_float32(precision: str) -> None:
-    """Set what float32 matrix products, convolutions and recurrent layers are computed in.
-
-    Args:
-        precision: 'default' (TF32 in cuDNN, not in matrix products), 'tf32' (in both) or
-            'fp32' (in neither).
-
-    Raises:
-        ValueError: another precision.
-    """
-    if precision not in _TF32:
-        raise ValueError(f"float32 precision {precision!r}: expected one of {', '.join(_TF32)}")
+    """Set what float32 matrix products, convolutions and recurrent layers are computed in: by
+    'default' cuDNN's operations in TF32, by 'tf32' all of them, by 'fp32' none."""
     matmul_tf32, cudnn_tf32 = _TF32[precision]
     cudnn: Any = torch.backends.cudnn
     with warnings.catch_warnings():
@@ -59,11 +46,10 @@ def set_float32(precision: str) -> None:
 
 
 class Float32(NamedTuple):
-    """What all these switches are set to, to be set back: other code may mix them as it likes.
+    """The state of all these switches, which other code may mix as it likes.
 
     Attributes:
-        matmul, cudnn: the old ones; None where torch refuses to say, as the new ones disagree: the
-            new ones count then.
+        matmul, cudnn: the old ones; None where torch refuses to read them.
         new: those from torch 2.9 on; empty before.
     """
 
@@ -105,26 +91,24 @@ def _unless_refused(read: Callable[[], T]) -> T | None:
 def _new_switches() -> tuple[Any, ...]:
     if not _has_new_switches():
         return ()
-    matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    onednn: Any = torch.backends.mkldnn
-    return matmul, onednn.matmul, cudnn, cudnn.conv, cudnn.rnn
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    return backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn
 
 
 def describe() -> str:
     """What is set now, as 'matmul=ieee conv=tf32 rnn=tf32'."""
-    cudnn: Any = torch.backends.cudnn
-    matmul: Any = torch.backends.cuda.matmul
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
     if _has_new_switches():
-        found = [matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+        found = [one.fp32_precision for one in (matmul, cudnn.conv, cudnn.rnn)]
     else:
-        allowed = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.allow_tf32)
-        found = ["tf32" if tf32 else "ieee" for tf32 in allowed]
-    return " ".join(f"{op}={set_}" for op, set_ in zip(_OPERATIONS, found, strict=True))
+        found = ["tf32" if one.allow_tf32 else "ieee" for one in (matmul, cudnn, cudnn)]
+    return "matmul={} conv={} rnn={}".format(*found)
 
 
 def allowed() -> bool:
-    """Whether any operation on float32 numbers may read no more than TF32's digits of them."""
+    """Whether any float32 operation may use TF32."""
     return "tf32" in describe()
 
 

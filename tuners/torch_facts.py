@@ -1,7 +1,5 @@
-"""What only torch knows of itself and of this host, kept for commands that need nothing else of it:
-importing it takes seconds.
-
-What was read with one torch, on one host, under the same variables, is the same the next time.
+"""Facts about torch, cached on disk for commands that need nothing else of it: importing it takes
+seconds. They hold for one torch, one host, and the same environment variables.
 """
 
 from __future__ import annotations
@@ -19,23 +17,19 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
+    *("ATEN_CPU_CAPABILITY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
-"""By which torch's facts change."""
+"""They change what torch says."""
 MOST = 16
-"""States of an environment that are kept: the newest."""
+"""Environments that are kept: the newest."""
 
 _read: dict[str, Any] = {}
 """What this process has read of torch, by name."""
 
 
 def fact(name: str, read: Callable[[], Any]) -> Any:
-    """What `read` gives of torch: plain data. Where torch is not imported, what it gave before."""
+    """The plain data that `read` returns; the cached one if torch is not imported."""
     if "torch" not in sys.modules and name in (kept := _kept().get(_state(), {})):
         return kept[name]
     _read[name] = read()
@@ -43,15 +37,12 @@ def fact(name: str, read: Callable[[], Any]) -> Any:
 
 
 def version(name: str) -> str:
-    """Of 'torch', or of the 'cuda' or 'hip' that it is built with; '' for none."""
-    attribute = "__version__" if name == "torch" else name
-    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "version"):
-        return str(getattr(torch.version, attribute, None) or "")
-    return str(_versions().get(attribute) or "")
+    """Version of 'torch', or of the 'cuda' or 'hip' that it is built with; '' for none."""
+    return str(_versions().get("__version__" if name == "torch" else name) or "")
 
 
 def keep() -> None:
-    """Keep what this process has read, if there is anything new in it."""
+    """Write what this process has read to the cache, if it is new."""
     before = _kept()
     state = _state() if _read else ""
     now = {**before.get(state, {}), **_read}
@@ -85,11 +76,10 @@ def _kept() -> dict[str, dict[str, Any]]:
 def _state() -> str:
     """The torch that would be imported here, the host, and the variables that it reads."""
     with contextlib.suppress(OSError):
-        changed = _version_file().stat()
+        changed = _version_file().stat().st_mtime_ns
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
         variables = [os.environ.get(name) for name in _VARIABLES]
-        parts = [str(_version_file()), changed.st_mtime_ns, platform.node(), cores, variables]
-        return json.dumps(parts)
+        return json.dumps([str(_version_file()), changed, platform.node(), cores, variables])
     return ""
 
 

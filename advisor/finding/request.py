@@ -163,9 +163,9 @@ def _is_on_miss(value: object) -> None:
 
 def processes() -> int:
     """Of this job, as its launcher says."""
-    from advisor.tuners.environment import told
+    from advisor.tuners.environment import env_int
 
-    return max(1, told("WORLD_SIZE", 1))
+    return max(1, env_int("WORLD_SIZE", 1))
 
 
 def known_batch(given: Mapping[str, Any], batch: object) -> int | None:

@@ -29,7 +29,6 @@ KNOB = """    Knob(
         domain=Domain(most=9, least=0),
         default=0,
         values=lambda here: (0, 9),
-        needs=lambda value: FLAGS,
         flag=Flag(
             set=lambda value: os.environ.__setitem__("SLACK", str(value)),
             now=lambda: int(os.environ["SLACK"]),

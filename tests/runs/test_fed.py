@@ -129,7 +129,7 @@ def test_what_a_worker_raises_ends_the_workers_and_is_one_line() -> None:
     done = ran("run", "raises")
     assert 0 < int(done.stdout) < 64  # of 128, all of which were trained on
     (said,) = [line for line in done.stderr.splitlines() if "not in force; " in line]
-    assert "in a worker: ValueError: no sample 40 (train.py, line " in said
+    assert "in a worker: ValueError: no sample 40 (train.py:" in said
     assert said.endswith("; the loader goes on by itself")
     lines = [line for line in done.stderr.splitlines() if " in force: " in line]
     assert lines[-1].endswith("1 loader worker: all that is advised, and not in force")

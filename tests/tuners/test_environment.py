@@ -98,7 +98,7 @@ class FakeNvml:
         return str(card["uuid"])
 
     def nvmlDeviceGetComputeRunningProcesses(self, card: dict[str, Any]) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid) for pid in card["users"]]
+        return [SimpleNamespace(pid=pid) for pid in card.get("users", [])]
 
     def nvmlDeviceGetCudaComputeCapability(self, card: dict[str, Any]) -> tuple[int, int]:
         return card["capability"]  # type: ignore[no-any-return]

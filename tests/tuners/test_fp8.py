@@ -49,7 +49,8 @@ def test_the_parameters_stay_and_so_do_their_names() -> None:
     advice = Advice(Config(precision="fp8"), device="cpu")
     assert advice.prepare(model) is model
     assert dict(model.named_parameters()) == names
-    assert fp8.converted(model) == {(2064, 2048)}  # attention reads its weight by itself
+    large = {name for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"}
+    assert large == {"wide"}  # attention reads its weight by itself
     found = model(x)
     assert not torch.equal(found, exactly)
     torch.testing.assert_close(found, exactly, rtol=0.1, atol=0.1)

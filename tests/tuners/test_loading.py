@@ -272,7 +272,7 @@ def test_a_shared_memory_of_64_mib_is_not_overfilled() -> None:
     assert (workers, measured) == (1, True)
     assert first.startswith("data 'd': 1 worker at most: 5 batches of 16 MiB do not fit into")
     assert "64 MiB is free" in first
-    assert overfilled.endswith(", as where /dev/shm is full")
+    assert overfilled.endswith("; as where /dev/shm is full")
 
 
 def test_more_tensors_than_files_may_be_open_are_shared_by_name(
@@ -350,7 +350,7 @@ def test_what_a_worker_raises_is_told_as_a_line() -> None:
         timed.rate(loader(Raises(), num_workers=2), 4, 0.2)
     said = told(raised.value)
     assert said.startswith("in a worker: ValueError: no image 2")
-    assert said.endswith(")") and "test_loading.py, line" in said and len(said) < 120
+    assert said.endswith(")") and "test_loading.py:" in said and len(said) < 120
     assert multiprocessing.active_children() == []
 
 
@@ -372,7 +372,7 @@ def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
     with pytest.raises(OSError) as raised:
         timed.rate(loader(Raises()), 4, 0.2)
     said = told(raised.value)
-    assert said.startswith("OSError: no such image (test_loading.py, line ")
+    assert said.startswith("OSError: no such image (test_loading.py:")
 
 
 def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
@@ -385,7 +385,7 @@ def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
     with pytest.raises(RuntimeError) as raised:
         timed.rate(loader(Dies(), num_workers=1), 4, 0.2)
     assert told(raised.value) == (
-        "a worker was killed by signal: Bus error, as where /dev/shm is full"
+        "a worker is killed by signal: Bus error; as where /dev/shm is full"
     )
 
 
@@ -402,8 +402,7 @@ def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
     with pytest.raises((RuntimeError, EOFError, ConnectionError)) as raised:
         timed.rate(loader(Exits(takes_s=0.0), num_workers=1), 4, 60.0)
     assert re.fullmatch(
-        r"a worker ended by itself(, with exit code 3| before its batch was taken)?, as os._exit "
-        "does",
+        r"a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)",
         told(raised.value),
     )
 
@@ -428,8 +427,7 @@ def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
     spawned = loader(Local(), num_workers=1, multiprocessing_context="spawn")
     with pytest.raises((AttributeError, TypeError)) as raised:
         timed.rate(spawned, 4, 0.2)
-    assert "the dataset cannot be pickled" in told(raised.value)
-    assert 'multiprocessing_context="fork"' in told(raised.value)
+    assert told(raised.value).endswith('multiprocessing_context="fork") needs no pickling')
     assert timed.rate(loader(Local(), num_workers=1), 4, 0.1) > 0  # forked ones pickle nothing
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.tuners.act.pilot import pinning
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.knobs import Own, Script, _own_pinning
+from advisor.tuners.knobs import BY_NAME, Own, Script
 
 PINNED = {"num_workers": 2, "pin_memory": True}
 
@@ -131,6 +131,8 @@ def test_it_is_offered_where_the_script_has_workers_and_does_not_pin(loaders: Lo
                 break
         loading = seen.seen()
         seen.remove()
-        return _own_pinning(Script(weights=(), loading=loading))
+        own = BY_NAME["pin_memory"].script
+        assert own is not None
+        return own(Script(weights=(), loading=loading))
 
     assert offered(num_workers=1) is None

@@ -40,8 +40,8 @@ class Acting:
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
         self.rows = rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
         self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
-        formats = (k.autocast(value) for k, value in rows if k.autocast)
-        self.autocast = next((found for found in formats if found), None)
+        formats = (k.autocast[value] for k, value in rows if value in k.autocast)
+        self.autocast = getattr(torch, name) if (name := next(formats, "")) else None
         self.scaled = any(k.scaled and k.scaled(value) for k, value in rows)
         beside = any(k.non_blocking and k.non_blocking(value) for k, value in rows)
         self.non_blocking = device.type == "cuda" and beside
@@ -49,7 +49,7 @@ class Acting:
         self.captured = any(k.captured and k.captured(value) for k, value in rows)
         self.compiles = any(k.model and not k.layout for k, _value in rows)
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
-        self.undoes_autocast = any(k.autocast and k.autocast(own) for k, own in undone)
+        self.undoes_autocast = any(own in k.autocast for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
         self.any_size = any(k.name == DYNAMIC_SHAPES and value for k, value in rows)
 

@@ -34,7 +34,7 @@ def _needs(knob: Knob, value: Value) -> Sequence[Piece]:
         "optimizer": knob.optimizer and knob.optimizer(value),
         "loader": knob.loader and knob.loader(value),
         "batches": knob.layout or (knob.non_blocking and knob.non_blocking(value)),
-        "autocast": knob.autocast and knob.autocast(value),
+        "autocast": value in knob.autocast,
         "step": knob.scaled and knob.scaled(value),
         "capture": knob.captured and knob.captured(value),
     }

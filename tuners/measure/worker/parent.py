@@ -46,7 +46,7 @@ END_S = 30.0
 LATE_S = 30.0
 """A comparison looks at its time between two passes; the first one of a config builds it."""
 
-PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast is not None or k.layout is not None))
+PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
 LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
 """cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
 Conv_v8.cpp, benchmark_cache; on an H200, torch 2.11, a first search took 60 ms, 0.25 ms after a
