@@ -98,7 +98,7 @@ def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
     describe(made)
     block = made.block(CONFIG, 2, 1)
     assert (block.steps, block.samples) == (2, 4)
-    compared = made.compare(CONFIG, FP32, FP32, 60.0, 0.02)
+    compared = made.compare(CONFIG, FP32, 60.0, 0.02)
     assert compared.ok, compared
 
 
@@ -221,7 +221,7 @@ def eight(folder: Path, **changes: object) -> Bench:
 
 
 def subject(made: Bench) -> WorkloadSubject:
-    return WorkloadSubject(made._new_model, made._workload, made.device, draws=False)
+    return WorkloadSubject(made._new_model, made._workload, made.device)
 
 
 def test_what_was_built_is_kept_and_dropped_when_memory_runs_short(
@@ -306,7 +306,7 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
     nudged = held.sample(one, POINTS, 0).gradients["last.weight"]
     assert not torch.equal(nudged, points[0])
     torch.testing.assert_close(nudged, points[0], rtol=1e-2, atol=1e-4)
-    held.restore()
+    held.restore([workload])
     fresh = dict(made._new_model().named_parameters())
     assert all(torch.equal(p, fresh[name]) for name, p in workload.model.named_parameters())
     assert workload.optimizer is not None
@@ -376,9 +376,7 @@ def test_what_a_captured_step_is_compared_by_is_its_replay(
     made.block(captured, 3, 1)
     (own,) = recorders
     before = own.replays, own.recordings
-    compared = made.compare(
-        captured, FP32.at(8), FP32.at(8).replace(precision="default"), 60.0, 0.02
-    )
+    compared = made.compare(captured, FP32.at(8), 60.0, 0.02)
     assert compared.ok, compared
     assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
     made.block(captured, 3, 1)
@@ -405,7 +403,7 @@ def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
     made = bench(tmp_path, source, shape=(3,), batch=64)
     bf16 = FP32.at(64).replace(precision="bf16")
     made.block(bf16, 1, 1)
-    compared = made.compare(bf16, FP32.at(64), bf16, 60.0, 0.02)
+    compared = made.compare(bf16, FP32.at(64), 60.0, 0.02)
     assert (compared.outcome, compared.blames) == ("wrong", "format"), compared
 
 
@@ -413,4 +411,4 @@ def test_dropout_is_compared_by_draws(tmp_path: Path) -> None:
     source = NET.replace("torch.relu(", "nn.functional.dropout(").replace("(x)))", "(x)), 0.1)")
     made = bench(tmp_path, source, shape=(3,), batch=8)
     assert describe(made).draws
-    assert made.compare(EIGHT, FP32.at(8), EIGHT, 60.0, 0.02).outcome in ("ok", "unverified")
+    assert made.compare(EIGHT, FP32.at(8), 60.0, 0.02).outcome in ("ok", "unverified")

@@ -1,7 +1,7 @@
 """What a sample costs a loader's worker, by part: cProfile of the dataset and the collate function.
 
-cProfile makes what calls many small functions look slower than it is: it gives the shares, and a
-run without it what a sample takes.
+cProfile makes code that calls many small functions look slower than it is. So it gives the shares
+alone; a run without it gives the time of a sample.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _WRAPPERS = (
 )
 """Files whose functions only pass a call on."""
 _SEQUENCES = ("Compose", "Sequential", "StandardTransform")
-"""Classes that are as many parts as they have."""
+"""Classes whose members are parts of their own."""
 _CALLS = ("forward", "__call__", "transform", "_transform")
-"""Methods that are called by the name of their class."""
+"""Methods that are shown by the name of their class."""
 
 
 Part = tuple[str, str]
@@ -41,38 +41,40 @@ Part = tuple[str, str]
 
 def costs(data: Data, batch: int, seconds: float) -> Costs:
     """What a sample costs a worker: what the dataset's `__getitem__` (or `__iter__`) calls, each
-    transform by itself, what it does without calling Python, and making a batch of samples."""
+    transform by itself, its own code, and making a batch of samples."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
 
     def collate(samples: list[Any]) -> Any:
         return inner(samples)
 
-    how: dict[str, Any] = {"collate_fn": collate, "num_workers": 0}
+    def loader(size: int) -> DataLoader[Any]:
+        return data.loader(batch_size=size, collate_fn=collate, num_workers=0)
+
     profile = cProfile.Profile(builtins=False)
     torch.set_num_threads(1)  # as a loader's worker has
     try:
-        sample_s = _seconds(data.loader(batch_size=batch, **how), seconds / 2) / batch
-        profile.runcall(_seconds, data.loader(batch_size=batch, **how), seconds / 2)
+        sample_s = _batch_s(loader(batch), seconds / 2) / batch
+        profile.runcall(_batch_s, loader(batch), seconds / 2)
         spent = _spent({one.code: one for one in profile.getstats()}, collate.__code__)
-        made = _made(data.loader(batch_size=1, **how), {part for part, _ in spent})
+        made = _made(loader(1), {part for part, _ in spent})
     finally:
         torch.set_num_threads(threads)
-    whole_s = sum(spent.values())
+    whole_s, order = sum(spent.values()), [*made]
     parts = (
         Cost(
             part=part,
             file=file,
             seconds=sample_s * took_s / whole_s,
             made_bytes=made.get(part, 0),
-            place=[*made].index(part) + 1 if file and part in made else 0,
+            place=order.index(part) + 1 if file and part in made else 0,
         )
         for (part, file), took_s in sorted(spent.items(), key=lambda one: -one[1])
     )
     return Costs(parts=tuple(parts), samples=data.samples)
 
 
-def _seconds(loader: DataLoader[Any], seconds: float) -> float:
-    """Of a batch: of as many as fit, or an epoch has."""
+def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
+    """Seconds of a batch: of as many as fit, or an epoch has."""
     began, batches = time.perf_counter(), 0
     for _ in loader:
         batches += 1
@@ -100,7 +102,7 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
 def _called(
     entries: Mapping[Any, Any], caller: CodeType, share: float = 1.0, seen: tuple[Any, ...] = ()
 ) -> Iterator[tuple[CodeType, float]]:
-    """What a function calls, and for how long; what only passes a call on is looked through."""
+    """What a function calls, and for how long; looks through what only passes a call on."""
     for call in entries[caller].calls or ():
         if not _passes_on(call.code):
             yield call.code, share * call.totaltime
@@ -111,8 +113,7 @@ def _called(
 
 def _passes_on(code: CodeType) -> bool:
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
-    file = code.co_filename.replace("\\", "/")
-    return owner in _SEQUENCES or any(part in file for part in _WRAPPERS)
+    return owner in _SEQUENCES or any(part in code.co_filename for part in _WRAPPERS)
 
 
 def _name(code: CodeType) -> str:

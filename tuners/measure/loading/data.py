@@ -15,15 +15,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError
 from advisor.tuners.target import Spec, failed, imported, parse
 
-ROLE = "data"
 DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
-"""What a data's file defines: the dataset; of it, where wanted, what makes a batch of samples, and
-the order in which they come."""
+"""What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +40,11 @@ class Data:
     @property
     def samples(self) -> int:
         """In an epoch; 0 where that is not known."""
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError):
-            return 0
+        return _length(lambda: self.dataset)
 
     def batches(self, size: int) -> int:
         """In an epoch; 0 where that is not known."""
-        try:
-            return len(self.loader(batch_size=size))
-        except (TypeError, NotImplementedError):
-            return 0
+        return _length(lambda: self.loader(batch_size=size))
 
     def loader(self, **given: Any) -> DataLoader[Any]:
         """As a script makes it; `given`: a DataLoader's keyword arguments, with batch_size."""
@@ -75,33 +66,19 @@ def load(task: Task) -> Data:
         TargetError: there is no such function or class, or it makes no dataset.
         TargetFailed: the user's code raised.
     """
-    spec, arguments = parse(task.data, role=ROLE), task.data_args
+    spec, module = parse(task.data, role="data"), None
     if spec.kind == "torchvision":
-        return _made(spec, _torchvision(spec, task.sample), arguments, None)
-    module = _module(spec)
-    name = spec.attribute or DATASET
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise TargetError(
-            f"data {spec.name!r}: {Path(spec.place).name} has no function or class {name!r}; "
-            f"define {DATASET}(), which returns the dataset, or name another"
-        )
-    return _made(spec, factory, arguments, module)
-
-
-def _module(spec: Spec) -> ModuleType:
-    """Of data that lies in the target's own file the module that is there."""
-    there = sys.modules.get(Path(spec.place).stem)
-    if spec.kind == "file" and getattr(there, "__file__", None) == spec.place:
-        assert there is not None
-        return there
-    return imported(spec)
-
-
-def _made(
-    spec: Spec, factory: Callable[..., Any], arguments: Config, module: ModuleType | None
-) -> Data:
-    dataset = _called(spec, factory, **arguments)
+        factory = _torchvision(spec, task.sample)
+    else:
+        module = _module(spec)
+        name = spec.attribute or DATASET
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            raise TargetError(
+                f"data {spec.name!r}: {Path(spec.place).name} has no function or class {name!r}; "
+                f"define {DATASET}(), which returns the dataset, or name another"
+            )
+    dataset = _called(spec, factory, **task.data_args)
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise TargetError(
             f"data {spec.name!r}: it made {type(dataset).__name__}, which is no dataset: it has no "
@@ -112,6 +89,14 @@ def _made(
     return Data(spec=spec, dataset=dataset, collate=collate, sampler=sampler)
 
 
+def _module(spec: Spec) -> ModuleType:
+    """The module; of data in the target's own file the one that is already imported."""
+    there = sys.modules.get(Path(spec.place).stem)
+    if there is not None and getattr(there, "__file__", None) == spec.place:
+        return there
+    return imported(spec)
+
+
 def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
     try:
         return hook(*given, **named)
@@ -119,9 +104,16 @@ def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> 
         raise failed(spec, f"{getattr(hook, '__name__', 'it')}() raised", exc) from exc
 
 
+def _length(sized: Callable[[], Any]) -> int:
+    try:
+        return len(sized())
+    except (TypeError, NotImplementedError):
+        return 0
+
+
 def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
-    """One of torchvision's datasets, with the usual transforms to the sample where it is an image:
-    a random crop and flip, float32, normalised."""
+    """One of torchvision's datasets; images get a random crop and flip to the sample's shape, and
+    become normalised float32."""
     import torch
     from torchvision import datasets
     from torchvision.transforms import v2

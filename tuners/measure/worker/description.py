@@ -1,4 +1,4 @@
-"""What a worker finds out about a workload by running its first steps."""
+"""Finds out what a workload is by running its first steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from advisor.tuners.measure.workload import Layers, Workload
 
 
 def recognise(job: Job, loaded: target.Loaded) -> None:
-    """Before anything is run: whether this is the target that the job knows, if it knows one.
+    """Check, before anything is run, that this is the target that the job knows, if it knows one.
 
     Raises:
         TargetError: its model or its hooks are others.
@@ -37,11 +37,11 @@ def recognise(job: Job, loaded: target.Loaded) -> None:
 
 
 def describe(bench: Bench) -> Facts:
-    """Run three steps as torch does by default.
+    """Run two steps as torch does by default.
 
     Raises:
         TargetError: the model rejects the sample.
-        TargetFailed: the user's code raised.
+        TargetFailed: the user's code raised, or memory does not do.
     """
     loaded, device = bench.loaded, bench.device
     torch.manual_seed(bench.job.seed)
@@ -50,50 +50,46 @@ def describe(bench: Bench) -> Facts:
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Before any knob touches the model, as in a script.
     known: dict[str, Any] = {
-        "name": loaded.spec.name,
         "model": fingerprint.of_model(built),
-        "hooks": fingerprint.of_hooks(loaded.make_batch, loaded.loss),
-        "code": bench.code,
         "libraries": fingerprint.libraries(built),
         "family": fingerprint.family(built),
-        "modules": modules,
-        "parameters": parameters,
         "repeats": bool(repeated(built)),
         "threads": torch.get_num_threads(),
-        "device_uuid": str(getattr(properties, "uuid", "")) if properties else "",
-        "memory_bytes": int(properties.total_memory) if properties else 0,
         "wide": sum(map(fp8.gains, built.modules())),
     }
     bench.reset_peak()
-    workload, convolves = first_step(bench, built)
+    with _SeesConvolution() as sees:
+        workload = _first_step(bench, built)
     began = time.perf_counter()
     bench.drew = draws(workload.step, device)
     clock_of(device).synchronize()
     return Facts(
-        convolves=convolves,
+        name=loaded.spec.name,
+        hooks=fingerprint.of_hooks(loaded.make_batch, loaded.loss),
+        code=bench.code,
+        modules=modules,
+        parameters=parameters,
+        convolves=sees.seen,
         draws=bench.drew,
+        device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
+        memory_bytes=int(properties.total_memory) if properties else 0,
         peak_bytes=bench.peak_bytes(),
         step_s=time.perf_counter() - began,
         **known,
     )
 
 
-def first_step(bench: Bench, built: nn.Module) -> tuple[Workload, bool]:
-    """Take a step at the user's batch; whether it convolves.
-
-    Raises:
-        TargetError: the model rejects the sample; the layer that does is named.
-        TargetFailed: memory does not do. AdvisorError: as a Workload.
-    """
+def _first_step(bench: Bench, built: nn.Module) -> Workload:
+    """Take a step at the user's batch; errors name the layer that raised them."""
     task, spec = bench.job.task, bench.loaded.spec
     # The layers are known by the model that is run, so it is built before they are watched.
     bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
-    with Layers(built) as layers, _SeesConvolution() as sees:
+    with Layers(built) as layers:
         try:
             workload = bench.workload(bench.default, made_up=True)
             workload.step()
             clock_of(bench.device).synchronize()
-            return workload, sees.seen
+            return workload
         except AdvisorError:
             raise
         except Exception as exc:  # the user's code may raise anything; it is reported whole
@@ -102,14 +98,11 @@ def first_step(bench: Bench, built: nn.Module) -> tuple[Workload, bool]:
                     f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
                     "settings: out of memory; give a smaller batch"
                 ) from exc
-            where = layers.innermost()
-            said = str(exc).strip().splitlines()
-            message = said[0] if said else type(exc).__name__
+            at = f" at {where}" if (where := layers.innermost()) else ""
+            message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
             shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
             raise TargetError(
-                f"target {spec.name!r} rejects --shape {shape} {task.dtype}"
-                + (f" at {where}" if where else "")
-                + f": {message}",
+                f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
                 target.failed(spec, "", exc).details,
             ) from exc
         finally:

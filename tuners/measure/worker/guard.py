@@ -1,11 +1,11 @@
-"""Between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT COMMAND`.
+"""Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
-gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
-started, daemons that left its session included; it keeps the last of what they print, and no more,
-or has it in the file LOG too; and it ends them when together they hold more than MEMORY bytes. It
-removes what a tuning process that is gone left in the folder ROOT. Its last words, one line of JSON
-on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
+It runs no user code, so nothing keeps it from its duties. It ends the worker and all that the
+worker ever started, daemons included, when the worker ends, when the tuning process is gone
+(LIFELINE, a pipe that it holds, closes) or when together they hold more than MEMORY bytes. It keeps
+the end of what they print, and writes all of it to the file LOG. Then it removes what tuning
+processes that are gone left in the folder ROOT, and prints how the worker ended as one line of
+JSON. It imports the standard library alone, so it starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import select
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,12 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import host  # type: ignore[import-not-found]
 import scratch  # type: ignore[import-not-found]
 
-PRINTED = 2**20
-"""Bytes of output that are kept."""
 LOGGED = 2**26
 """Bytes of output that are written to the log."""
 WORDS = 4000
-"""Bytes of it that are handed on."""
+"""Bytes of the end of the output that are reported."""
 LOOK_S = 0.1
 """Between two looks at the memory in use."""
 FAMILY_S = 1.0
@@ -40,11 +37,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Guard:
-    """Starts a worker, and outlives it only to end what it left.
+    """Starts a worker, and ends what it leaves.
 
     Args:
         lifeline: the reading end of a pipe that the tuning process holds.
-        pipe: the worker's own connection to it, which it inherits.
+        pipe: a descriptor that the worker inherits, -1 for none.
         memory: bytes for the worker and all that it starts, 0 for no limit.
         log: a file for what they print, '' for none.
     """
@@ -52,11 +49,10 @@ class Guard:
     def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
         self._lifeline = lifeline
         self._memory = memory
-        self._kept: deque[bytes] = deque()
-        self._size = 0
+        self._words = b""
         self._over = 0
         self._log = Path(log).open("ab", buffering=0) if log else None  # noqa: SIM115
-        # What loses its parent becomes this process's child, wherever it went.
+        # A process that loses its parent becomes this process's child, wherever it went.
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         self._wake, wake = os.pipe()
@@ -68,7 +64,8 @@ class Guard:
         os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
         os.close(theirs)
-        os.close(pipe)  # the tuning process is to see the worker's end of it close
+        if pipe >= 0:
+            os.close(pipe)  # or the tuning process would not see the worker's end of it close
         self._heard = [self._lifeline, self._output, self._wake]
         self._status: int | None = None
 
@@ -83,7 +80,7 @@ class Guard:
             if os.getppid() != guard:
                 os._exit(1)
             with contextlib.suppress(OSError):
-                # Where memory runs out this one is to go, not the tuning process.
+                # Where memory runs out the kernel is to end this one, not the tuning process.
                 Path("/proc/self/oom_score_adj").write_text("1000")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(output, 1)
@@ -133,7 +130,7 @@ class Guard:
                     self._status = status
 
     def _end(self) -> None:
-        """End all descendants, until there are none: what is forked meanwhile is found too."""
+        """End all descendants; look again until there are none, as they may fork meanwhile."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._worker, signal.SIGKILL)
         while True:
@@ -147,7 +144,7 @@ class Guard:
             time.sleep(0.002)
 
     def _drain(self) -> None:
-        # Bounded, or a worker that prints without end would keep it from everything else.
+        # Bounded: a worker that prints without end must not keep the guard from everything else.
         for _ in range(64):
             try:
                 said = os.read(self._output, 65536)
@@ -159,16 +156,11 @@ class Guard:
             if self._log is not None and self._log.tell() < LOGGED:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
-            self._kept.append(said)
-            self._size += len(said)
-            while self._size - len(self._kept[0]) >= PRINTED:
-                self._size -= len(self._kept.popleft())
+            self._words = (self._words + said)[-WORDS:]
 
     def _report(self) -> None:
-        words = b"".join(self._kept)[-WORDS:].decode(errors="replace")
-        status = self._status or 0
-        code = os.waitstatus_to_exitcode(status)
-        said = {"code": code, "over": self._over, "words": words}
+        code, words = os.waitstatus_to_exitcode(self._status or 0), self._words
+        said = {"code": code, "over": self._over, "words": words.decode(errors="replace")}
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(said).encode())
 

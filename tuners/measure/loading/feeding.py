@@ -1,15 +1,15 @@
-"""A loader's batches without end: how fast they come, and how long a step waits for them.
+"""A loader's batches without end, and how long a step waits for them.
 
 Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
-speed. What is measured begins where as many batches have come as lie ready at most, and lasts whole
-rounds of all workers, whose batches come together.
+speed. So timing starts once as many batches have come as the loader can hold ready, and covers
+whole rounds of all workers, whose batches come together.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,7 +18,7 @@ from advisor.tuners import room
 from advisor.tuners.act.pilot import hooks
 
 WARM = 3
-"""Batches before those that are measured, at least."""
+"""Batches before those that are timed, at least."""
 LOOK_S = 0.5
 """Between two looks for workers that have ended by themselves."""
 
@@ -27,7 +27,7 @@ class Feeding:
     """The batches of a loader, one epoch after the other, until `close`.
 
     Attributes:
-        settling: batches after which as many come as are made.
+        settling: batches to take before timing.
         together: batches that come together, one of each worker.
         waited_s: seconds that were waited for batches.
     """
@@ -53,16 +53,12 @@ class Feeding:
         """
         began = time.perf_counter()
         try:
-            if self._epoch is not None:
-                try:
+            for fresh in (self._epoch is None, True):
+                if fresh:
+                    self._epoch = iter(self._loader)
+                with suppress(StopIteration):
                     return next(self._epoch)
-                except StopIteration:
-                    pass
-            self._epoch = iter(self._loader)
-            try:
-                return next(self._epoch)
-            except StopIteration:
-                raise RuntimeError("the loader gave no batch") from None
+            raise RuntimeError("the loader gave no batch")
         finally:
             self.waited_s += time.perf_counter() - began
 
@@ -72,22 +68,3 @@ class Feeding:
         self._looking.close()
         if epoch is not None and self._loader.num_workers:
             hooks.send_away(epoch)
-
-
-def rate(loader: DataLoader[Any], batch: int, seconds: float) -> float:
-    """Samples per second of a loader whose batches are taken as fast as they come.
-
-    Raises:
-        RuntimeError: it gives none. Exception: whatever the user's code raises.
-    """
-    feeding = Feeding(loader)
-    try:
-        for _ in range(feeding.settling):
-            next(feeding)
-        began, batches = time.perf_counter(), 0
-        while batches % feeding.together or time.perf_counter() - began < seconds:
-            next(feeding)
-            batches += 1
-        return batch * batches / (time.perf_counter() - began)
-    finally:
-        feeding.close()
