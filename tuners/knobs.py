@@ -27,8 +27,8 @@ from advisor.tuners.tf32 import Float32, describe, set_float32
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPUTE, INPUT, LOADER = "compute", "input", "loader"
-"""Stages: a batch that lies on the device; fed by a loader; the loader alone, without a step."""
+COMPUTE, INPUT = "compute", "input"
+"""Stages: a batch that lies on the device; fed by a loader."""
 WORKERS = "num_workers"
 """What feeds a workload: the first that is chosen of its loader, and what others stand on."""
 COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -27,10 +27,8 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.faults import told
-from advisor.tuners.measure.loading.feeding import LOOK_S, Feeding
 from advisor.tuners.measure.loading.costs import costs
-from advisor.tuners.measure.loading.data import load
-from advisor.tuners.measure.loading.described import described
+from advisor.tuners.measure.loading.data import Feeding, described, load
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, Job
@@ -233,9 +231,8 @@ SMALL = """
 import json, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from advisor.tuners import host
-from advisor.tuners.measure.loading.feeding import LOOK_S, Feeding
 from advisor.tuners.faults import told
-from advisor.tuners.measure.loading.feeding import Feeding
+from advisor.tuners.measure.loading.data import Feeding
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuning import fed_by
 
@@ -405,18 +402,6 @@ def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
         "does",
         told(raised.value),
     )
-
-
-def test_a_worker_that_ended_is_looked_for_more_often_than_pytorch_does() -> None:
-    """Whose 5 s, after another start of a worker, are beyond the deadline of a small budget."""
-
-    fetch: Any = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
-    plain = fetch.__defaults__
-    seen = []
-    feeding = Feeding(loader(Slow()))
-    seen += fetch.__defaults__
-    feeding.close()
-    assert seen == [LOOK_S] and fetch.__defaults__ == plain and plain[0] > LOOK_S
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")

@@ -21,8 +21,8 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import fingerprint, host, target
 from advisor.tuners.measure.place import Block, ConfigFailed
-from advisor.tuners.measure.worker.child import load
-from advisor.tuners.measure.worker.description import describe
+from advisor.tuners.measure.worker.bench import Bench
+from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, Job
 from tests.runs.forked import FORKS
@@ -398,11 +398,11 @@ def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> Non
     known = ("0" * 64 if other == "model" else model, "0" * 64 if "loss" in other else hooks)
     made = dataclasses.replace(job(path), known=known)
     if not other:
-        assert describe(load(made)).model == model
+        assert describe(Bench(made)).model == model
         assert (tmp_path / "ran").exists()
         return
     with pytest.raises(TargetError, match=f"the {other} of known.py:Net {CHANGED}"):
-        load(made)
+        describe(Bench(made))
     assert not (tmp_path / "ran").exists()
 
 

@@ -33,15 +33,13 @@ _SEQUENCES = ("Compose", "Sequential", "StandardTransform")
 """Classes whose members are parts of their own."""
 _CALLS = ("forward", "__call__", "transform", "_transform")
 """Methods that are shown by the name of their class."""
-
-
 Part = tuple[str, str]
 """Its name and the name of its file."""
 
 
 def costs(data: Data, batch: int, seconds: float) -> Costs:
-    """What a sample costs a worker: what the dataset's `__getitem__` (or `__iter__`) calls, each
-    transform by itself, its own code, and making a batch of samples."""
+    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, each transform by
+    itself, its own code, and the collate function."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
 
     def collate(samples: list[Any]) -> Any:
@@ -74,7 +72,6 @@ def costs(data: Data, batch: int, seconds: float) -> Costs:
 
 
 def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
-    """Seconds of a batch: of as many as fit, or an epoch has."""
     began, batches = time.perf_counter(), 0
     for _ in loader:
         batches += 1
@@ -84,7 +81,6 @@ def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
 
 
 def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
-    """Seconds of each part, by cProfile's entries."""
     if collate not in entries:
         raise RuntimeError("its epoch is too short to tell what a sample costs")
     found: dict[Part, float] = defaultdict(float, {(COLLATE, ""): entries[collate].totaltime})
@@ -93,9 +89,10 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
     )
     for sample, _ in _called(entries, fetch):
         if sample is not collate:
-            found[f"{_name(sample)} itself", _file(sample)] += entries[sample].inlinetime
+            name, file = _part(sample)
+            found[f"{name} itself", file] += entries[sample].inlinetime
             for code, took_s in _called(entries, sample):
-                found[_name(code), _file(code)] += took_s
+                found[_part(code)] += took_s
     return found
 
 
@@ -116,13 +113,10 @@ def _passes_on(code: CodeType) -> bool:
     return owner in _SEQUENCES or any(part in code.co_filename for part in _WRAPPERS)
 
 
-def _name(code: CodeType) -> str:
+def _part(code: CodeType) -> Part:
     owner, _, name = code.co_qualname.rpartition("<locals>.")[2].rpartition(".")
-    return owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
-
-
-def _file(code: CodeType) -> str:
-    return Path(code.co_filename).name
+    shown = owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
+    return shown, Path(code.co_filename).name
 
 
 def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
@@ -130,7 +124,7 @@ def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def look(frame: FrameType, event: str, returned: Any) -> None:
-        if event == "return" and (part := _name(frame.f_code)) in parts:
+        if event == "return" and (part := _part(frame.f_code)[0]) in parts:
             found[part] = max(found.get(part, 0), sum(map(_bytes, tree_leaves(returned))))
 
     outside = sys.getprofile()
@@ -143,7 +137,6 @@ def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor, array, image or bytes."""
     if isinstance(value, bytes | bytearray):
         return len(value)
     if hasattr(value, "getbands"):  # an image of PIL

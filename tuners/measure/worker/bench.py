@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from advisor.cache.config import Config
 from advisor.cache.shown import size
@@ -25,65 +25,38 @@ from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot import orders
+from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.served import Served
 from advisor.tuners.faults import told
-from advisor.tuners.knobs import INPUT, KNOBS, TORCH, plain
+from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
-from advisor.tuners.measure.loading.described import Described, described
-from advisor.tuners.measure.loading.feeding import Feeding
+from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.timing import clock_of, warm_up
 from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
-from advisor.tuners.measure.worker.wire import Costs, Job
+from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
 
-# PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-    "cusolver_status_alloc_failed",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "there is no memory",  # from a step that is captured
-    "std::bad_alloc",
-)
 T = TypeVar("T")
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur")
-"""Words in errors that CUDA graphs cause."""
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
 
 
-def is_out_of_memory(exc: BaseException) -> bool:
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
-        return True
-    said = str(exc).lower()
-    return isinstance(exc, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
-
-
-def failure(exc: Exception, reason: str = "") -> ConfigFailed:
+def failure(exc: Exception, *, loading: bool) -> ConfigFailed:
     """What a config raised, as one line; without the frames that raised it, and what they hold."""
     if isinstance(exc, ConfigFailed):
         return exc.with_traceback(None)
-    lines = str(exc).strip().splitlines()
-    first = lines[0] if lines else ""
-    # Some errors end with a traceback, whose last line says what it was.
-    last = f" ... {lines[-1].strip()}" if len(lines) > 1 and first.endswith(":") else ""
-    reason = reason or f"{type(exc).__name__}: {first}{last}"[:300]
-    graphs = any(words in str(exc).lower() for words in GRAPHS)
-    return ConfigFailed(
-        "out_of_memory" if is_out_of_memory(exc) else "failed", reason, graphs=graphs
-    )
+    outcome, reason = orders.told(exc)
+    return ConfigFailed(outcome, told(exc) if loading else reason, graphs=orders.of_graphs(exc))
 
 
 @dataclass(slots=True)
 class _Built:
-    """A workload, what was compiled for it, the bytes that it holds and the most that it took."""
+    """A workload with its compiled code, the bytes that it holds and the most that it took."""
 
     workload: Workload
     code: tuple[set[str], set[int]]
@@ -92,26 +65,19 @@ class _Built:
 
 
 class Bench:
-    """Measures configs of one job.
-
-    Attributes:
-        healthy: whether this process may go on.
-        drew: whether a step draws random numbers; None where that is not known yet.
-    """
+    """Measures configs of one job. `healthy`: whether this process may go on."""
 
     def __init__(self, job: Job) -> None:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
         self._clock = clock_of(self.device)
-        self._built: dict[Config, _Built] = {}  # the last one used comes last
-        self._peaks: dict[int, int] = {}
+        self._built: dict[Config, _Built] = {}
+        self._peak_bytes = 0
         self._at_work: Config | None = None
         self._fed: tuple[Workload, Feeding] | None = None
-        self._references: tuple[tuple[Config, float], References] | None = None
-        self.drew: bool | None = None
+        self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
-        self.default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
             torch.cuda.set_device(self.device)
@@ -120,18 +86,19 @@ class Bench:
                 share = min(1.0, self._task.max_memory / total)
                 torch.cuda.set_per_process_memory_fraction(share)
         self.loaded = target.load(target.parse(self._task.target), self._task.model_args)
-        # Read at import: what is edited later is not what is measured.
-        self.code = code_of(self.loaded.spec)
+        self.code = ""
+        with contextlib.suppress(TargetError):  # of a very large file
+            # Read at import: what is edited later is not what is measured.
+            self.code = self.loaded.spec.code
         self._subject = WorkloadSubject(self._new_model, self._workload, self.device)
 
     @functools.cached_property
     def loading(self) -> Described:
-        """The user's own data, loaded when it is first asked for.
-
-        Raises:
-            TargetError, TargetFailed: it gives no batches, or others than are tuned.
-        """
+        """The user's own data. Raises: as `described`."""
         return described(self._task, made_batches=self.loaded.make_batch is not None)
+
+    def describe_data(self) -> DataFacts:
+        return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
         """Time steps of a config, after `warm` untimed ones; see Place.
@@ -149,24 +116,20 @@ class Bench:
             raise
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample costs a loader's worker.
-
-        Raises:
-            TargetFailed: the user's code raised.
-        """
+        """What a sample costs a loader's worker. Raises: TargetFailed."""
         try:
             return costs(self.loading.data, self._task.batch, seconds)
         except Exception as exc:  # the user's code may raise anything; it is told as a line
             raise TargetFailed(f"data {self.loading.facts.name!r}: {told(exc)}") from exc
 
-    def compare(self, config: Config, fp32: Config, seconds: float, tolerance: float) -> Compared:
-        """Compare the code that is timed for a config with strict fp32, within so many seconds."""
+    def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
+        """Compare the timed code with strict fp32, within so many seconds. Raises: ConfigFailed."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
 
         def compared() -> Compared:
-            references = self._references_of(fp32, tolerance)
+            references = self._references_of(fp32)
             found = references.compare(
                 code, plain_of(code, fp32), left_s=lambda: over - time.monotonic()
             )
@@ -175,45 +138,37 @@ class Bench:
             return found
 
         try:
-            found = self._with_room(code, compared)
-        except ConfigFailed as failed:
-            found = Compared(outcome=failed.outcome, reason=str(failed))
-        try:
-            self._subject.restore(built.workload for built in self._built.values())
-        except Exception:  # a lost device may raise anything
-            self.healthy = False
-        return found
+            return self._with_room(code, compared)
+        finally:
+            try:
+                self._subject.restore(built.workload for built in self._built.values())
+            except Exception:  # a lost device may raise anything
+                self.healthy = False
 
     def forget(self, config: Config) -> None:
         """Free what was built for a config; of one that a loader feeds, the loader alone."""
         if self._at_work == config:
             self._leave()
-        if not self._loads(config):
-            built = self._built.pop(config.without(*INPUTS), None)
-            if built is not None:
-                compiled = built.code
-                del built
-                free(*compiled)
+        if (
+            not self._loads(config)
+            and (built := self._built.pop(config.without(*INPUTS), None)) is not None
+        ):
+            compiled = built.code
+            del built
+            free(*compiled)
 
     def save(self, config: Config, file: str) -> bool:
-        """Save all that this process has compiled, with a config built; whether that compiles.
-
-        Raises:
-            ConfigFailed: it fails.
-        """
-        compiles = Acting(config, TORCH, self.device).compiles
-        if compiles:
-            self._with_room(config, lambda: self._workload(config.without(*INPUTS)))
-            artifacts.save(Path(file))
-        return compiles
+        """Save all that this process has compiled, a config among it."""
+        self._with_room(config, lambda: self._workload(config.without(*INPUTS)))
+        artifacts.save(Path(file))
+        return True
 
     def _with_room(self, config: Config, act: Callable[[], T]) -> T:
         """Do something with a config; if memory runs out, once more with no other built."""
         try:
             return act()
         except Exception as exc:  # a config may fail in any way; the outcome names it
-            loading = self._loads(config) and not isinstance(exc, ConfigFailed)
-            failed = failure(exc, told(exc) if loading else "")
+            failed = failure(exc, loading=self._loads(config))
         if failed.outcome != "out_of_memory" or not self._built.keys() - {config.without(*INPUTS)}:
             raise failed
         self.release()
@@ -247,11 +202,16 @@ class Bench:
         if self._retries() > retries:
             said = "the allocator kept retrying under memory pressure"
             raise ConfigFailed("out_of_memory", said)
-        self._check(workload, built, held)
+        if workload.loss is not None and not math.isfinite(loss := float(workload.loss)):
+            raise ConfigFailed("wrong", f"the loss is {loss}")
+        peak, most = self.peak_bytes(held), self._task.max_memory
+        if not self._cuda and most and peak > most:
+            said = f"it held {size(peak)} of the {size(most)} permitted"
+            raise ConfigFailed("out_of_memory", said)
+        built.peak_bytes = max(built.peak_bytes, peak)
         self._at_work = config
-        batch = self._batch(config)
-        self._peaks[batch] = max(self._peaks.get(batch, 0), built.peak_bytes)
-        samples = sum(shape[0] for shape in self._task.mix) or batch
+        self._peak_bytes = max(self._peak_bytes, built.peak_bytes)
+        samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
         return Block(
             steps=steps,
             samples=samples * steps,
@@ -263,23 +223,8 @@ class Bench:
             compiled=graphs_compiled() - graphs,
         )
 
-    def _check(self, workload: Workload, built: _Built, held: int) -> None:
-        """Check the loss, and the memory at the peak beside what others held.
-
-        Raises:
-            ConfigFailed: the loss is not finite, or more memory was held than is permitted.
-        """
-        loss = workload.loss
-        if loss is not None and not math.isfinite(float(loss)):
-            raise ConfigFailed("wrong", f"the loss is {float(loss)}")
-        peak, most = self.peak_bytes(held), self._task.max_memory
-        if not self._cuda and most and peak > most:
-            said = f"it held {size(peak)} of the {size(most)} permitted"
-            raise ConfigFailed("out_of_memory", said)
-        built.peak_bytes = max(built.peak_bytes, peak)
-
     def _switch(self, config: Config, workload: Workload) -> None:
-        """Put a config in force, and start the loader that feeds it, if it has one."""
+        """Put a config in force, and start its loader."""
         self.reset_peak()
         IN_FORCE.release()
         if not self._loads(config):
@@ -299,18 +244,16 @@ class Bench:
             fed[1].close()
 
     def _workload(self, config: Config) -> Workload:
-        """The workload of a config with its flags set."""
         workload = self._build(config).workload
         IN_FORCE.release()
         workload.advice.set_flags()
         return workload
 
     def _build(self, config: Config) -> _Built:
-        """What is built for a config without a loader; it is built if it is not."""
         if config in self._built:
-            self._built[config] = self._built.pop(config)
             return self._built[config]
-        self._make_room(self._batch(config))
+        if self._free_bytes() < self._peak_bytes:
+            self.release()
         if Acting(config, TORCH, self.device).compiles:
             self._limit.raise_it()
             artifacts.have_stable_keys()
@@ -323,11 +266,7 @@ class Bench:
         return self._built[config]
 
     def workload(self, config: Config, *, made_up: bool = False) -> Workload:
-        """A new workload of a config, of which no step has been made.
-
-        Args:
-            made_up: on made-up batches even where the task has data.
-        """
+        """A new workload, before its first step; `made_up`: even where the task has data."""
         IN_FORCE.release()
         batch = self._batch(config)
         own = batch == self._task.batch
@@ -349,36 +288,23 @@ class Bench:
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 
-    def _references_of(self, fp32: Config, tolerance: float) -> References:
-        """fp32's samples, which are made once."""
-        if self._references is None or self._references[0] != (fp32, tolerance):
-            if self.drew is None:
-                self.drew = draws(self._workload(fp32).step, self.device)
-            self._subject.draws = self.drew
-            made = References(self._subject, fp32, tolerance=tolerance)
-            self._references = (fp32, tolerance), made
-        return self._references[1]
-
-    def _make_room(self, batch: int) -> None:
-        """Drop what was used the longest ago while the largest config so far would not fit."""
-        need = max((peak * max(1.0, batch / b) for b, peak in self._peaks.items()), default=0)
-        while self._built and self._free_bytes() < need:
-            self._drop([next(iter(self._built))])
+    def _references_of(self, fp32: Config) -> References:
+        if fp32 not in self._references:
+            self._subject.draws = draws(self._workload(fp32).step)
+            made = References(self._subject, fp32, tolerance=self._task.tolerance)
+            self._references = {fp32: made}
+        return self._references[fp32]
 
     def release(self) -> None:
         """Drop all workloads, and give their memory back."""
         self._leave()
-        self._drop(list(self._built))
-
-    def _drop(self, configs: list[Config]) -> None:
-        for config in configs:
+        for config in list(self._built):
             self.forget(config)
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
-        """What workloads may still take, whoever holds the rest."""
         most = self._task.max_memory or sys.maxsize
         if not self._cuda:
             return min(host.free_bytes(), most - host.resident_bytes(os.getpid()))
@@ -399,20 +325,17 @@ class Bench:
         return self._foreign_bytes() <= foreign + LEFTOVER
 
     def _foreign_bytes(self) -> int:
-        """Bytes that are allocated, and not by a workload that is built."""
         return self._allocated() - sum(one.own_bytes for one in self._built.values())
 
     def _loads(self, config: Config) -> bool:
-        """Whether a config has a loader feed its steps."""
         return bool(self._task.data and config.only(*INPUTS))
 
     def _allocated(self) -> int:
         return int(torch.cuda.memory_allocated(self.device)) if self._cuda else 0
 
     def _retries(self) -> int:
-        if not self._cuda:
-            return 0
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        stats = torch.cuda.memory_stats(self.device) if self._cuda else {}
+        return int(stats.get("num_alloc_retries", 0))
 
     def reset_peak(self) -> None:
         if self._cuda:
@@ -421,27 +344,13 @@ class Bench:
             host.reset_peak()
 
     def peak_bytes(self, held: int = 0) -> int:
-        """Bytes at the peak beside those that others hold."""
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self.device)) - held
         return host.peak_bytes()
 
 
-def code_of(spec: target.Spec) -> str:
-    """Digest of the target's source; '' where it cannot be read so, as a very large file."""
-    try:
-        return spec.code
-    except TargetError:
-        return ""
-
-
-def draws(step: Callable[[], None], device: torch.device) -> bool:
-    """Whether a step draws random numbers of PyTorch's."""
-
-    def states() -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]
-
-    before = states()
+def draws(step: Callable[[], None]) -> bool:
+    """Whether a step draws random numbers."""
+    before = Drawn()
     step()
-    return not all(map(torch.equal, before, states()))
+    return before.passed()

@@ -1,11 +1,11 @@
 """Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs no user code, so nothing keeps it from its duties. It ends the worker and all that the
-worker ever started, daemons included, when the worker ends, when the tuning process is gone
-(LIFELINE, a pipe that it holds, closes) or when together they hold more than MEMORY bytes. It keeps
-the end of what they print, and writes all of it to the file LOG. Then it removes what tuning
-processes that are gone left in the folder ROOT, and prints how the worker ended as one line of
-JSON. It imports the standard library alone, so it starts in some 20 ms.
+It runs no user code, so nothing keeps it from its duties. It ends the worker, which inherits PIPE,
+and all that the worker ever started, daemons included: when the worker ends, when the tuning
+process is gone (the reading end LIFELINE closes) or when together they hold more than MEMORY bytes.
+It keeps the end of what they print, and writes it to the file LOG. Then it prints how the worker
+ended as one line of JSON, and removes what tuning processes that are gone left in the folder ROOT.
+It imports the standard library alone, so it starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -37,14 +37,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Guard:
-    """Starts a worker, and ends what it leaves.
-
-    Args:
-        lifeline: the reading end of a pipe that the tuning process holds.
-        pipe: a descriptor that the worker inherits, -1 for none.
-        memory: bytes for the worker and all that it starts, 0 for no limit.
-        log: a file for what they print, '' for none.
-    """
+    """Starts a worker, and ends what it leaves; -1, 0 and '': no pipe, no limit, no log."""
 
     def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
         self._lifeline = lifeline
@@ -56,12 +49,11 @@ class Guard:
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         self._wake, wake = os.pipe()
-        for end in (self._wake, wake):
+        self._output, theirs = os.pipe()
+        for end in (self._wake, wake, self._output):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._output, theirs = os.pipe()
-        os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
         os.close(theirs)
         if pipe >= 0:
@@ -103,21 +95,22 @@ class Guard:
                 self._drain()
             if self._lifeline in ready:
                 break
-            if self._memory:
-                if time.monotonic() - searched >= FAMILY_S:
-                    family, searched = host.family(self._worker), time.monotonic()
-                if self._holds_too_much(family):
-                    break
+            if self._memory and time.monotonic() - searched >= FAMILY_S:
+                family, searched = host.family(self._worker), time.monotonic()
+            if self._memory and self._holds_too_much(family):
+                break
         self._end()
         self._drain()
-        self._report()
+        code, words = os.waitstatus_to_exitcode(self._status or 0), self._words
+        said = {"code": code, "over": self._over, "words": words.decode(errors="replace")}
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(said).encode())
 
     def _holds_too_much(self, family: list[int]) -> bool:
-        if sum(map(host.resident_bytes, family)) <= self._memory:
-            return False
-        # Forked processes share most of what each of them holds.
-        held = sum(map(host.proportional_bytes, family))
-        self._over = held if held > self._memory else 0
+        if sum(map(host.resident_bytes, family)) > self._memory:
+            # Forked processes share most of what each of them holds.
+            held = sum(map(host.proportional_bytes, family))
+            self._over = held if held > self._memory else 0
         return bool(self._over)
 
     def _reap(self) -> None:
@@ -157,12 +150,6 @@ class Guard:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
             self._words = (self._words + said)[-WORDS:]
-
-    def _report(self) -> None:
-        code, words = os.waitstatus_to_exitcode(self._status or 0), self._words
-        said = {"code": code, "over": self._over, "words": words.decode(errors="replace")}
-        with contextlib.suppress(OSError):
-            os.write(1, json.dumps(said).encode())
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -16,13 +14,7 @@ from typing import Any, TypeVar
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import BATCH, Config
 from advisor.cache.shown import size
-from advisor.errors import (
-    RecordDamaged,
-    TargetError,
-    TargetFailed,
-    WorkerError,
-    printable,
-)
+from advisor.errors import RecordDamaged, TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.knobs import KNOBS, compiles, plain, strict
 from advisor.tuners.measure.first_step import inductor_folder
@@ -32,16 +24,13 @@ from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, rec
 from advisor.tuners.scratch import Scratch
 
 T = TypeVar("T")
-START_S = 300.0
-"""For importing torch alone: a cold network file system takes minutes."""
+START_S = DATA_S = 300.0
+"""For importing torch alone: a cold network file system takes minutes. And for making a dataset and
+loading a batch: a folder of millions of files is listed for minutes."""
 LOAD_S = 60.0
 """For the target's import, and for its first steps, at least."""
-SAVE_S = 30.0
-"""For putting what was compiled into a file."""
-DATA_S = 300.0
-"""For making a dataset and loading a batch: a folder of millions of files is listed for minutes."""
 LATE_S = 30.0
-"""A comparison looks at its time between two passes; the first one of a config builds it."""
+"""Beyond a deadline: a comparison looks at its time between two passes."""
 
 PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast is not None or k.layout is not None))
 LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
@@ -59,28 +48,20 @@ class _Gone(Exception):
         self.outcome = outcome
 
 
-class _Unheard(_Gone):
-    """It was gone before it was asked."""
-
-
 class Worker:
-    """A Place in a child process. One that dies or hangs is replaced; the next builds what is asked
-    of it.
+    """A Place in a child process; one that dies or hangs is replaced.
 
     Args:
-        job: what to measure.
-        deadline_s: seconds for describing it, and for what its data costs.
+        deadline_s: for describing the job, and for what its data costs.
 
     Attributes:
         baseline: see Place; torch's default, unless it is set.
-        tolerance: part of the loss by which a config may be off fp32; the task's, unless it is set.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job = job
         self.deadline_s = deadline_s
         self.baseline = plain(job.task, job.device)
-        self.tolerance = job.task.tolerance
         self._process: Guarded | None = None
         self._pipe: Connection | None = None
         self._killed = 0
@@ -100,102 +81,81 @@ class Worker:
         """Start a worker and have it run its first steps, as torch does by default.
 
         Raises:
-            TargetError, TargetFailed: the user's code or its input is wrong.
+            TargetError, TargetFailed: the user's code, data or input is wrong.
             WorkerError: it crashed or hung.
         """
+        self._start()
+        self._pick(plain(self._job.task, self._job.device))
         try:
-            self._start()
-            self._pick(plain(self._job.task, self._job.device))
             reply = self._answered({"do": "describe"}, max(LOAD_S, self.deadline_s))
             return from_plain(Facts, reply["answer"])
         except _Gone as exc:
             self._kill()
-            if exc.outcome == "out_of_memory":
-                raise TargetFailed(
-                    f"batch {self._job.task.batch} does not fit on {self._job.device} with torch's "
-                    f"default settings: {exc}; give a smaller batch"
-                ) from exc
-            raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
+            if exc.outcome != "out_of_memory":
+                raise self._lost(exc) from exc
+            raise TargetFailed(
+                f"batch {self._job.task.batch} does not fit on {self._job.device} with torch's "
+                f"default settings: {exc}; give a smaller batch"
+            ) from exc
 
     def describe_data(self, most_s: float = DATA_S) -> DataFacts:
-        """What the task's own data is, by batches of it, in so many seconds at most.
-
-        Raises:
-            TargetError, TargetFailed: the user's code or its data is wrong.
-            WorkerError: it crashed or hung.
-        """
+        """Load batches of the task's data, in so many seconds at most. Raises: as `describe`."""
         facts = self._of_data(DataFacts, {"do": "describe_data"}, most_s)
         self._data_s = most_s
         return facts
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample of the data costs a worker of its loader.
-
-        Raises:
-            As `describe_data`.
-        """
+        """What a sample of the data costs a worker of its loader. Raises: as `describe`."""
         request = {"do": "costs", "seconds": seconds}
-        found = self._of_data(Costs, request, max(DATA_S, self.deadline_s))
-        parts = (dataclasses.replace(one, part=printable(one.part)) for one in found.parts)
-        return dataclasses.replace(found, parts=tuple(parts))
+        return self._of_data(Costs, request, max(DATA_S, self.deadline_s))
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place. A loader feeds a config that has its knobs, in whole rounds of its workers."""
-        request = {"do": "block", "config": dict(config), "steps": steps, "warm": warm}
-        return self._of_config(Block, request, deadline_s)
+        """See Place. Steps of a config with a loader are whole rounds of its workers."""
+        return self._of_config(Block, "block", config, deadline_s, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """See Place. A config of another batch is compared at the user's."""
         batch = self._job.task.batch
-        request = {
-            "do": "compare",
-            "config": dict(config.at(batch)),
-            "fp32": dict(strict(self.baseline).at(batch)),
-            "seconds": deadline_s,
-            "tolerance": self.tolerance,
-        }
+        given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
+        most_s = deadline_s + LATE_S
         try:
-            return self._of_config(Compared, request, deadline_s + LATE_S)
+            return self._of_config(Compared, "compare", config.at(batch), most_s, **given)
         except ConfigFailed as failed:
             return Compared(outcome=failed.outcome, reason=str(failed))
 
     def forget(self, config: Config) -> None:
         """See Place."""
         self._built.discard(config)
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                send(self._pipe, {"do": "forget", "config": dict(config)})
+        if self._runs():
+            try:
+                self._answered({"do": "forget", "config": dict(config)}, LATE_S)
+            except _Gone:
+                self._kill()
 
     def save(self, config: Config, file: Path) -> None:
-        """See Place: all that was compiled in the process that has the config at work."""
+        """See Place."""
         if compiles(config):
-            request = {"do": "save", "config": dict(config), "file": str(file)}
+            most_s = LATE_S + self.deadline_s
             with contextlib.suppress(ConfigFailed):
-                self._of_config(bool, request, SAVE_S + self.deadline_s)
+                self._of_config(bool, "save", config, most_s, file=str(file))
 
     def stop(self) -> None:
         """End the worker and everything it started."""
         self._kill()
         self._scratch.remove()
 
-    def _of_config(self, kind: type[T], request: dict[str, Any], deadline_s: float) -> T:
+    def _of_config(
+        self, kind: type[T], what: str, config: Config, deadline_s: float, **given: Any
+    ) -> T:
         """What the worker answers to a request for a config.
 
         Raises:
-            ConfigFailed: the config failed. TargetError, TargetFailed: the user's code does, which
-                it did not before. WorkerError: no worker can be started any more.
+            ConfigFailed: the config failed. TargetError, TargetFailed, WorkerError: as `_start`.
         """
-        config = Config(request["config"])
         others = self._built - {config}
         self._ready(config)
         try:
-            try:
-                reply = self._answered(request, deadline_s)
-            except _Unheard:
-                # It ended between two requests, which is not this config's doing.
-                self._kill()
-                self._ready(config)
-                reply = self._answered(request, deadline_s)
+            reply = self._answered({"do": what, "config": dict(config), **given}, deadline_s)
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
@@ -206,16 +166,16 @@ class Worker:
             self._kill()
             if exc.outcome == "out_of_memory" and others:
                 # What else was built held memory too: once more, alone.
-                return self._of_config(kind, request, deadline_s)
+                return self._of_config(kind, what, config, deadline_s, **given)
             raise ConfigFailed(exc.outcome, str(exc)) from exc
         except (KeyError, RecordDamaged) as exc:
             self._kill()
             raise ConfigFailed("crashed", f"the worker's answer made no sense: {exc}") from exc
 
     def _of_data(self, kind: type[T], request: dict[str, Any], most_s: float) -> T:
+        if not self._runs():
+            self._start()
         try:
-            if not self._runs():
-                self._start()
             return from_plain(kind, self._answered(request, most_s)["answer"])
         except _Gone as exc:
             self._kill()
@@ -226,23 +186,16 @@ class Worker:
             raise WorkerError(f"data {self._job.task.data!r}: {why}") from exc
 
     def _runs(self) -> bool:
-        return self._process is not None and not self._process.ended
+        # What comes unasked is the end of the pipe.
+        return self._pipe is not None and not self._pipe.poll()
 
     def _ready(self, config: Config) -> None:
-        """Have a process in which a config can be visited, with the data that is known.
-
-        Raises:
-            TargetError, TargetFailed, WorkerError: none can be started.
-        """
+        """Have a process in which a config can be visited, with the data loaded."""
         picking, lasting = config.only(*PICKING), config.only(*LASTING)
         if self._picked.get(picking, lasting) != lasting:
             self._kill()
         if not self._runs():
-            try:
-                self._start()
-            except _Gone as exc:
-                self._kill()
-                raise WorkerError(f"target {self._job.task.target!r}: {exc}") from exc
+            self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
         self._pick(config)
@@ -254,7 +207,7 @@ class Worker:
         """Start a worker with the target loaded.
 
         Raises:
-            TargetError, TargetFailed: the target cannot be loaded. _Gone.
+            TargetError, TargetFailed: the target cannot be loaded. WorkerError: none starts.
         """
         self._kill()
         limits = [host.memory_limit()]
@@ -262,11 +215,8 @@ class Worker:
             limits.append(self._job.task.max_memory)
         self._permitted = min(filter(None, limits), default=0)
         self._killed = host.killed_for_memory()
-        environment = {
-            "TORCHINDUCTOR_CACHE_DIR": inductor_folder(),
-            **os.environ,
-            "TMPDIR": str(self._scratch.path),
-        }
+        environment = {"TORCHINDUCTOR_CACHE_DIR": inductor_folder(), **os.environ}
+        environment["TMPDIR"] = str(self._scratch.path)
         self._pipe, theirs = Pipe()
         pipe, most = theirs.fileno(), self._permitted
         # -P: a user's own queue.py or types.py must not shadow a library's import.
@@ -276,48 +226,40 @@ class Worker:
                 self._process = Guarded(
                     words, log=None, environment=environment, pipe=pipe, memory=most
                 )
-        except OSError as exc:
-            raise _Gone("crashed", f"no process can be started: {exc}") from exc
-        self._receive(START_S, START_S)
-        load = {"do": "load", "job": to_plain(self._job)}
-        self._answered(load, max(LOAD_S, self.deadline_s))
+            self._answered(None, START_S)
+            load = {"do": "load", "job": to_plain(self._job)}
+            self._answered(load, max(LOAD_S, self.deadline_s))
+        except (_Gone, OSError) as exc:
+            self._kill()
+            raise self._lost(exc) from exc
 
-    def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The reply to a request.
+    def _lost(self, exc: Exception) -> WorkerError:
+        return WorkerError(f"target {self._job.task.target!r}: {exc}")
+
+    def _answered(self, request: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
+        """The reply to a request; without one, that the worker is ready.
 
         Raises:
-            TargetError, TargetFailed: the user's code is at fault; the worker is ended.
-            _Gone: there is none.
+            TargetError, TargetFailed: the user's code is at fault. _Gone: there is none.
         """
         assert self._pipe is not None
-        began = time.monotonic()
         try:
-            send(self._pipe, request)
+            if request is not None:
+                send(self._pipe, request)
             if not self._pipe.poll(deadline_s):
                 raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
-            receive(self._pipe)  # that it was heard
+            reply = receive(self._pipe)
         except (EOFError, OSError) as exc:
-            raise _Unheard(*self._obituary()) from exc
-        reply = self._receive(deadline_s - (time.monotonic() - began), deadline_s)
+            raise _Gone(*self._obituary()) from exc
+        except ValueError as exc:
+            raise _Gone("crashed", f"the worker's answer made no sense: {exc}") from exc
         if "error" in reply:
             self._kill()
             kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
             raise kind(reply["message"], reply["details"])
         return reply
 
-    def _receive(self, left_s: float, deadline_s: float) -> dict[str, Any]:
-        assert self._pipe is not None
-        try:
-            if not self._pipe.poll(max(0.0, left_s)):
-                raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
-            return receive(self._pipe)
-        except (EOFError, OSError) as exc:
-            raise _Gone(*self._obituary()) from exc
-        except ValueError as exc:
-            raise _Gone("crashed", f"the worker's answer made no sense: {exc}") from exc
-
     def _obituary(self) -> tuple[str, str]:
-        """(Outcome, reason): how the worker ended, with the last line that it printed."""
         assert self._process is not None
         code, last = self._process.obituary()
         if over := self._process.over:
@@ -335,8 +277,8 @@ class Worker:
             self._pipe = None
         self._picked.clear()
         self._built.clear()
-        if self._process is not None:
-            process, self._process = self._process, None
+        process, self._process = self._process, None
+        if process is not None:
             process.end()
 
 

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.samples import (
-    SAMPLED,
-    Named,
-    Overflow,
-    Sample,
-    Subject,
-    move,
-    sampled,
-)
+from advisor.tuners.measure import samples
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, sampled
 from advisor.tuners.measure.workload import Workload
 
 POINTS = 4
@@ -29,16 +22,7 @@ SCALE_STEPS = 20
 
 
 class WorkloadSubject:
-    """A Subject over the very workloads that are timed.
-
-    Args:
-        build: makes a model with the weights that all workloads had at first.
-        workload: the one of a config.
-        device: where they train.
-
-    Attributes:
-        points, draws: see Subject.
-    """
+    """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
 
     points = POINTS
 
@@ -60,8 +44,7 @@ class WorkloadSubject:
         loss = workload.loss
         return Sample(
             outputs={
-                f"output {number}" if number else "output": one.clone()
-                for number, one in enumerate(outputs)
+                f"output {n}" if n else "output": one.clone() for n, one in enumerate(outputs)
             },
             gradients={
                 name: sampled(torch.zeros_like(weight) if weight.grad is None else weight.grad)
@@ -97,11 +80,8 @@ class WorkloadSubject:
     def _pass(
         self, workload: Workload, begin: Callable[[], None], point: int, seed: int
     ) -> list[Tensor]:
-        """A step that no GradScaler skips; samples of its outputs.
-
-        Its gradients are read afterwards: the optimizer, or the scaler before it, only divides
-        them by the scale.
-        """
+        """A step that no GradScaler skips; samples of its outputs. Its gradients stay as they are:
+        the optimizer, or the scaler before it, only divides them by the scale."""
         scaler = workload.advice.scaler
         for _ in range(SCALE_STEPS):
             begin()
@@ -115,12 +95,12 @@ class WorkloadSubject:
 
     @torch.no_grad()
     def _set(self, workload: Workload, point: int) -> None:
-        """Set weights, buffers and optimizer state, in place: a graph goes on with its memory."""
+        """Set weights, buffers and optimizer state, in place, as a graph keeps its memory."""
         if not self._values:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        move([weight for _, weight in _trained(workload)], point, POINTS)
+        samples.move([weight for _, weight in _trained(workload)], point, POINTS)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
@@ -145,9 +125,9 @@ def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """A sample of a tensor in its own number format."""
+    """As `sampled`, in its own number format."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.contiguous().flatten()[:: dense.numel() // SAMPLED | 1]
+    return dense.contiguous().flatten()[:: dense.numel() // samples.SAMPLED | 1]
 
 
 @torch.no_grad()
@@ -162,5 +142,6 @@ def _apart(
         rounding = OPTIMIZER_STEPS * torch.finfo(shadow.dtype).eps * start.norm()
         error, update = (own - shadow.double()).norm() - rounding, (shadow.double() - start).norm()
         part = float(error / update) if update > 0 else float(error > 0)
-        worst = max(worst, (part, name))
+        if not part <= worst[0]:  # also one that is not a number
+            worst = part, name
     return worst

@@ -17,13 +17,12 @@ LIMIT = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker measures, and where; the same for all configs."""
+    """What a worker measures. `known`: fingerprints of the only model and hooks that are run."""
 
     task: Task
     device: str
     seed: int
     known: tuple[str, ...] = ()
-    """Fingerprints of the model and the hooks that the target must have; no other is run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +30,9 @@ class Facts:
     """What running one step shows of a workload.
 
     Attributes:
-        model: its fingerprint.
-        hooks: fingerprint of the target's make_batch and loss; '' where it has none.
-        code: digest of the source of all these; '' where that is no file of the user's.
-        libraries: where its classes come from, as 'torchvision==0.26.0'.
-        family: of the kinds of modules in it.
+        model, hooks: fingerprints; hooks is '' without make_batch and loss.
+        code: digest of the source of both; '' where that is no file of the user's.
+        libraries: of its classes, as 'torchvision==0.26.0'.
         repeats: whether blocks that it repeats are most of it.
         draws: whether a step draws random numbers.
         wide: linear layers that fp8 may make faster.
@@ -84,10 +81,9 @@ class Cost:
     """A loader worker's time for one part of a sample.
 
     Attributes:
-        file: where its function is; '' where that is not known.
-        made_bytes: what it returns for a sample; 0 where that is not known.
-        place: from 1 on, its place among the parts that return something, as they are called; 0
-            where that is not known.
+        file: of its function; '' where that is not known.
+        made_bytes: of what it returns for a sample; 0 where that is not known.
+        place: in the order of calls, from 1 on; 0 where that is not known.
     """
 
     part: str
@@ -98,24 +94,18 @@ class Cost:
 
     @property
     def where(self) -> str:
-        """'data.py:Images.decode'."""
         return f"{self.file}:{self.part}" if self.file else self.part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """A loader worker's time for a sample, the slowest part first.
-
-    Attributes:
-        samples: in an epoch; 0 where that is not known.
-    """
+    """A loader worker's time for a sample, the slowest part first; samples of an epoch, or 0."""
 
     parts: tuple[Cost, ...]
     samples: int
 
     @property
     def seconds(self) -> float:
-        """Of all parts."""
         return sum(one.seconds for one in self.parts)
 
 
