@@ -1,7 +1,6 @@
 """What a sample costs a loader's worker, by part: cProfile of the dataset and the collate function.
 
-cProfile makes code that calls many small functions look slower than it is. So it gives the shares
-alone; a run without it gives the time of a sample.
+cProfile makes many small functions look slow: it gives shares, and a run without it the time.
 """
 
 from __future__ import annotations

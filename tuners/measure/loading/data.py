@@ -83,7 +83,7 @@ class Described(NamedTuple):
 
 
 def described(task: Task, *, made_batches: bool) -> Described:
-    """Load the task's data; with `made_batches` its inputs may have any form.
+    """Load the task's data and check its batches; with `made_batches` inputs may have any form.
 
     Raises:
         TargetError, TargetFailed: it gives no batches, or others than are tuned.
@@ -261,9 +261,7 @@ class Feeding:
 
     Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
     speed. Time whole rounds of `together` batches, one of each worker, once `settling` have come.
-
-    Attributes:
-        waited_s: seconds that were waited for batches.
+    `waited_s`: seconds that were waited for batches.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -46,14 +46,6 @@ LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
 
 
-def failure(exc: Exception, *, loading: bool) -> ConfigFailed:
-    """What a config raised, as one line; without the frames that raised it, and what they hold."""
-    if isinstance(exc, ConfigFailed):
-        return exc.with_traceback(None)
-    outcome, reason = orders.told(exc)
-    return ConfigFailed(outcome, told(exc) if loading else reason, graphs=orders.of_graphs(exc))
-
-
 @dataclass(slots=True)
 class _Built:
     """A workload with its compiled code, the bytes that it holds and the most that it took."""
@@ -101,11 +93,7 @@ class Bench:
         return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """Time steps of a config, after `warm` untimed ones; see Place.
-
-        Raises:
-            ConfigFailed: it fails; `healthy` then says whether this process may go on.
-        """
+        """Time steps of a config, after `warm` untimed ones; see Place. Raises: ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
@@ -167,8 +155,12 @@ class Bench:
         """Do something with a config; if memory runs out, once more with no other built."""
         try:
             return act()
-        except Exception as exc:  # a config may fail in any way; the outcome names it
-            failed = failure(exc, loading=self._loads(config))
+        except ConfigFailed as exc:
+            failed = exc.with_traceback(None)
+        except Exception as exc:  # a config may fail in any way; its frames hold memory
+            outcome, reason = orders.told(exc)
+            reason = told(exc) if self._loads(config) else reason
+            failed = ConfigFailed(outcome, reason, graphs=orders.of_graphs(exc))
         if failed.outcome != "out_of_memory" or not self._built.keys() - {config.without(*INPUTS)}:
             raise failed
         self.release()

@@ -30,8 +30,6 @@ from advisor.tuners.measure.worker.bench import Bench, draws
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Layers, Workload
 
-Plain = dict[str, Any]
-
 
 def describe(bench: Bench) -> Facts:
     """Run two steps as torch does by default.
@@ -115,15 +113,8 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
             bench.loaded = loaded
 
 
-def _described(bench: Bench) -> Facts:
-    facts = describe(bench)
-    bench.release()
-    _settle()
-    return facts
-
-
-def _answer(bench: Bench, what: str, given: Plain) -> Plain:
-    act = _described if what == "describe" else getattr(Bench, what)
+def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
+    act = describe if what == "describe" else getattr(Bench, what)
     # Of all arguments configs alone are maps.
     given = {name: Config(v) if isinstance(v, dict) else v for name, v in given.items()}
     try:
@@ -131,12 +122,6 @@ def _answer(bench: Bench, what: str, given: Plain) -> Plain:
     except ConfigFailed as failed:
         reply = {"outcome": failed.outcome, "reason": str(failed), "graphs": failed.graphs}
     return reply | {"healthy": bench.healthy}
-
-
-def _settle() -> None:
-    """Leave what is there out of later collections: going through torch's modules takes 0.4 s."""
-    gc.freeze()
-    gc.enable()
 
 
 def main() -> int:
@@ -154,14 +139,17 @@ def main() -> int:
             message = receive(pipe)
         except EOFError:
             return 0
-        reply: Plain = {}
+        reply: dict[str, Any] = {}
         what = message.pop("do")
         try:
             if bench is None:
                 bench = Bench(from_plain(Job, message["job"]))
-                _settle()
             else:
                 reply = _answer(bench, what, message)
         except (TargetError, TargetFailed) as exc:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
+        if bench is not None and what in ("load", "describe"):
+            bench.release()
+            gc.freeze()  # going through torch's modules at each collection takes 0.4 s
+            gc.enable()
         send(pipe, reply)

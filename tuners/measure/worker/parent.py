@@ -51,11 +51,8 @@ class _Gone(Exception):
 class Worker:
     """A Place in a child process; one that dies or hangs is replaced.
 
-    Args:
-        deadline_s: for describing the job, and for what its data costs.
-
-    Attributes:
-        baseline: see Place; torch's default, unless it is set.
+    `deadline_s`: for describing the job, and for what its data costs. `baseline`: see Place;
+    torch's default, unless it is set.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
@@ -84,8 +81,7 @@ class Worker:
             TargetError, TargetFailed: the user's code, data or input is wrong.
             WorkerError: it crashed or hung.
         """
-        self._start()
-        self._pick(plain(self._job.task, self._job.device))
+        self._ready(plain(self._job.task, self._job.device))
         try:
             reply = self._answered({"do": "describe"}, max(LOAD_S, self.deadline_s))
             return from_plain(Facts, reply["answer"])
@@ -147,11 +143,7 @@ class Worker:
     def _of_config(
         self, kind: type[T], what: str, config: Config, deadline_s: float, **given: Any
     ) -> T:
-        """What the worker answers to a request for a config.
-
-        Raises:
-            ConfigFailed: the config failed. TargetError, TargetFailed, WorkerError: as `_start`.
-        """
+        """What the worker answers to a request for a config. Raises: as Place.block."""
         others = self._built - {config}
         self._ready(config)
         try:
@@ -198,17 +190,10 @@ class Worker:
             self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
-        self._pick(config)
-
-    def _pick(self, config: Config) -> None:
-        self._picked.setdefault(config.only(*PICKING), config.only(*LASTING))
+        self._picked.setdefault(picking, lasting)
 
     def _start(self) -> None:
-        """Start a worker with the target loaded.
-
-        Raises:
-            TargetError, TargetFailed: the target cannot be loaded. WorkerError: none starts.
-        """
+        """Start a worker with the target loaded. Raises: as `describe`."""
         self._kill()
         limits = [host.memory_limit()]
         if self._job.device.startswith("cpu"):
@@ -237,11 +222,7 @@ class Worker:
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
     def _answered(self, request: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
-        """The reply to a request; without one, that the worker is ready.
-
-        Raises:
-            TargetError, TargetFailed: the user's code is at fault. _Gone: there is none.
-        """
+        """The reply to a request; without one, that it is ready. Raises: as `describe`; _Gone."""
         assert self._pipe is not None
         try:
             if request is not None:

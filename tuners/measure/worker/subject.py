@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -115,9 +115,8 @@ class WorkloadSubject:
 _: Callable[..., Subject] = WorkloadSubject
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:

@@ -114,12 +114,7 @@ def send(pipe: Connection, message: dict[str, Any]) -> None:
 
 
 def receive(pipe: Connection) -> dict[str, Any]:
-    """The next message.
-
-    Raises:
-        EOFError, OSError: the other side is gone.
-        ValueError: what came is no message.
-    """
+    """The next message. Raises: EOFError, OSError: no other side; ValueError: no message."""
     message = msgpack.unpackb(pipe.recv_bytes(LIMIT))
     if not isinstance(message, dict):
         raise ValueError(f"expected a map, got {type(message).__name__}")
