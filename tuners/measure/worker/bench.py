@@ -115,12 +115,11 @@ class Bench:
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
+        plain = plain_of(code, fp32)
 
         def compared() -> Compared:
             references = self._references_of(fp32)
-            found = references.compare(
-                code, plain_of(code, fp32), left_s=lambda: over - time.monotonic()
-            )
+            found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
             return found
@@ -129,7 +128,8 @@ class Bench:
             return self._with_room(code, compared)
         finally:
             try:
-                self._subject.restore(built.workload for built in self._built.values())
+                there = self._built.keys() & {code, plain, fp32}
+                self._subject.restore(self._built[one].workload for one in there)
             except Exception:  # a lost device may raise anything
                 self.healthy = False
 
