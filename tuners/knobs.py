@@ -26,8 +26,8 @@ from advisor.tuners.tf32 import Float32, describe, set_float32
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPUTE, INPUT, LOADER = "compute", "input", "loader"
-"""Stages: a batch on the device; batches from a loader; the loader alone, without steps."""
+COMPUTE, INPUT = "compute", "input"
+"""Stages: a batch that lies on the device; fed by a loader."""
 WORKERS = "num_workers"
 
 

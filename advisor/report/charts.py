@@ -48,7 +48,7 @@ def _compared(title: str, axis: str, rows: tuple[Estimate, ...]) -> Comparison:
 def inputs(record: Record) -> Comparison | None:
     """The step alone, and with each loader that fed it; None where none did."""
     found = ((one.name, one.together) for one in feeding.pairs(record))
-    fed = [Estimate(name, one.samples_per_s, one.low, one.high) for name, one in found if one]
+    fed = [Estimate(name, one.samples_per_s, one.low, one.high) for name, one in found]
     if not fed:
         return None
     step = feeding.step(record)
@@ -59,15 +59,12 @@ def inputs(record: Record) -> Comparison | None:
 
 
 def loaders(record: Record) -> Curves | None:
-    """What loaders give by their workers, alone and with the step in each way in which workers were
-    told to work; None where no two numbers of workers were measured."""
+    """What loaders give with the step by their workers, in each way in which workers were told to
+    work; None where no two numbers of workers were measured."""
     found: dict[str, dict[int, float]] = {}
     for one in feeding.pairs(record):
-        if one.alone:
-            found.setdefault("the loader alone", {})[one.workers] = one.alone.samples_per_s
-        if one.together:
-            label = ", ".join(filter(None, ["with the step", one.way]))
-            found.setdefault(label, {})[one.workers] = one.together.samples_per_s
+        label = ", ".join(filter(None, ["with the step", one.way]))
+        found.setdefault(label, {})[one.workers] = one.together.samples_per_s
     if not any(len(points) > 1 for points in found.values()):
         return None
     curves = (Curve(label, tuple(sorted(points.items()))) for label, points in found.items())

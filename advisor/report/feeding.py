@@ -1,4 +1,4 @@
-"""The loader beside the step that it feeds: what each gives alone, and both together."""
+"""The loader beside the step that it feeds: what the step takes, and what both make together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, best_known
-from advisor.cache.shown import size, times
+from advisor.cache.shown import times
 from advisor.report import helping
 from advisor.report.data import Table
 from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
 from advisor.tuners import knobs, room
-from advisor.tuners.knobs import BY_NAME, INPUT, LOADER, TORCH, WORKERS, described
+from advisor.tuners.knobs import BY_NAME, INPUT, TORCH, WORKERS, described
 
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Costs
@@ -24,8 +24,6 @@ BY_THEMSELVES = TORCH | {"prefetch_factor": room.AHEAD}
 """How workers work that are told nothing."""
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
-ENOUGH = 0.9
-"""Of the slower of the two: a pair that makes less is held back by neither."""
 ORDER = "in_order"
 """The knob that --any-order permits."""
 UNTUNED = (
@@ -36,12 +34,10 @@ UNTUNED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A loader: by itself, and with the step, by the most turns that it had; None where that was
-    not measured."""
+    """A loader, and what it makes with the step, by the most turns that it had."""
 
     loader: Config
-    alone: Measurement | None
-    together: Measurement | None
+    together: Measurement
 
     @property
     def name(self) -> str:
@@ -61,16 +57,12 @@ class Pair:
 
 def pairs(record: Record) -> list[Pair]:
     """All that were measured, in the order of their workers; empty where none was."""
-    found: dict[Config, dict[str, Measurement]] = {}
+    found: dict[Config, Measurement] = {}
     for trial in record.trials:
-        loader = _loader(trial.config)
-        if trial.stage in (INPUT, LOADER) and trial.measurement.ok and loader:
-            known, seen = found.setdefault(loader, {}), trial.measurement
-            known[trial.stage] = best_known([known.get(trial.stage, seen), seen])
-    made = (
-        Pair(loader=loader, alone=seen.get(LOADER), together=seen.get(INPUT))
-        for loader, seen in found.items()
-    )
+        loader, seen = _loader(trial.config), trial.measurement
+        if trial.stage == INPUT and seen.ok and loader:
+            found[loader] = best_known([found.get(loader, seen), seen])
+    made = (Pair(loader=loader, together=seen) for loader, seen in found.items())
     return sorted(made, key=lambda one: one.workers)
 
 
@@ -88,21 +80,18 @@ def table(record: Record) -> Table | None:
     alone = step(record)
     shown = Table(
         f"The loader beside the advised step, which takes {rate(alone.samples_per_s)} samples/s",
-        ("loader", "alone", "with the step", "turns", "of the step", "start", "memory"),
-        right=("alone", "with the step", "of the step", "start", "memory"),
+        ("loader", "with the step", "turns", "of the step"),
+        right=("with the step", "of the step"),
         whole=("turns",),
-        spare=("turns", "start", "memory"),
+        spare=("turns",),
     )
     for one in found:
-        by_itself, both = one.alone, one.together
+        both = one.together
         shown.row(
             one.name,
-            rate(by_itself.samples_per_s) if by_itself else "",
-            rate(both.samples_per_s) if both else "",
-            f"{rate(both.low)}-{rate(both.high)}" if both else "",
-            f"{both.samples_per_s / alone.samples_per_s:.0%}" if both else "",
-            duration(by_itself.first_step_s) if by_itself else "",
-            size(by_itself.peak_bytes) if by_itself else "",
+            rate(both.samples_per_s),
+            f"{rate(both.low)}-{rate(both.high)}",
+            f"{both.samples_per_s / alone.samples_per_s:.0%}",
         )
     return shown
 
@@ -127,29 +116,23 @@ def said(record: Record) -> Iterator[str]:
 
 
 def _gain(record: Record, chosen: Pair) -> str:
-    """What the loader gives over a DataLoader that is told nothing, both with the step; else by
-    themselves; '' where neither was measured."""
+    """What the loader gives over a DataLoader that is told nothing; '' where that was not
+    measured."""
     plain = next((one for one in pairs(record) if not one.workers), None)
     if plain is None or not chosen.workers:
         return ""
-    for how, ours, theirs in (
-        ("with the step", chosen.together, plain.together),
-        ("by itself", chosen.alone, plain.alone),
-    ):
-        if ours and theirs:
-            ratio = ours.samples_per_s / theirs.samples_per_s
-            return (
-                f"{how} that loader gives {times(ratio)} what a DataLoader without workers does "
-                f"({rate(theirs.samples_per_s)} samples/s)"
-            )
-    return ""
+    theirs = plain.together.samples_per_s
+    return (
+        f"with the step that loader gives {times(chosen.together.samples_per_s / theirs)} what a "
+        f"DataLoader without workers does ({rate(theirs)} samples/s)"
+    )
 
 
 def _of_any_order(record: Record) -> Iterator[str]:
     """What came of the permission that batches may come as their workers finish them."""
     if not record.key.task.any_order or record.input.get(ORDER) is False:
         return
-    tried = any(one.together for one in pairs(record) if one.loader.get(ORDER) is False)
+    tried = any(one.loader.get(ORDER) is False for one in pairs(record))
     why = (
         "tried, and not clearly faster" if tried else "not tried, as time ran out or nothing waits"
     )
@@ -159,7 +142,7 @@ def _of_any_order(record: Record) -> Iterator[str]:
 
 
 def _untuned(record: Record) -> str:
-    failed = (t.measurement.reason for t in record.trials if t.stage in (INPUT, LOADER))
+    failed = (t.measurement.reason for t in record.trials if t.stage == INPUT)
     why = next(filter(None, failed), "the budget left no time for it")
     return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
@@ -185,11 +168,11 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
     if chosen is None:
         yield f"what would help is told once the loader is tuned: advisor tune with --data {data}"
         return
-    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
+    takes, gives = step(record).samples_per_s, _gives(record, chosen)
     on_gpu, task = record.key.environment.device.kind != "cpu", record.key.task
     if on_gpu and not _keeps_up(record, chosen) and task.dtype == "float32":
         yield from helping.narrower(costs, record.batch * math.prod(task.sample))
-    if not gives or gives >= KEEPS_UP * takes or _keeps_up(record, chosen):
+    if gives >= KEEPS_UP * takes or _keeps_up(record, chosen):
         return
     needed = math.ceil(takes * costs.seconds)
     batches = costs.samples // record.batch
@@ -210,7 +193,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
 def _chosen(record: Record) -> Pair | None:
     """What was measured with the step of the loader that is advised."""
     wanted = knobs.workers(record.input)
-    both = [one for one in pairs(record) if one.together and one.workers == wanted]
+    both = [one for one in pairs(record) if one.workers == wanted]
     # What is taken by rule was not measured.
     acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].by_rule})
     told = acting.changed(BY_THEMSELVES)
@@ -219,61 +202,45 @@ def _chosen(record: Record) -> Pair | None:
 
 
 def _bound(record: Record, chosen: Pair) -> str:
-    assert chosen.together is not None
-    takes, gives = step(record).samples_per_s, _alone(record, chosen.workers)
-    said = [f"the step can take {rate(takes)} samples/s"]
-    if gives:
-        said.append(f"the loader gives {rate(gives)} with {_workers(chosen.workers)}")
-    said.append(f"together they make {rate(chosen.together.samples_per_s)}")
-    return f"{', '.join(said)}: {_verdict(record, chosen, takes, gives)}"
+    return (
+        f"the step can take {rate(step(record).samples_per_s)} samples/s, together they make "
+        f"{rate(chosen.together.samples_per_s)}: {_verdict(record, chosen)}"
+    )
 
 
-def _verdict(record: Record, chosen: Pair, takes: float, gives: float) -> str:
-    """Of what step and loader take and give by themselves, against what both make together."""
+def _verdict(record: Record, chosen: Pair) -> str:
     if _keeps_up(record, chosen):
         return "the loader keeps up"
-    wanted = _wanted(record, takes) if gives < KEEPS_UP * takes else ""
-    # Without a worker one waits for the other, in turn.
-    most = min(takes, gives) if chosen.workers else takes * gives / (takes + gives)
-    both = chosen.together.samples_per_s if chosen.together else 0.0
-    if both < ENOUGH * most and (chosen.workers or gives >= KEEPS_UP * takes):
-        lost = "they compete for the same cores"
-        if record.key.environment.device.kind != "cpu":
-            lost = "they compete for this host, or handing batches over takes the rest"
-        return f"input-bound{wanted}; {lost}" if wanted else lost
-    if chosen.workers and gives >= KEEPS_UP * takes:
-        return "the loader nearly keeps up"
-    if wanted or chosen.workers:
-        return f"input-bound{wanted}"
-    return "input-bound, as no worker loads beside the step"
+    if not chosen.workers and _gives(record, chosen) >= KEEPS_UP * step(record).samples_per_s:
+        return "input-bound, as no worker loads beside the step"
+    return f"input-bound{_wanted(record)}"
 
 
 def _keeps_up(record: Record, chosen: Pair) -> bool:
     """Whether the step, with its loader, is as fast as without."""
-    both = chosen.together.samples_per_s if chosen.together else 0.0
-    return both >= KEEPS_UP * step(record).samples_per_s
+    return chosen.together.samples_per_s >= KEEPS_UP * step(record).samples_per_s
 
 
-def _wanted(record: Record, takes: float) -> str:
-    """How many workers would do, by what one gives."""
-    one, most = _alone(record, 1) or _alone(record, 0), max(p.workers for p in pairs(record))
+def _wanted(record: Record) -> str:
+    """How many workers would do, by what the fewest give."""
+    measured = pairs(record)
+    fewest, most = measured[0], measured[-1]
     # Of some data, as of one that is a single batch, more than one have nothing to do.
-    if not one or (most <= 1 < room.cores()):
+    if most.workers <= 1 < room.cores():
         return ""
-    return f"; some {_with_cores(math.ceil(takes / one))} would feed it"
+    one = _gives(record, fewest) / max(1, fewest.workers)
+    return f"; some {_with_cores(math.ceil(step(record).samples_per_s / one))} would feed it"
 
 
-def _alone(record: Record, workers: int) -> float:
-    rates = (p.alone.samples_per_s for p in pairs(record) if p.alone and p.workers == workers)
-    return max(rates, default=0.0)
+def _gives(record: Record, pair: Pair) -> float:
+    """Samples/s of a loader whose step waits: what both make. Without workers, loading and training
+    take turns, so their times add up."""
+    takes, both = step(record).samples_per_s, pair.together.samples_per_s
+    return both if pair.workers or both >= takes else takes * both / (takes - both)
 
 
 def _with_cores(workers: int) -> str:
     return f"{workers:,} workers with a core each" if workers != 1 else "1 worker with its own core"
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'s' * (number != 1)}" if number else "no worker"
 
 
 def _loader(config: Config) -> Config:

@@ -87,7 +87,7 @@ class Feeding:
     Attributes:
         costs: of a sample, of a worker.
         takes: samples/s of the step alone.
-        gives: of the loader alone.
+        gives: of the loader.
         on_gpu: whether the step is.
     """
 

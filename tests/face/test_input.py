@@ -64,6 +64,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     told = advisor(folder, *why, "--data", "data.py")
     assert told.returncode == 0, told.stderr
     assert "a sample costs" in told.stdout and "of a worker: data.py:Slow.read 9" in told.stdout
+    assert "what would help changes your code" in told.stdout
 
 
 @pytest.mark.usefixtures("made_up")

@@ -20,8 +20,7 @@ from advisor.tuners import target as targets
 from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.worker import parent
-from advisor.tuners.measure.worker.bench import code_of
-from advisor.tuners.measure.worker.description import recognise
+from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
 from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.tuner import Found
@@ -46,14 +45,15 @@ class Describing:
         # What a model prints stays with its worker.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             loaded = targets.load(targets.parse(task.target), task.model_args)
-            recognise(self._job, loaded)
             model = targets.build(loaded)
         modules, parameters = fingerprint.size(model)
+        known = (fingerprint.of_model(model), fingerprint.of_hooks(loaded.make_batch, loaded.loss))
+        recognise(self._job, loaded.spec.name, *known)
         return Facts(
             name=loaded.spec.name,
-            model=fingerprint.of_model(model),
-            hooks=fingerprint.of_hooks(loaded.make_batch, loaded.loss),
-            code=code_of(loaded.spec),
+            model=known[0],
+            hooks=known[1],
+            code=loaded.spec.code,
             libraries=fingerprint.libraries(model),
             family=fingerprint.family(model),
             modules=modules,
@@ -110,7 +110,6 @@ class Worker(MadeUp, Describing):
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         MadeUp.__init__(self, plain(job.task, job.device))
         Describing.__init__(self, job, deadline_s=deadline_s)
-        self.tolerance = job.task.tolerance
 
 
 @contextlib.contextmanager

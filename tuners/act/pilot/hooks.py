@@ -16,8 +16,6 @@ What is not a hook of PyTorch's own, and why:
   their batches ready does not tell whether the workers keep up. `_shutdown`: whether they are gone.
 - `_worker_pids_set` of an iterator that has workers of advisor's: PyTorch raises in the middle of
   whatever runs where one of them dies. That they are missed when a batch is due is enough.
-- The default of `_try_get_data`, where data is measured: PyTorch looks for a worker that has ended
-  by itself every 5 s only.
 - `Tensor.backward`, in runs that are compared only: the loss is what it is called on.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while an advice is in force: what is
   compiled lazily for it fails there, or runs out of memory, and no hook is told.
@@ -208,21 +206,6 @@ def unfinished(iterator: Any) -> int:
     queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
     ready: int = sum(one.qsize() for one in queues)
     return max(0, iterator._tasks_outstanding - ready)
-
-
-@contextlib.contextmanager
-def looking(seconds: float) -> Iterator[None]:
-    """Have iterators of DataLoaders look so often for workers that have ended by themselves."""
-    from torch.utils.data import dataloader
-
-    fetch: Any = dataloader._MultiProcessingDataLoaderIter._try_get_data
-    plain = fetch.__defaults__
-    fetch.__defaults__ = (seconds,)
-    try:
-        yield
-    finally:
-        if fetch.__defaults__ == (seconds,):
-            fetch.__defaults__ = plain
 
 
 def send_away(iterator: Any) -> None:

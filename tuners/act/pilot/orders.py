@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -156,13 +157,27 @@ def of_config(exc: BaseException) -> bool:
     return compiled or isinstance(exc, torch.OutOfMemoryError)
 
 
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "capturing")
+GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur")
 """In what is raised because of CUDA graphs."""
 
 
 def of_graphs(exc: BaseException | str) -> bool:
     """Whether CUDA graphs are why something was raised."""
     return any(word in str(exc).lower() for word in GRAPHS)
+
+
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
+    r"|not enough memory|there is no memory|std::bad_alloc"
+)
+"""How cuDNN, cuBLAS, the driver, the CPU and a captured step say it; PyTorch's own has a type."""
+
+
+def of_memory(exc: BaseException) -> bool:
+    """Whether memory is what was missing."""
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and bool(OUT_OF_MEMORY.search(str(exc).lower()))
 
 
 def plausible(exc: BaseException) -> bool:
@@ -173,9 +188,10 @@ def plausible(exc: BaseException) -> bool:
 
 def told(exc: BaseException) -> tuple[str, str]:
     """(Outcome, reason) of what a config, or a script, raised."""
-    memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
-    first = str(exc).strip().partition("\n")[0]
-    outcome = "out_of_memory" if memory else "failed"
+    first, *more = str(exc).strip().splitlines() or [""]
+    if more and first.endswith(":"):  # it ends with another's traceback, whose last line tells
+        first += f" ... {more[-1].strip()}"
+    outcome = "out_of_memory" if of_memory(exc) else "failed"
     if isinstance(exc, Unfed):  # whose words are a person's
         return outcome, first[:MOST_SAID]
     return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]

@@ -82,7 +82,7 @@ class Seen:
             libraries=_libraries(trained),
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
-            convolves=any(_convolves(one.model) for one in trained),
+            convolves=any(convolves(one.model) for one in trained),
             repeats=bool(repeated(main.model)),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
@@ -171,7 +171,8 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
     return "; ".join(parts)[:500]
 
 
-def _convolves(model: nn.Module) -> bool:
+def convolves(model: nn.Module) -> bool:
+    """Whether a model has convolutions."""
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     return any(isinstance(module, kinds) for module in model.modules())
 

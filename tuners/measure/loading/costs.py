@@ -1,7 +1,6 @@
 """What a sample costs a loader's worker, by part: cProfile of the dataset and the collate function.
 
-cProfile makes what calls many small functions look slower than it is: it gives the shares, and a
-run without it what a sample takes.
+cProfile makes many small functions look slow: it gives shares, and a run without it the time.
 """
 
 from __future__ import annotations
@@ -30,49 +29,48 @@ _WRAPPERS = (
 )
 """Files whose functions only pass a call on."""
 _SEQUENCES = ("Compose", "Sequential", "StandardTransform")
-"""Classes that are as many parts as they have."""
+"""Classes whose members are parts of their own."""
 _CALLS = ("forward", "__call__", "transform", "_transform")
-"""Methods that are called by the name of their class."""
-
-
+"""Methods that are shown by the name of their class."""
 Part = tuple[str, str]
 """Its name and the name of its file."""
 
 
 def costs(data: Data, batch: int, seconds: float) -> Costs:
-    """What a sample costs a worker: what the dataset's `__getitem__` (or `__iter__`) calls, each
-    transform by itself, what it does without calling Python, and making a batch of samples."""
+    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, each transform by
+    itself, its own code, and the collate function."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
 
     def collate(samples: list[Any]) -> Any:
         return inner(samples)
 
-    how: dict[str, Any] = {"collate_fn": collate, "num_workers": 0}
+    def loader(size: int) -> DataLoader[Any]:
+        return data.loader(batch_size=size, collate_fn=collate, num_workers=0)
+
     profile = cProfile.Profile(builtins=False)
     torch.set_num_threads(1)  # as a loader's worker has
     try:
-        sample_s = _seconds(data.loader(batch_size=batch, **how), seconds / 2) / batch
-        profile.runcall(_seconds, data.loader(batch_size=batch, **how), seconds / 2)
+        sample_s = _batch_s(loader(batch), seconds / 2) / batch
+        profile.runcall(_batch_s, loader(batch), seconds / 2)
         spent = _spent({one.code: one for one in profile.getstats()}, collate.__code__)
-        made = _made(data.loader(batch_size=1, **how), {part for part, _ in spent})
+        made = _made(loader(1), {part for part, _ in spent})
     finally:
         torch.set_num_threads(threads)
-    whole_s = sum(spent.values())
+    whole_s, order = sum(spent.values()), [*made]
     parts = (
         Cost(
             part=part,
             file=file,
             seconds=sample_s * took_s / whole_s,
             made_bytes=made.get(part, 0),
-            place=[*made].index(part) + 1 if file and part in made else 0,
+            place=order.index(part) + 1 if file and part in made else 0,
         )
         for (part, file), took_s in sorted(spent.items(), key=lambda one: -one[1])
     )
     return Costs(parts=tuple(parts), samples=data.samples)
 
 
-def _seconds(loader: DataLoader[Any], seconds: float) -> float:
-    """Of a batch: of as many as fit, or an epoch has."""
+def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
     began, batches = time.perf_counter(), 0
     for _ in loader:
         batches += 1
@@ -82,7 +80,6 @@ def _seconds(loader: DataLoader[Any], seconds: float) -> float:
 
 
 def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
-    """Seconds of each part, by cProfile's entries."""
     if collate not in entries:
         raise RuntimeError("its epoch is too short to tell what a sample costs")
     found: dict[Part, float] = defaultdict(float, {(COLLATE, ""): entries[collate].totaltime})
@@ -91,16 +88,17 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[Part, float]:
     )
     for sample, _ in _called(entries, fetch):
         if sample is not collate:
-            found[f"{_name(sample)} itself", _file(sample)] += entries[sample].inlinetime
+            name, file = _part(sample)
+            found[f"{name} itself", file] += entries[sample].inlinetime
             for code, took_s in _called(entries, sample):
-                found[_name(code), _file(code)] += took_s
+                found[_part(code)] += took_s
     return found
 
 
 def _called(
     entries: Mapping[Any, Any], caller: CodeType, share: float = 1.0, seen: tuple[Any, ...] = ()
 ) -> Iterator[tuple[CodeType, float]]:
-    """What a function calls, and for how long; what only passes a call on is looked through."""
+    """What a function calls, and for how long; looks through what only passes a call on."""
     for call in entries[caller].calls or ():
         if not _passes_on(call.code):
             yield call.code, share * call.totaltime
@@ -111,17 +109,13 @@ def _called(
 
 def _passes_on(code: CodeType) -> bool:
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
-    file = code.co_filename.replace("\\", "/")
-    return owner in _SEQUENCES or any(part in file for part in _WRAPPERS)
+    return owner in _SEQUENCES or any(part in code.co_filename for part in _WRAPPERS)
 
 
-def _name(code: CodeType) -> str:
+def _part(code: CodeType) -> Part:
     owner, _, name = code.co_qualname.rpartition("<locals>.")[2].rpartition(".")
-    return owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
-
-
-def _file(code: CodeType) -> str:
-    return Path(code.co_filename).name
+    shown = owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
+    return shown, Path(code.co_filename).name
 
 
 def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
@@ -129,7 +123,7 @@ def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
     found: dict[str, int] = {}
 
     def look(frame: FrameType, event: str, returned: Any) -> None:
-        if event == "return" and (part := _name(frame.f_code)) in parts:
+        if event == "return" and (part := _part(frame.f_code)[0]) in parts:
             found[part] = max(found.get(part, 0), sum(map(_bytes, tree_leaves(returned))))
 
     outside = sys.getprofile()
@@ -142,7 +136,6 @@ def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor, array, image or bytes."""
     if isinstance(value, bytes | bytearray):
         return len(value)
     if hasattr(value, "getbands"):  # an image of PIL

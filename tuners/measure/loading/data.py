@@ -1,4 +1,4 @@
-"""What a workload trains on: the dataset, with the collate function and sampler of its file.
+"""What a workload trains on: its dataset, what its first batches show, and batches for steps.
 
 Imported and made in the worker process alone.
 """
@@ -6,24 +6,41 @@ Imported and made in the worker process alone.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _utils
 
-from advisor.cache.config import Config
-from advisor.cache.task import Task
-from advisor.errors import TargetError
+from advisor.cache.task import DTYPES, Task
+from advisor.errors import TargetError, TargetFailed
+from advisor.tuners import host, room
+from advisor.tuners.act.pilot import hooks
+from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuners.target import Spec, failed, imported, parse
 
-ROLE = "data"
+WARM = 3
+"""Batches before those that are timed, at least."""
+LOOKED_AT = 2
+"""Batches whose shapes must be the task's."""
 DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
-"""What a data's file defines: the dataset; of it, where wanted, what makes a batch of samples, and
-the order in which they come."""
+"""What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
+
+
+def _length(sized: Any) -> int:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +54,12 @@ class Data:
 
     @property
     def iterable(self) -> bool:
-        """Whether it is read in its own order, as a stream."""
         return isinstance(self.dataset, IterableDataset)
 
     @property
     def samples(self) -> int:
         """In an epoch; 0 where that is not known."""
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError):
-            return 0
-
-    def batches(self, size: int) -> int:
-        """In an epoch; 0 where that is not known."""
-        try:
-            return len(self.loader(batch_size=size))
-        except (TypeError, NotImplementedError):
-            return 0
+        return _length(self.dataset)
 
     def loader(self, **given: Any) -> DataLoader[Any]:
         """As a script makes it; `given`: a DataLoader's keyword arguments, with batch_size."""
@@ -68,48 +74,72 @@ class Data:
         return DataLoader(self.dataset, **how)
 
 
-def load(task: Task) -> Data:
-    """Import the data and make its dataset.
+class Described(NamedTuple):
+    """Data with what is known of it, and its first batches, on the host."""
+
+    data: Data
+    facts: DataFacts
+    batches: list[Any]
+
+
+def described(task: Task, *, made_batches: bool) -> Described:
+    """Load the task's data and check its batches; with `made_batches` inputs may have any form.
 
     Raises:
-        TargetError: there is no such function or class, or it makes no dataset.
-        TargetFailed: the user's code raised.
+        TargetError, TargetFailed: it gives no batches, or others than are tuned.
     """
-    spec, arguments = parse(task.data, role=ROLE), task.data_args
+    before = set(host.held_open())
+    data = load(task)
+    held = sorted(set(host.held_open()) - before)
+    batches = _first(data, task.batch)
+    for batch in batches:
+        _check(data.spec.name, task, batch, made_batches=made_batches)
+    tensors = [one for one in tree_leaves(batches[0]) if isinstance(one, Tensor)]
+    by_name = torch.multiprocessing.get_sharing_strategy() == "file_system"
+    facts = DataFacts(
+        name=data.spec.name,
+        batch_bytes=sum(one.nbytes for one in tensors),
+        tensors=0 if by_name else len(tensors),
+        shared_out=not data.iterable or _asks_its_worker(data),
+        held_open=tuple(held),
+        batches=_length(data.loader(batch_size=task.batch)),
+    )
+    return Described(data, facts, batches)
+
+
+def load(task: Task) -> Data:
+    """Import the data and make its dataset. Raises: TargetError, TargetFailed."""
+    spec = parse(task.data, role="data")
+    module: ModuleType | None = None
+    factory: Any
     if spec.kind == "torchvision":
-        return _made(spec, _torchvision(spec, task.sample), arguments, None)
-    module = _module(spec)
-    name = spec.attribute or DATASET
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise TargetError(
-            f"data {spec.name!r}: {Path(spec.place).name} has no function or class {name!r}; "
-            f"define {DATASET}(), which returns the dataset, or name another"
-        )
-    return _made(spec, factory, arguments, module)
-
-
-def _module(spec: Spec) -> ModuleType:
-    """Of data that lies in the target's own file the module that is there."""
-    there = sys.modules.get(Path(spec.place).stem)
-    if spec.kind == "file" and getattr(there, "__file__", None) == spec.place:
-        assert there is not None
-        return there
-    return imported(spec)
-
-
-def _made(
-    spec: Spec, factory: Callable[..., Any], arguments: Config, module: ModuleType | None
-) -> Data:
-    dataset = _called(spec, factory, **arguments)
+        factory = _torchvision(spec, task.sample)
+    else:
+        module = _module(spec)
+        name = spec.attribute or DATASET
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            raise TargetError(
+                f"data {spec.name!r}: {Path(spec.place).name} has no function or class {name!r}; "
+                f"define {DATASET}(), which returns the dataset, or name another"
+            )
+    dataset = _called(spec, factory, **task.data_args)
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise TargetError(
             f"data {spec.name!r}: it made {type(dataset).__name__}, which is no dataset: it has no "
             "__getitem__, and is no torch.utils.data.IterableDataset"
         )
-    hooks = (getattr(module, name, None) for name in (COLLATE, SAMPLER))
-    collate, sampler = (hook and _called(spec, hook, dataset) for hook in hooks)
+    makers = (getattr(module, name, None) for name in (COLLATE, SAMPLER))
+    collate, sampler = (make and _called(spec, make, dataset) for make in makers)
     return Data(spec=spec, dataset=dataset, collate=collate, sampler=sampler)
+
+
+def _module(spec: Spec) -> ModuleType:
+    """The module; of data in the target's own file the one that is already imported."""
+    there = sys.modules.get(Path(spec.place).stem)
+    if there is not None and getattr(there, "__file__", None) == spec.place:
+        return there
+    return imported(spec)
 
 
 def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -120,9 +150,8 @@ def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
-    """One of torchvision's datasets, with the usual transforms to the sample where it is an image:
-    a random crop and flip, float32, normalised."""
-    import torch
+    """One of torchvision's datasets; images get a random crop and flip to the sample's shape, and
+    become normalised float32."""
     from torchvision import datasets
     from torchvision.transforms import v2
 
@@ -143,3 +172,128 @@ def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
     if "image_size" in inspect.signature(kind).parameters:
         usual["image_size"] = sample
     return lambda **arguments: kind(**{**usual, **arguments})
+
+
+def _first(data: Data, batch: int) -> list[Any]:
+    name, short = data.spec.name, f"and a batch of --shape has {batch:,}"
+    try:
+        found = list(itertools.islice(data.loader(batch_size=batch), LOOKED_AT))
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        # A sampler refuses an empty dataset.
+        if hasattr(data.dataset, "__len__") and not (data.samples or data.iterable):
+            raise TargetError(f"data {name!r}: it holds 0 samples, {short}") from exc
+        if "equal size" in str(exc) and data.collate is None:
+            said = str(exc).splitlines()[0]
+            raise TargetFailed(
+                f"data {name!r}: its samples are not alike, so that they make no batch ({said}); "
+                f"define {COLLATE}(dataset) in its file, which returns a collate function, or "
+                "bring them to one size"
+            ) from exc
+        raise failed(data.spec, "loading a batch raised", exc) from exc
+    if not found:
+        there = f"it holds {data.samples:,} samples" if data.samples else "it ends before"
+        raise TargetError(f"data {name!r}: {there}, {short}")
+    return found
+
+
+def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
+    several = isinstance(batch, tuple | list)
+    if not several or len(batch) != 2:
+        given = type(batch).__name__ + (f" of {len(batch)}" if several else "")
+        raise TargetError(
+            f"data {name!r}: a batch must be (inputs, target), and it gives {given}; "
+            f"define {COLLATE}(dataset) in its file"
+        )
+    if made_batches:
+        return
+    inputs = batch[0]
+    if not isinstance(inputs, Tensor):
+        raise TargetError(
+            f"data {name!r}: inputs of a batch are a {type(inputs).__name__}, and without a "
+            "make_batch in the target's file the model is called with one tensor"
+        )
+    shape, wanted = ("x".join(map(str, one)) for one in (inputs.shape, task.shapes[0]))
+    dtype = str(inputs.dtype).removeprefix("torch.")
+    if (shape, dtype) == (wanted, task.dtype):
+        return
+    options = [f"--shape {shape}"] if shape != wanted else []
+    options += [f"--dtype {dtype}"] if dtype != task.dtype else []
+    remedy = f"give {' '.join(options)}, or have the data give what --shape says"
+    if dtype not in DTYPES:
+        remedy = f"have the data give {task.dtype}"
+    elif inputs.dim() == 2 and dtype == task.dtype:
+        # One length for each sample, as of text; an image's channels do not vary.
+        remedy += "; where lengths vary tune your run: advisor tune -- COMMAND"
+    raise TargetError(
+        f"data {name!r}: gives batches of {shape} {dtype}, and --shape says {wanted} {task.dtype}; "
+        f"{remedy}"
+    )
+
+
+class _WorkerInfo:
+    """What `get_worker_info` returns to a dataset; notes whether anything of it is read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._known = {"id": 0, "num_workers": 1, "seed": 0, "dataset": dataset}
+        self.read = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.read = True
+        return self._known[name]
+
+
+def _asks_its_worker(data: Data) -> bool:
+    """Whether an IterableDataset looks which worker it is in: else each would read all of it."""
+    worker: Any = _utils.worker
+    info = _WorkerInfo(data.dataset)
+    worker._worker_info = info
+    try:
+        next(iter(data.dataset), None)
+    except Exception:  # of the user's own code, which may want more of it: it has asked
+        return True
+    finally:
+        worker._worker_info = None
+    return info.read
+
+
+class Feeding:
+    """The batches of a loader, one epoch after the other, until `close`.
+
+    Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
+    speed. Time whole rounds of `together` batches, one of each worker, once `settling` have come.
+    `waited_s`: seconds that were waited for batches.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        workers = loader.num_workers
+        self.settling = max(WARM, workers * (loader.prefetch_factor or room.AHEAD))
+        self.together = max(1, workers)
+        self.waited_s = 0.0
+        self._epoch: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            RuntimeError: an epoch has none.
+        """
+        began = time.perf_counter()
+        try:
+            for fresh in (self._epoch is None, True):
+                if fresh:
+                    self._epoch = iter(self._loader)
+                with suppress(StopIteration):
+                    return next(self._epoch)
+            raise RuntimeError("the loader gave no batch")
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None and self._loader.num_workers:
+            hooks.send_away(epoch)

@@ -21,8 +21,13 @@ class Guarded:
 
     Args:
         words: the path of its program first.
-        log: where what it prints goes, as far as the guard writes it.
+        log: where what it prints goes, as far as the guard writes it; None for nowhere.
         folder: where it is started; None for here.
+        pipe: a descriptor that it inherits, -1 for none.
+        memory: bytes that it and all that it starts may hold, 0 for no limit.
+
+    Attributes:
+        over: bytes that they held when the guard ended them for it; known after `obituary`.
 
     Raises:
         OSError: no process can be started.
@@ -32,20 +37,23 @@ class Guarded:
         self,
         words: Sequence[str],
         *,
-        log: Path,
+        log: Path | None,
         environment: Mapping[str, str],
         folder: Path | None = None,
+        pipe: int = -1,
+        memory: int = 0,
     ) -> None:
+        self.over = 0
         theirs, self._lifeline = os.pipe()
-        unused, other = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", GUARD),
-                    *(str(theirs), str(unused), "0", str(log), tempfile.gettempdir()),
+                    *(str(theirs), str(pipe), str(memory)),
+                    *("" if log is None else str(log), tempfile.gettempdir()),
                     *words,
                 ],
-                pass_fds=(theirs, unused),
+                pass_fds=(theirs,) if pipe < 0 else (theirs, pipe),
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -57,8 +65,8 @@ class Guarded:
             os.close(self._lifeline)
             raise
         finally:
-            for end in (theirs, unused, other):
-                os.close(end)
+            os.close(theirs)
+        self.pid = self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -73,6 +81,7 @@ class Guarded:
             report = json.loads(self._process.stdout.read())
         except (subprocess.TimeoutExpired, ValueError):
             return 1, ""
+        self.over = report["over"]
         said = report["words"].splitlines()
         lines = [line.strip() for line in said if any(map(str.isalnum, line))]
         return report["code"], lines[-1][:300] if lines else ""

@@ -1,7 +1,8 @@
-"""Builds workloads and times them, in the worker process; what is built stays until it must go."""
+"""Builds workloads and times them, in the worker process; keeps what it built."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -9,12 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from advisor.cache.config import Config
 from advisor.cache.shown import size
@@ -25,94 +25,51 @@ from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.pilot import orders
+from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.served import Served
 from advisor.tuners.faults import told
-from advisor.tuners.knobs import INPUT, KNOBS, TORCH, plain
-from advisor.tuners.measure.compare import References
-from advisor.tuners.measure.loading.loadable import Loadable
-from advisor.tuners.measure.loading.timed import Feeding
+from advisor.tuners.knobs import INPUT, KNOBS, TORCH
+from advisor.tuners.measure.compare import References, plain_of
+from advisor.tuners.measure.loading.costs import costs
+from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.timing import clock_of, warm_up
 from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
-from advisor.tuners.measure.worker.wire import Costs, Job
+from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
 
-# PyTorch gives out-of-memory a type; cuDNN, cuBLAS, the driver and the CPU say it in words.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "cudnn_status_alloc_failed",
-    "cublas_status_alloc_failed",
-    "cusolver_status_alloc_failed",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "there is no memory",  # as a step that is captured says it
-    "std::bad_alloc",
-)
 T = TypeVar("T")
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur")
-"""Words of failures that CUDA graphs are the reason of."""
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
 
 
-def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether memory is what was missing."""
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
-        return True
-    said = str(exc).lower()
-    return isinstance(exc, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
-
-
-def failure(exc: Exception, reason: str = "") -> ConfigFailed:
-    """What a config raised, as a line; it holds on to none of the frames that raised it."""
-    if isinstance(exc, ConfigFailed):
-        return exc.with_traceback(None)
-    lines = str(exc).strip().splitlines()
-    first = lines[0] if lines else ""
-    # Some say only at the end of their own traceback what it was.
-    last = f" ... {lines[-1].strip()}" if len(lines) > 1 and first.endswith(":") else ""
-    reason = reason or f"{type(exc).__name__}: {first}{last}"[:300]
-    graphs = any(words in str(exc).lower() for words in GRAPHS)
-    return ConfigFailed(
-        "out_of_memory" if is_out_of_memory(exc) else "failed", reason, graphs=graphs
-    )
-
-
 @dataclass(slots=True)
 class _Built:
-    """A workload that is there, with what was compiled for it, the bytes that it holds and the most
-    that it took."""
+    """A workload with its compiled code, the bytes that it holds and the most that it took."""
 
     workload: Workload
-    code: tuple[set[str], set[int]] = field(default_factory=lambda: (set(), set()))
-    own_bytes: int = 0
-    peak_bytes: int = 0
+    code: tuple[set[str], set[int]]
+    own_bytes: int
+    peak_bytes: int
 
 
 class Bench:
-    """Visits configs of one job.
-
-    Attributes:
-        healthy: whether this process may go on.
-        drew: whether a step draws random numbers; None where that is not known yet.
-    """
+    """Measures configs of one job. `healthy`: whether this process may go on."""
 
     def __init__(self, job: Job) -> None:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
         self._clock = clock_of(self.device)
-        self._built: dict[Config, _Built] = {}  # the one used last comes last
+        self._built: dict[Config, _Built] = {}
+        self._peak_bytes = 0
         self._at_work: Config | None = None
         self._fed: tuple[Workload, Feeding] | None = None
-        self._peaks: dict[int, int] = {}
-        self._references: tuple[tuple[Config, float], References] | None = None
-        self.drew: bool | None = None
+        self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
-        self.default = plain(self._task, job.device)
         self.healthy = True
         if self._cuda:
             torch.cuda.set_device(self.device)
@@ -121,25 +78,22 @@ class Bench:
                 share = min(1.0, self._task.max_memory / total)
                 torch.cuda.set_per_process_memory_fraction(share)
         self.loaded = target.load(target.parse(self._task.target), self._task.model_args)
-        # Read when it was imported: what is edited later is not what is measured.
-        self.code = code_of(self.loaded.spec)
-        self._subject = WorkloadSubject(self._new_model, self._workload, self.device, draws=False)
+        self.code = ""
+        with contextlib.suppress(TargetError):  # of a very large file
+            # Read at import: what is edited later is not what is measured.
+            self.code = self.loaded.spec.code
+        self._subject = WorkloadSubject(self._new_model, self._workload, self.device)
 
     @functools.cached_property
-    def data(self) -> Loadable:
-        """The user's own data, once it is asked for.
+    def loading(self) -> Described:
+        """The user's own data. Raises: as `described`."""
+        return described(self._task, made_batches=self.loaded.make_batch is not None)
 
-        Raises:
-            TargetError, TargetFailed: it gives none, or others than are tuned.
-        """
-        return Loadable(self._task, made_batches=self.loaded.make_batch is not None)
+    def describe_data(self) -> DataFacts:
+        return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """Time steps of a config, built where it is not there.
-
-        Raises:
-            ConfigFailed: it fails; `healthy` then says whether another may be asked for.
-        """
+        """Time steps of a config, after `warm` untimed ones; see Place. Raises: ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
@@ -149,126 +103,86 @@ class Bench:
             self.healthy = self._works(foreign)
             raise
 
-    def loader_rate(self, config: Config, seconds: float) -> float:
-        """Samples per second of a config's loader without a step.
-
-        Raises:
-            ConfigFailed: it gives none.
-        """
-        self._leave()
-        advice = self._advice(config)
-        IN_FORCE.release()
-        advice.set_flags()
-        try:
-            return self.data.rate(advice, seconds)
-        except Exception as exc:  # the user's code may raise anything; it is told as a line
-            raise failure(exc, told(exc)) from None
-
     def costs(self, seconds: float) -> Costs:
-        """What a sample costs a loader's worker.
-
-        Raises:
-            TargetFailed: the user's code raised.
-        """
+        """What a sample costs a loader's worker. Raises: TargetFailed."""
         try:
-            return self.data.costs(seconds)
+            return costs(self.loading.data, self._task.batch, seconds)
         except Exception as exc:  # the user's code may raise anything; it is told as a line
-            raise TargetFailed(f"data {self.data.facts.name!r}: {told(exc)}") from exc
+            raise TargetFailed(f"data {self.loading.facts.name!r}: {told(exc)}") from exc
 
-    def compare(
-        self, config: Config, fp32: Config, plain: Config, seconds: float, tolerance: float
-    ) -> Compared:
-        """Compare the code that is timed for a config with strict fp32, within so many seconds."""
+    def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
+        """Compare the timed code with strict fp32, within so many seconds. Raises: ConfigFailed."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
+        plain = plain_of(code, fp32)
 
         def compared() -> Compared:
-            references = self._references_of(fp32, tolerance)
+            references = self._references_of(fp32)
             found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
             return found
 
         try:
-            found = self._with_room(code, compared)
-        except ConfigFailed as failed:
-            found = Compared(outcome=failed.outcome, reason=str(failed))
-        try:
-            self._subject.restore()
-        except Exception:  # a device that is lost raises what it likes
-            self.healthy = False
-        return found
+            return self._with_room(code, compared)
+        finally:
+            try:
+                there = self._built.keys() & {code, plain, fp32}
+                self._subject.restore(self._built[one].workload for one in there)
+            except Exception:  # a lost device may raise anything
+                self.healthy = False
 
     def forget(self, config: Config) -> None:
         """Free what was built for a config; of one that a loader feeds, the loader alone."""
         if self._at_work == config:
             self._leave()
-        if self._loads(config):
-            return
-        code = config.without(*INPUTS)
-        self._subject.forget(code)
-        if (built := self._built.pop(code, None)) is not None:
+        if (
+            not self._loads(config)
+            and (built := self._built.pop(config.without(*INPUTS), None)) is not None
+        ):
             compiled = built.code
             del built
             free(*compiled)
 
-    def save(self, config: Config, file: Path) -> None:
-        """Save what this process has compiled, a config built among it.
-
-        Raises:
-            ConfigFailed: it fails.
-        """
-        if Acting(config, TORCH, self.device).compiles:
-            code = config.without(*INPUTS)
-            self._with_room(code, lambda: self._workload(code))
-            artifacts.save(file)
+    def save(self, config: Config, file: str) -> bool:
+        """Save all that this process has compiled, a config among it."""
+        self._with_room(config, lambda: self._workload(config.without(*INPUTS)))
+        artifacts.save(Path(file))
+        return True
 
     def _with_room(self, config: Config, act: Callable[[], T]) -> T:
-        """Do something with a config; where memory does not do, once more with no other built."""
+        """Do something with a config; if memory runs out, once more with no other built."""
         try:
             return act()
-        except Exception as exc:  # a config may fail in any way; the outcome names it
-            loading = self._loads(config) and not isinstance(exc, ConfigFailed)
-            failed = failure(exc, told(exc) if loading else "")
-        others = [one for one in self._built if one != config.without(*INPUTS)]
-        if failed.outcome != "out_of_memory" or not others:
+        except ConfigFailed as exc:
+            failed = exc.with_traceback(None)
+        except Exception as exc:  # a config may fail in any way; its frames hold memory
+            outcome, reason = orders.told(exc)
+            reason = told(exc) if self._loads(config) else reason
+            failed = ConfigFailed(outcome, reason, graphs=orders.of_graphs(exc))
+        if failed.outcome != "out_of_memory" or not self._built.keys() - {config.without(*INPUTS)}:
             raise failed
         self.release()
         return self._with_room(config, act)
 
     def _block(self, config: Config, steps: int, warm: int) -> Block:
-        switched = config != self._at_work
-        began = self._clock.now()
+        clock, switched = self._clock, config != self._at_work
+        began = clock.now()
         if switched:
             self._leave()
-        code = config.without(*INPUTS)
-        built = self._built.get(code) or self._build(code)
-        self._built[code] = self._built.pop(code)
-        workload, feeding = self._begin(config, built.workload, switched)
+        built = self._build(config.without(*INPUTS))
+        if switched:
+            self._switch(config, built.workload)
+        workload, feeding = self._fed or (built.workload, None)
         if feeding is not None:
             steps = -(-steps // feeding.together) * feeding.together
             warm = max(warm, feeding.settling) if switched else warm
         held = self._allocated() - built.own_bytes
         for _ in range(warm):
             workload.step()
-        self._clock.synchronize()
-        first_s = self._clock.now() - began if switched else 0.0
-        block = self._timed(workload, feeding, steps)
-        self._check(workload, built, held)
-        self._at_work = config
-        batch = code.batch or self._task.batch
-        samples = sum(shape[0] for shape in self._task.mix) or batch
-        self._peaks[batch] = max(self._peaks.get(batch, 0), built.peak_bytes)
-        return Block(samples=samples * steps, first_s=first_s, peak_bytes=built.peak_bytes, **block)
-
-    def _timed(self, workload: Workload, feeding: Feeding | None, steps: int) -> dict[str, Any]:
-        """The fields of a Block that these steps decide.
-
-        Raises:
-            ConfigFailed: they were short of memory.
-        """
-        clock = self._clock
+        clock.synchronize()
+        first_s = clock.now() - began if switched else 0.0
         retries, graphs = self._retries(), graphs_compiled()
         waited_s = feeding.waited_s if feeding else 0.0
         start, mark = clock.now(), clock.mark()
@@ -280,46 +194,39 @@ class Bench:
         if self._retries() > retries:
             said = "the allocator kept retrying under memory pressure"
             raise ConfigFailed("out_of_memory", said)
-        return {
-            "steps": steps,
-            "seconds": seconds,
-            "waited_s": feeding.waited_s - waited_s if feeding else 0.0,
-            "gpu_s": clock.between(mark, end),
-            "compiled": graphs_compiled() - graphs,
-        }
-
-    def _check(self, workload: Workload, built: _Built, held: int) -> None:
-        """Check the loss, and the memory at the peak.
-
-        Raises:
-            ConfigFailed: the loss is not finite, or more memory was held than is permitted.
-        """
-        loss = workload.loss
-        if loss is not None and not math.isfinite(float(loss)):
-            raise ConfigFailed("wrong", f"the loss is {float(loss)}")
+        if workload.loss is not None and not math.isfinite(loss := float(workload.loss)):
+            raise ConfigFailed("wrong", f"the loss is {loss}")
         peak, most = self.peak_bytes(held), self._task.max_memory
         if not self._cuda and most and peak > most:
             said = f"it held {size(peak)} of the {size(most)} permitted"
             raise ConfigFailed("out_of_memory", said)
         built.peak_bytes = max(built.peak_bytes, peak)
+        self._at_work = config
+        self._peak_bytes = max(self._peak_bytes, built.peak_bytes)
+        samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
+        return Block(
+            steps=steps,
+            samples=samples * steps,
+            seconds=seconds,
+            first_s=first_s,
+            waited_s=feeding.waited_s - waited_s if feeding else 0.0,
+            gpu_s=clock.between(mark, end),
+            peak_bytes=built.peak_bytes,
+            compiled=graphs_compiled() - graphs,
+        )
 
-    def _begin(
-        self, config: Config, workload: Workload, switched: bool
-    ) -> tuple[Workload, Feeding | None]:
-        """What steps under a config, and the loader that feeds it, where the config has one."""
-        if not switched:
-            return self._fed or (workload, None)
+    def _switch(self, config: Config, workload: Workload) -> None:
+        """Put a config in force, and start its loader."""
         self.reset_peak()
         IN_FORCE.release()
         if not self._loads(config):
             workload.rewind()
             workload.advice.set_flags()
-            return workload, None
-        under = workload.under(self._advice(config))
-        under.advice.set_flags()
-        self._fed = under, self.data.feeding(under.advice)
-        under.feed(self._fed[1])
-        return self._fed
+            return
+        workload = workload.under(self._advice(config))
+        workload.advice.set_flags()
+        self._fed = workload, Feeding(self.loading.data.loader(**workload.advice.loader))
+        workload.feed(self._fed[1])
 
     def _leave(self) -> None:
         """End the loader of the config at work: its workers would take others' time."""
@@ -329,18 +236,16 @@ class Bench:
             fed[1].close()
 
     def _workload(self, config: Config) -> Workload:
-        """The workload of a config with its flags set, built where it is not there."""
-        built = self._built.get(config)
-        if built is None:
-            built = self._build(config)
-        self._built[config] = self._built.pop(config)
+        workload = self._build(config).workload
         IN_FORCE.release()
-        built.workload.advice.set_flags()
-        return built.workload
+        workload.advice.set_flags()
+        return workload
 
     def _build(self, config: Config) -> _Built:
-        batch = config.batch or self._task.batch
-        self._make_room(batch)
+        if config in self._built:
+            return self._built[config]
+        if self._free_bytes() < self._peak_bytes:
+            self.release()
         if Acting(config, TORCH, self.device).compiles:
             self._limit.raise_it()
             artifacts.have_stable_keys()
@@ -348,68 +253,50 @@ class Bench:
         self.reset_peak()
         workload = self.workload(config)
         warm_up(workload.step, self._clock, workload.start)
-        built = self._built[config] = _Built(workload, self._code.claim())
-        built.own_bytes = self._allocated() - before
-        built.peak_bytes = self.peak_bytes(before)
-        return built
+        own_bytes, peak_bytes = self._allocated() - before, self.peak_bytes(before)
+        self._built[config] = _Built(workload, self._code.claim(), own_bytes, peak_bytes)
+        return self._built[config]
 
     def workload(self, config: Config, *, made_up: bool = False) -> Workload:
-        """A new workload of a config, of which no step has been made.
-
-        Args:
-            made_up: on made-up batches even where the task has data.
-        """
+        """A new workload, before its first step; `made_up`: even where the task has data."""
         IN_FORCE.release()
-        batch = config.batch or self._task.batch
+        batch = self._batch(config)
         own = batch == self._task.batch
-        given = self.data.batches if self._task.data and own and not made_up else ()
+        given = self.loading.batches if self._task.data and own and not made_up else ()
         # At other batches nothing is compared.
         feed = Feed(batch=batch, seed=self.job.seed, count=POINTS if own else 1, given=given)
         return Workload(self.loaded, self._task, self._advice(config), feed)
 
     def _advice(self, config: Config) -> Advice:
-        batch = config.batch or self._task.batch
-        # As a script has it: what is torch's default already is left alone, and not set.
+        batch = self._batch(config)
+        # As in a script: what is torch's default already is not set.
         served = Served(default=TORCH.at(batch))
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
+
+    def _batch(self, config: Config) -> int:
+        return config.batch or self._task.batch
 
     def _new_model(self) -> torch.nn.Module:
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 
-    def _references_of(self, fp32: Config, tolerance: float) -> References:
-        """Samples that are made once; of another fp32 than before, anew."""
-        if self._references is None or self._references[0] != (fp32, tolerance):
-            if self.drew is None:
-                self.drew = draws(self._workload(fp32).step, self.device)
-            self._subject = WorkloadSubject(
-                self._new_model, self._workload, self.device, draws=self.drew
-            )
-            made = References(self._subject, fp32, tolerance=tolerance)
-            self._references = (fp32, tolerance), made
-        return self._references[1]
-
-    def _make_room(self, batch: int) -> None:
-        """Drop what was used the longest ago as long as the largest config so far would not fit."""
-        need = max((peak * max(1.0, batch / b) for b, peak in self._peaks.items()), default=0)
-        while self._built and self._free_bytes() < need:
-            self.forget(next(iter(self._built)))
-            self._empty()
+    def _references_of(self, fp32: Config) -> References:
+        if fp32 not in self._references:
+            self._subject.draws = draws(self._workload(fp32).step)
+            made = References(self._subject, fp32, tolerance=self._task.tolerance)
+            self._references = {fp32: made}
+        return self._references[fp32]
 
     def release(self) -> None:
         """Drop all workloads, and give their memory back."""
         self._leave()
         for config in list(self._built):
             self.forget(config)
-        self._empty()
-
-    def _empty(self) -> None:
         gc.collect()
         if self._cuda:
             torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
-        """Of the memory that workloads may take, by whoever holds the rest."""
         most = self._task.max_memory or sys.maxsize
         if not self._cuda:
             return min(host.free_bytes(), most - host.resident_bytes(os.getpid()))
@@ -430,20 +317,17 @@ class Bench:
         return self._foreign_bytes() <= foreign + LEFTOVER
 
     def _foreign_bytes(self) -> int:
-        """That are allocated, and no workload's that is built."""
         return self._allocated() - sum(one.own_bytes for one in self._built.values())
 
     def _loads(self, config: Config) -> bool:
-        """Whether a config has a loader feed its steps."""
         return bool(self._task.data and config.only(*INPUTS))
 
     def _allocated(self) -> int:
         return int(torch.cuda.memory_allocated(self.device)) if self._cuda else 0
 
     def _retries(self) -> int:
-        if not self._cuda:
-            return 0
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        stats = torch.cuda.memory_stats(self.device) if self._cuda else {}
+        return int(stats.get("num_alloc_retries", 0))
 
     def reset_peak(self) -> None:
         if self._cuda:
@@ -452,27 +336,13 @@ class Bench:
             host.reset_peak()
 
     def peak_bytes(self, held: int = 0) -> int:
-        """Bytes at the peak beside those that others hold."""
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self.device)) - held
         return host.peak_bytes()
 
 
-def code_of(spec: target.Spec) -> str:
-    """Digest of the target's source; '' where it cannot be read so, as a very large file."""
-    try:
-        return spec.code
-    except TargetError:
-        return ""
-
-
-def draws(step: Callable[[], None], device: torch.device) -> bool:
-    """Whether a step draws random numbers of PyTorch's."""
-
-    def states() -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_device]
-
-    before = states()
+def draws(step: Callable[[], None]) -> bool:
+    """Whether a step draws random numbers."""
+    before = Drawn()
     step()
-    return not all(map(torch.equal, before, states()))
+    return before.passed()

@@ -1,94 +1,127 @@
-"""What the worker process does: it answers requests over its pipe."""
+"""The worker process: loads the target, describes it, and answers requests over its pipe."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import logging
 import os
 import sys
+import time
 import warnings
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
-from advisor.errors import TargetError, TargetFailed
+from advisor.errors import AdvisorError, TargetError, TargetFailed
+from advisor.tuners import fingerprint, fp8, target
+from advisor.tuners.act.pilot.orders import of_memory
+from advisor.tuners.act.pilot.seen import convolves
+from advisor.tuners.blocks import repeated
+from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.description import describe, recognise
-from advisor.tuners.measure.worker.wire import Job, receive, send
-
-Plain = dict[str, Any]
-UNANSWERED = ("forget",)
-"""Requests without a reply."""
+from advisor.tuners.measure.timing import clock_of
+from advisor.tuners.measure.worker.bench import Bench, draws
+from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
+from advisor.tuners.measure.workload import Layers, Workload
 
 
-class Answers:
-    """What a worker does for each message, by its `do`."""
+def describe(bench: Bench) -> Facts:
+    """Run two steps as torch does by default.
 
-    def __init__(self) -> None:
-        self._bench: Bench | None = None
+    Raises:
+        TargetError: the model rejects the sample, or is not the one that the job knows.
+        TargetFailed: the user's code raised, or memory does not do.
+    """
+    loaded, device = bench.loaded, bench.device
+    torch.manual_seed(bench.job.seed)
+    built = target.build(loaded)
+    model = fingerprint.of_model(built)
+    hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
+    recognise(bench.job, loaded.spec.name, model, hooks)
+    modules, parameters = fingerprint.size(built)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    # Before any knob touches the model, as in a script.
+    known: dict[str, Any] = {
+        "convolves": convolves(built),
+        "libraries": fingerprint.libraries(built),
+        "family": fingerprint.family(built),
+        "repeats": bool(repeated(built)),
+        "threads": torch.get_num_threads(),
+        "wide": sum(map(fp8.gains, built.modules())),
+    }
+    bench.reset_peak()
+    workload = _first_step(bench, built)
+    began = time.perf_counter()
+    drew = draws(workload.step)
+    clock_of(device).synchronize()
+    return Facts(
+        name=loaded.spec.name,
+        model=model,
+        hooks=hooks,
+        code=bench.code,
+        modules=modules,
+        parameters=parameters,
+        draws=drew,
+        device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
+        memory_bytes=int(properties.total_memory) if properties else 0,
+        peak_bytes=bench.peak_bytes(),
+        step_s=time.perf_counter() - began,
+        **known,
+    )
 
-    def answer(self, message: Plain) -> Plain:
-        """Raises: TargetError, TargetFailed: as `Bench` and `describe`."""
-        what = message.pop("do")
-        if what == "load":
-            self._bench = Bench(from_plain(Job, message["job"]))
-            recognise(self._bench.job, self._bench.loaded)
-            _settle()
-            return {}
-        assert self._bench is not None
-        answer: Callable[..., Plain] = getattr(self, f"_{what}")
+
+def recognise(job: Job, name: str, *found: str) -> None:
+    """Raises: TargetError: these fingerprints of model and hooks are not those the job knows."""
+    for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
+        if now != then:
+            raise TargetError(f"the {what} of {name} {CHANGED}")
+
+
+def _first_step(bench: Bench, built: nn.Module) -> Workload:
+    """Take a step at the user's batch; errors name the layer that raised them."""
+    task, spec = bench.job.task, bench.loaded.spec
+    # The layers are known by the model that is run, so it is built before they are watched.
+    bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
+    with Layers(built) as layers:
         try:
-            reply = answer(self._bench, **message)
-        except ConfigFailed as failed:
-            reply = {
-                "outcome": failed.outcome,
-                "reason": str(failed),
-                "graphs": failed.graphs,
-            }
-        return reply | {"healthy": self._bench.healthy}
-
-    def _describe(self, bench: Bench) -> Plain:
-        facts = describe(bench)
-        bench.release()
-        _settle()
-        return {"facts": to_plain(facts)}
-
-    def _describe_data(self, bench: Bench) -> Plain:
-        return {"facts": to_plain(bench.data.facts)}
-
-    def _costs(self, bench: Bench, *, seconds: float) -> Plain:
-        return {"costs": to_plain(bench.costs(seconds))}
-
-    def _block(self, bench: Bench, *, config: Plain, steps: int, warm: int) -> Plain:
-        return {"block": to_plain(bench.block(Config(config), steps, warm))}
-
-    def _loader_rate(self, bench: Bench, *, config: Plain, seconds: float) -> Plain:
-        return {"rate": bench.loader_rate(Config(config), seconds)}
-
-    def _compare(
-        self, bench: Bench, *, config: Plain, fp32: Plain, plain: Plain, **limits: float
-    ) -> Plain:
-        found = bench.compare(Config(config), Config(fp32), Config(plain), **limits)
-        return {"compared": to_plain(found)}
-
-    def _forget(self, bench: Bench, *, config: Plain) -> Plain:
-        bench.forget(Config(config))
-        return {}
-
-    def _save(self, bench: Bench, *, config: Plain, file: str) -> Plain:
-        bench.save(Config(config), Path(file))
-        return {"saved": True}
+            workload = bench.workload(plain(task, bench.job.device), made_up=True)
+            workload.step()
+            clock_of(bench.device).synchronize()
+            return workload
+        except AdvisorError:
+            raise
+        except Exception as exc:  # the user's code may raise anything; it is reported whole
+            if of_memory(exc):
+                raise TargetFailed(
+                    f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
+                    "settings: out of memory; give a smaller batch"
+                ) from exc
+            at = f" at {where}" if (where := layers.innermost()) else ""
+            message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+            shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
+            raise TargetError(
+                f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
+                target.failed(spec, "", exc).details,
+            ) from exc
+        finally:
+            bench.loaded = loaded
 
 
-def _settle() -> None:
-    """Leave what is there out of later collections: going through torch's modules takes 0.4 s."""
-    gc.freeze()
-    gc.enable()
+def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
+    act = describe if what == "describe" else getattr(Bench, what)
+    # Of all arguments configs alone are maps.
+    given = {name: Config(v) if isinstance(v, dict) else v for name, v in given.items()}
+    try:
+        reply = {"answer": to_plain(act(bench, **given))}
+    except ConfigFailed as failed:
+        reply = {"outcome": failed.outcome, "reason": str(failed), "graphs": failed.graphs}
+    return reply | {"healthy": bench.healthy}
 
 
 def main() -> int:
@@ -96,24 +129,27 @@ def main() -> int:
     pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
-    # Advice says at exit what a script has not used of it; its last words are to be the user's.
+    # At exit, an Advice warns of what a script has not used; the user's last words are wanted.
     logging.getLogger("advisor").setLevel(logging.CRITICAL)
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
-    # Pickle would name it where it writes what is compiled, and no script has such a module.
-    sys.modules.pop("__mp_main__", None)
-    answers = Answers()
+    bench: Bench | None = None
     send(pipe, {"ready": True})
     while True:
         try:
             message = receive(pipe)
         except EOFError:
             return 0
-        answered = message["do"] not in UNANSWERED
-        if answered:
-            send(pipe, {"heard": True})
+        reply: dict[str, Any] = {}
+        what = message.pop("do")
         try:
-            reply = answers.answer(message)
+            if bench is None:
+                bench = Bench(from_plain(Job, message["job"]))
+            else:
+                reply = _answer(bench, what, message)
         except (TargetError, TargetFailed) as exc:
             reply = {"error": type(exc).__name__, "message": str(exc), "details": exc.details}
-        if answered:
-            send(pipe, reply)
+        if bench is not None and what in ("load", "describe"):
+            bench.release()
+            gc.freeze()  # going through torch's modules at each collection takes 0.4 s
+            gc.enable()
+        send(pipe, reply)

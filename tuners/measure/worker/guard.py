@@ -1,11 +1,11 @@
-"""Between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT COMMAND`.
+"""Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs none of the user's code, so nothing keeps it from its duties: when the tuning process is
-gone (LIFELINE, a pipe that it held, ends) or the worker is, it ends all that the worker ever
-started, daemons that left its session included; it keeps the last of what they print, and no more,
-or has it in the file LOG too; and it ends them when together they hold more than MEMORY bytes. It
-removes what a tuning process that is gone left in the folder ROOT. Its last words, one line of JSON
-on stdout, say how the worker ended. The standard library alone: it starts in some 20 ms.
+It runs no user code, so nothing keeps it from its duties. It ends the worker, which inherits PIPE,
+and all that the worker ever started, daemons included: when the worker ends, when the tuning
+process is gone (the reading end LIFELINE closes) or when together they hold more than MEMORY bytes.
+It keeps the end of what they print, and writes it to the file LOG. Then it prints how the worker
+ended as one line of JSON, and removes what tuning processes that are gone left in the folder ROOT.
+It imports the standard library alone, so it starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import select
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,12 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import host  # type: ignore[import-not-found]
 import scratch  # type: ignore[import-not-found]
 
-PRINTED = 2**20
-"""Bytes of output that are kept."""
 LOGGED = 2**26
 """Bytes of output that are written to the log."""
 WORDS = 4000
-"""Bytes of it that are handed on."""
+"""Bytes of the end of the output that are reported."""
 LOOK_S = 0.1
 """Between two looks at the memory in use."""
 FAMILY_S = 1.0
@@ -40,35 +37,27 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Guard:
-    """Starts a worker, and outlives it only to end what it left.
-
-    Args:
-        lifeline: the reading end of a pipe that the tuning process holds.
-        pipe: the worker's own connection to it, which it inherits.
-        memory: bytes for the worker and all that it starts, 0 for no limit.
-        log: a file for what they print, '' for none.
-    """
+    """Starts a worker, and ends what it leaves; -1, 0 and '': no pipe, no limit, no log."""
 
     def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
         self._lifeline = lifeline
         self._memory = memory
-        self._kept: deque[bytes] = deque()
-        self._size = 0
+        self._words = b""
         self._over = 0
         self._log = Path(log).open("ab", buffering=0) if log else None  # noqa: SIM115
-        # What loses its parent becomes this process's child, wherever it went.
+        # A process that loses its parent becomes this process's child, wherever it went.
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         self._wake, wake = os.pipe()
-        for end in (self._wake, wake):
+        self._output, theirs = os.pipe()
+        for end in (self._wake, wake, self._output):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._output, theirs = os.pipe()
-        os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
         os.close(theirs)
-        os.close(pipe)  # the tuning process is to see the worker's end of it close
+        if pipe >= 0:
+            os.close(pipe)  # or the tuning process would not see the worker's end of it close
         self._heard = [self._lifeline, self._output, self._wake]
         self._status: int | None = None
 
@@ -83,7 +72,7 @@ class Guard:
             if os.getppid() != guard:
                 os._exit(1)
             with contextlib.suppress(OSError):
-                # Where memory runs out this one is to go, not the tuning process.
+                # Where memory runs out the kernel is to end this one, not the tuning process.
                 Path("/proc/self/oom_score_adj").write_text("1000")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(output, 1)
@@ -106,21 +95,22 @@ class Guard:
                 self._drain()
             if self._lifeline in ready:
                 break
-            if self._memory:
-                if time.monotonic() - searched >= FAMILY_S:
-                    family, searched = host.family(self._worker), time.monotonic()
-                if self._holds_too_much(family):
-                    break
+            if self._memory and time.monotonic() - searched >= FAMILY_S:
+                family, searched = host.family(self._worker), time.monotonic()
+            if self._memory and self._holds_too_much(family):
+                break
         self._end()
         self._drain()
-        self._report()
+        code, words = os.waitstatus_to_exitcode(self._status or 0), self._words
+        said = {"code": code, "over": self._over, "words": words.decode(errors="replace")}
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(said).encode())
 
     def _holds_too_much(self, family: list[int]) -> bool:
-        if sum(map(host.resident_bytes, family)) <= self._memory:
-            return False
-        # Forked processes share most of what each of them holds.
-        held = sum(map(host.proportional_bytes, family))
-        self._over = held if held > self._memory else 0
+        if sum(map(host.resident_bytes, family)) > self._memory:
+            # Forked processes share most of what each of them holds.
+            held = sum(map(host.proportional_bytes, family))
+            self._over = held if held > self._memory else 0
         return bool(self._over)
 
     def _reap(self) -> None:
@@ -133,7 +123,7 @@ class Guard:
                     self._status = status
 
     def _end(self) -> None:
-        """End all descendants, until there are none: what is forked meanwhile is found too."""
+        """End all descendants; look again until there are none, as they may fork meanwhile."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._worker, signal.SIGKILL)
         while True:
@@ -147,7 +137,7 @@ class Guard:
             time.sleep(0.002)
 
     def _drain(self) -> None:
-        # Bounded, or a worker that prints without end would keep it from everything else.
+        # Bounded: a worker that prints without end must not keep the guard from everything else.
         for _ in range(64):
             try:
                 said = os.read(self._output, 65536)
@@ -159,18 +149,7 @@ class Guard:
             if self._log is not None and self._log.tell() < LOGGED:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
-            self._kept.append(said)
-            self._size += len(said)
-            while self._size - len(self._kept[0]) >= PRINTED:
-                self._size -= len(self._kept.popleft())
-
-    def _report(self) -> None:
-        words = b"".join(self._kept)[-WORDS:].decode(errors="replace")
-        status = self._status or 0
-        code = os.waitstatus_to_exitcode(status)
-        said = {"code": code, "over": self._over, "words": words}
-        with contextlib.suppress(OSError):
-            os.write(1, json.dumps(said).encode())
+            self._words = (self._words + said)[-WORDS:]
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
-"""The steps that were timed, made again at given weights and batches to compare them with fp32."""
+"""Repeats timed training steps at given weights and batches, to compare them with fp32."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.samples import (
-    SAMPLED,
-    Named,
-    Overflow,
-    Sample,
-    Subject,
-    move,
-    sampled,
-)
+from advisor.tuners.measure import samples
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, sampled
 from advisor.tuners.measure.workload import Workload
 
 POINTS = 4
@@ -28,50 +22,29 @@ SCALE_STEPS = 20
 
 
 class WorkloadSubject:
-    """Workloads of one task under any config: the very ones that are timed.
+    """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
 
-    Args:
-        build: a new model as all workloads have had it at first.
-        workload: the one that is timed under a config, built where it is not there.
-        device: where they train.
-        draws: whether a step draws random numbers.
-    """
+    points = POINTS
 
     def __init__(
         self,
         build: Callable[[], nn.Module],
         workload: Callable[[Config], Workload],
         device: torch.device,
-        *,
-        draws: bool,
     ) -> None:
         self._build, self._workload = build, workload
         self._device = device
-        self._draws = draws
-        self._host: Named = {}
+        self.draws = False
         self._values: Named = {}
-        self._touched: dict[Config, Workload] = {}
-
-    @property
-    def points(self) -> int:
-        """See Subject."""
-        return POINTS
-
-    @property
-    def draws(self) -> bool:
-        """See Subject."""
-        return self._draws
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         """See Subject."""
         workload = self._workload(config)
-        self._touched[config] = workload
         outputs = self._pass(workload, lambda: self._set(workload, point), point, seed)
         loss = workload.loss
         return Sample(
             outputs={
-                f"output {number}" if number else "output": one.clone()
-                for number, one in enumerate(outputs)
+                f"output {n}" if n else "output": one.clone() for n, one in enumerate(outputs)
             },
             gradients={
                 name: sampled(torch.zeros_like(weight) if weight.grad is None else weight.grad)
@@ -85,7 +58,6 @@ class WorkloadSubject:
         workload = self._workload(config)
         if workload.optimizer is None:
             return 0.0, ""
-        self._touched[config] = workload
         self._set(workload, 0)
         weights = dict(_trained(workload))
         starts = {name: _part(weight).clone() for name, weight in weights.items()}
@@ -99,25 +71,17 @@ class WorkloadSubject:
             optimizer.step()
         return _apart(weights, shadows, starts)
 
-    def restore(self) -> None:
-        """Leave all workloads as they were built, and free what comparing them took."""
-        for workload in self._touched.values():
+    def restore(self, workloads: Iterable[Workload]) -> None:
+        """Set workloads back to how they were built, and free the device memory of comparing."""
+        for workload in workloads if self._values else ():
             self._set(workload, 0)
-        self._touched.clear()
-        self._values.clear()
-
-    def forget(self, config: Config) -> None:
-        """A workload is not there any more."""
-        self._touched.pop(config, None)
+        self._values = {}
 
     def _pass(
         self, workload: Workload, begin: Callable[[], None], point: int, seed: int
     ) -> list[Tensor]:
-        """A step that no GradScaler skips; samples of its outputs.
-
-        Gradients are read after it: the optimizer leaves them as they were, but for the scale,
-        which it, or the scaler before it, divides them by.
-        """
+        """A step that no GradScaler skips; samples of its outputs. Its gradients stay as they are:
+        the optimizer, or the scaler before it, only divides them by the scale."""
         scaler = workload.advice.scaler
         for _ in range(SCALE_STEPS):
             begin()
@@ -131,31 +95,28 @@ class WorkloadSubject:
 
     @torch.no_grad()
     def _set(self, workload: Workload, point: int) -> None:
-        """Set weights, buffers and optimizer state, in place: a graph goes on with its memory."""
-        values = self._values or self._placed()
+        """Set weights, buffers and optimizer state, in place, as a graph keeps its memory."""
+        if not self._values:
+            self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
-            tensor.copy_(values[name])
-        move([weight for _, weight in _trained(workload)], point, POINTS)
+            tensor.copy_(self._values[name])
+        samples.move([weight for _, weight in _trained(workload)], point, POINTS)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def _placed(self) -> Named:
-        if not self._host:
-            model = self._build()
-            self._host = {name: tensor.detach() for name, tensor in _state(model)}
-        self._values = {name: tensor.to(self._device) for name, tensor in self._host.items()}
-        return self._values
+    @functools.cached_property
+    def _host(self) -> Named:
+        return {name: tensor.detach() for name, tensor in _state(self._build())}
 
 
 _: Callable[..., Subject] = WorkloadSubject
 
 
-def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
@@ -163,16 +124,16 @@ def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """A sample of a tensor in its own number format."""
+    """As `sampled`, in its own number format."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.contiguous().flatten()[:: dense.numel() // SAMPLED | 1]
+    return dense.contiguous().flatten()[:: dense.numel() // samples.SAMPLED | 1]
 
 
 @torch.no_grad()
 def _apart(
     weights: dict[str, nn.Parameter], shadows: dict[str, nn.Parameter], starts: Named
 ) -> tuple[float, str]:
-    """The largest part of an update that the other optimizer does not make; whose it is."""
+    """The largest part of an update that the other optimizer does not make, and its parameter."""
     worst = (0.0, "")
     for name, shadow in shadows.items():
         start, own = starts[name].double(), _part(weights[name]).double()
@@ -180,5 +141,6 @@ def _apart(
         rounding = OPTIMIZER_STEPS * torch.finfo(shadow.dtype).eps * start.norm()
         error, update = (own - shadow.double()).norm() - rounding, (shadow.double() - start).norm()
         part = float(error / update) if update > 0 else float(error > 0)
-        worst = max(worst, (part, name))
+        if not part <= worst[0]:  # also one that is not a number
+            worst = part, name
     return worst
