@@ -127,7 +127,7 @@ make_dataset = Unequal
     [
         ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
         ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
-        ("def make_dataset(): raise OSError('no disk')", TargetFailed, r"OSError: no disk \(line"),
+        ("def make_dataset(): raise OSError('no disk')", TargetFailed, r"OSError: no disk \(data\.py:"),
         (UNEQUAL, TargetFailed, r"not alike, .*stack expects each .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
         (
@@ -139,7 +139,7 @@ make_dataset = Unequal
             "class Bad(Samples):\n    def __getitem__(self, i): raise KeyError('gone')\n"
             "make_dataset = Bad",
             TargetFailed,
-            r"loading a batch raised KeyError: 'gone' \(line 1\d\)",
+            r"loading a batch raised KeyError: 'gone' \(data\.py:1\d\)",
         ),
         (
             "class Big(Samples):\n    def __getitem__(self, i): return torch.ones(5), 0\n"
