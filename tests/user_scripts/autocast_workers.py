@@ -42,7 +42,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, width=32):
+    def __init__(self, width):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, 1, 1)
         self.stages = nn.Sequential(
@@ -62,6 +62,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--pictures", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
 
@@ -75,7 +76,7 @@ def main():
         pin_memory=device.type == "cuda",
         drop_last=True,
     )
-    model = ResNet().to(device)
+    model = ResNet(args.width).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(args.epochs):
         start = time.time()
