@@ -39,7 +39,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Plan, Progress, suffices
-from advisor.unchanged import Asked
+from advisor.unchanged import Asked, larger
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -317,6 +317,9 @@ class _Tuning(ABC):
             return _Before()
         if not suffices(known.provenance.effort, plan.effort):
             self._progress.notice(f"tuned {known.provenance.how}; goes on with {plan.effort}")
+        elif larger(plan, known.provenance):
+            budgets = known.provenance.budget_s, plan.seconds
+            self._progress.notice("tuned with --budget {:g}s; goes on with {:g}s".format(*budgets))
         elif length_of(known) == plan.length(key.task.batch):
             return _Before(known=known)
         else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fingerprint
-from advisor.cache.record import Record
+from advisor.cache.record import Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import write_whole
 from advisor.errors import AdvisorError
@@ -60,12 +60,14 @@ class Asked:
     def known(self) -> Record | None:
         """The record of this call, if it was made and nothing has changed since."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AdvisorError):
-            made = json.loads(self._file.read_text())
-            if not made["state"] or made["state"] != self.state():
+            kept = json.loads(self._file.read_text())
+            if not kept["state"] or kept["state"] != self.state():
                 return None
-            record = self.records.get(made["record"])
+            record = self.records.get(kept["record"])
             same = record.key.task.command == self.command and not record.stale
-            enough = record.compares and suffices(record.provenance.effort, self.plan.effort)
+            made = record.provenance
+            enough = suffices(made.effort, self.plan.effort) and not larger(self.plan, made)
+            enough = enough and record.compares
             if same and enough and not staleness(record) and _are_installed(record.key.libraries):
                 return record
         return None
@@ -81,6 +83,11 @@ class Asked:
     def _file(self) -> Path:
         name = fingerprint(list(self.command))[:12]
         return self.records.studies.parent / "runs" / f"{name}.json"
+
+
+def larger(plan: Plan, made: Provenance) -> bool:
+    """Whether a larger budget was typed than a record was made with: its tuning goes on."""
+    return plan.budget_s is not None and plan.budget_s > made.budget_s
 
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:

@@ -18,11 +18,13 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
+from advisor.tuners.decisions import MENTIONED
 from advisor.tuners.knobs import FEEDS, caveats, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
 _MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
+_AGAIN = "Measure again with --force when it is quiet."
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
 
@@ -79,7 +81,25 @@ def gains(record: Record) -> bool:
 def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
+    if undecided(record):
+        return f"Could not tell what gains on this machine; {how}. {_AGAIN}"
     return f"Nothing to gain on this machine; {how}."
+
+
+def undecided(record: Record) -> bool:
+    """Whether something may gain as much as `advisor tune` mentions, and was not measured well
+    enough to tell, or not at all."""
+    default, seen = record.baseline.config, ratios(record.trials, record.baseline.config)
+    last = {one.config: one for one in record.trials if one.stage != "numerics"}
+    timed_out = any(one.measurement.outcome == "timed_out" for one in last.values())
+    wrong = {one.config for one in record.trials if one.measurement.outcome == "wrong"}
+    raced = {one.config: one.speedup_high for one in record.raced}
+    most = {
+        config: raced.get(config, seen.get(one.number) or 0.0)
+        for config, one in last.items()
+        if one.measurement.ok and config != default and config not in wrong
+    }
+    return timed_out or any(one >= MENTIONED for one in most.values())
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:
@@ -142,7 +162,7 @@ def said(record: Record) -> Iterator[str]:
         yield (
             f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
             "which is the limit here, was busy or shared, and the speed-up is known no better than "
-            "its interval says. Measure again with --force when it is quiet."
+            f"its interval says.{f' {_AGAIN}' if gains(record) else ''}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(FEEDS) & set(record.baseline.config)

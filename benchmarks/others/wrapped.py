@@ -2,17 +2,21 @@
 
     python benchmarks/others/wrapped.py --compile reduce-overhead --format bf16 train.py --epochs 9
 
-The first module with weights that the script calls counts as the trained model. Its calls in
-training go through autocast and torch.compile, if they have the shapes of the first one; all others
-stay eager.
+The first module with weights that the script calls counts as the trained model, or each outermost
+one with `--every`. Its calls in training go through autocast and torch.compile, if they have the
+shapes of the first one; all others stay eager. With `--seconds` it is ended after so many seconds
+of steps, the first of which do not count, and prints how many it made in a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
+import os
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,11 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 COMPILES = ("none", "default", "reduce-overhead", "cudagraphs")
 FORMATS = ("own", "tf32", "bf16")
 LAYOUTS = ("own", "channels_last")
+OWN = ("autocast", "compile")
+SETTLE_STEPS, SETTLE_S = 8, 2.0
+"""Steps of the optimizers, and seconds, that do not count."""
 
 
 def main() -> None:
@@ -33,25 +41,74 @@ def main() -> None:
     parser.add_argument("--compile", choices=COMPILES, default="none")
     parser.add_argument("--format", choices=FORMATS, default="own")
     parser.add_argument("--layout", choices=LAYOUTS, default="own")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--fused", action="store_true", help="fused optimizers")
+    parser.add_argument("--without", choices=OWN, help="what of the script's own is left out")
+    parser.add_argument("--every", action="store_true", help="wrap every outermost model")
+    parser.add_argument("--seconds", type=float, help="of steps, after which it is ended")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    wrap_first_called(args.compile, args.format, args.layout)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.fused:
+        fuse()
+    if args.without:
+        leave_out(args.without)
+    if args.seconds:
+        count_steps(args.seconds)
+    if (args.compile, args.format, args.layout) != ("none", "own", "own"):
+        wrap_called(args.compile, args.format, args.layout, every=args.every)
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = str(Path(args.script).resolve().parent)
     runpy.run_path(args.script, run_name="__main__")
 
 
-def wrap_first_called(compile_by: str, number_format: str, layout: str) -> None:
-    """Wraps the first module with weights that is called, from its second call on."""
+def wrap_called(compile_by: str, number_format: str, layout: str, *, every: bool) -> None:
+    """Wraps the first module with weights that is called, or every outermost one, from its second
+    call on."""
+    parts: set[nn.Module] = set()
 
-    def first(model: nn.Module, inputs: Any) -> None:
-        if next(model.parameters(), None) is None:
+    def called(model: nn.Module, inputs: Any) -> None:
+        if model in parts or next(model.parameters(), None) is None:
             return
-        handle.remove()
+        parts.update(model.modules())
+        if not every:
+            handle.remove()
         wrap(model, compile_by, number_format, layout)
 
-    handle = register_module_forward_pre_hook(first)
+    handle = register_module_forward_pre_hook(called)
+
+
+def fuse() -> None:
+    """Makes the optimizers of the script fused ones."""
+    for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        optimizer.__init__ = functools.partialmethod(optimizer.__init__, fused=True)
+
+
+def leave_out(own: str) -> None:
+    """Has the script's own autocast or compilation do nothing."""
+    if own == "compile":
+        torch.compile = lambda model, *args, **kwargs: model
+    else:
+        torch.autocast = lambda *args, **kwargs: nullcontext()
+
+
+def count_steps(seconds: float) -> None:
+    """Prints the steps per second of the script's optimizers after so many seconds, and ends it."""
+    begun, first, steps = 0.0, 0.0, 0
+
+    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal begun, first, steps
+        now, steps = time.perf_counter(), steps + 1
+        first = first or now
+        if not begun and steps >= SETTLE_STEPS and now - first >= SETTLE_S:
+            begun, steps = now, 0
+        elif begun and now - begun >= seconds:
+            print(json.dumps({"steps_per_s": steps / (now - begun)}), flush=True)
+            os._exit(0)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def wrap(model: nn.Module, compile_by: str, number_format: str, layout: str) -> None:

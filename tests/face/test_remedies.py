@@ -86,3 +86,25 @@ def test_a_trial_is_shown_with_the_ratio_that_was_told_when_it_ended() -> None:
     assert made.baseline.samples_per_s == 2000.0  # of the race
     shown = {row.cells[0]: row.cells[4] for row in tables.trials(made).rows}
     assert shown == {"0": "1.00x", "1": "1.50x", "2": "1.00x", "3": "1.20x"}
+
+
+def test_what_could_not_be_told_is_not_said_to_gain_nothing() -> None:
+    fast, code = DEFAULT.replace(channels_last=True), DEFAULT.replace(compile="default")
+    late = dataclasses.replace(trial(1, code), measurement=Measurement(outcome="timed_out"))
+    seemed = [measured(0, DEFAULT, 100.0), measured(1, fast, 150.0)]
+    level = [measured(0, DEFAULT, 100.0), measured(1, fast, 102.0)]
+    wide = dataclasses.replace(choice(fast), speedup=1.02, speedup_low=0.5, speedup_high=1.9)
+    narrow = dataclasses.replace(wide, speedup_low=1.0, speedup_high=1.05)
+    nothing = advising(choice(), RUN)
+
+    def said(trials: list[Trial], *raced: Choice) -> str:
+        made = dataclasses.replace(nothing, trials=tuple(trials), raced=(choice(), *raced))
+        lines = [*tables.said(made), *tables.start(made, None)]
+        assert sum("--force" in line for line in lines) == lines[-1].count("--force")
+        return lines[-1].partition(" on this machine")[0]
+
+    assert said([measured(0, DEFAULT, 100.0), late]) == "Could not tell what gains"
+    assert said(seemed) == "Could not tell what gains"
+    assert said(level, wide) == "Could not tell what gains"
+    assert said(seemed, narrow) == "Nothing to gain"
+    assert said(level) == "Nothing to gain"

@@ -50,6 +50,12 @@ def test_it_is_not_started(made: Record) -> None:
     assert not Path("started").exists()
 
 
+def test_a_larger_budget_goes_on(made: Record) -> None:
+    """`not tried for want of time` names one."""
+    more = f"{made.provenance.budget_s + 1:g}s"
+    assert asked(budget=more).known() is None
+
+
 def edited(name: str) -> Callable[[], object]:
     return lambda: Path(name).write_text("something else")
 
