@@ -18,18 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.compare import (
-    Overflow,
-    References,
-    Sample,
-    move,
-    passes,
-    plain_of,
-    sampled,
-)
+from advisor.tuners.decisions import NUDGE, SAMPLED
+from advisor.tuners.measure.compare import References, passes, plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.updates import KeptUpdates
-from advisor.tuners.measure.samples import NUDGE, SAMPLED
+from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")

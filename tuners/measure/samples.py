@@ -13,31 +13,12 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
+from advisor.tuners.decisions import COARSE, DISTURBED, DISTURBED_NOISE, NUDGE, SAMPLED
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 
-SAMPLED = 2**16 + 1
-"""Elements of one tensor that are compared, evenly taken from all."""
-SLOPE, FORMAT_SLOPE, FORMAT_TENSOR = 0.03, 0.05, 0.5
-"""How far a slope may be off: of one tensor from its format's, of all gradients together from
-fp32's, and of one tensor from fp32's. Single tensors are off by what a format is: on an H200 plain
-bf16 took 10% from the slope of GPT-2's last bias, and added 6% to a layer of ResNet-18."""
-COHERENT = 1.0
-"""Part of a format's error in a tensor that may lie along its gradient: two choices of algorithms
-for ResNet-50 in bf16, each 11% off fp32 in a layer, were 7.5% off along it to opposite sides."""
-ERRORS = 4.0
-"""Standard errors that are allowed beyond a limit."""
-NUDGE = 1e-6
-"""Relative change of weights that shows what rounding alone does to a tensor: eight units in the
-last place of float32."""
-COARSE, SENSITIVE = 2.0**-8, 3.0
-"""Relative change of weights that shows what rounding to a number format does to fp32's gradient:
-a unit in the last place of bf16; and times as much that a format may take from it. Gradients of
-deep networks shatter: on an H200 bf16 left a third of that of a fresh FCN-ResNet50 along fp32's."""
-SCALED, NOISE = 1.25, 0.1
-"""How far weights are disturbed: each tensor by a factor, which slopes show, each element beyond
-that, which errors show."""
-
 Named = dict[str, Tensor]
+
+FP32_NOT_FINITE = Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
 
 
 class Overflow(Exception):
@@ -53,8 +34,8 @@ class Sample:
     """One forward and backward pass: what it returned and every parameter's gradient.
 
     Attributes:
-        outputs, gradients: by name, each as `sampled` gives it, with memory of its own.
-        loss: of this pass; None where it is not known.
+        outputs, gradients: by name, each made by `sampled`, with memory of its own.
+        loss: None if it is not known.
     """
 
     outputs: Named
@@ -63,8 +44,12 @@ class Sample:
 
     @property
     def tensors(self) -> Named:
-        """All of them; outputs by their names, which no parameter has."""
+        """Outputs, then gradients; no parameter has an output's name."""
         return self.outputs | self.gradients
+
+    def label(self, name: str) -> str:
+        """What to call a tensor in a sentence."""
+        return f"the {name}" if name in self.outputs else f"the gradient of {name}"
 
 
 class Subject(Protocol):
@@ -82,8 +67,7 @@ class Subject(Protocol):
         """Make one pass, with the weights that `move` makes of the kept ones for this point.
 
         Args:
-            point: below `points`; `points` more for the same with weights nudged by NUDGE, twice
-                as many more by COARSE.
+            point: below `points`; add `points` for weights nudged by NUDGE, twice that for COARSE.
             seed: of the random numbers.
 
         Raises:
@@ -92,15 +76,15 @@ class Subject(Protocol):
         """
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """The largest part of an update that a config's optimizer makes otherwise than the script's
-        own from the same gradients, with the parameter's name; (0, '') where it has no own."""
+        """The largest difference of an update by a config's optimizer from the script's own, as
+        part of the update, and the parameter's name; (0, '') if the config sets no optimizer."""
 
 
 @torch.no_grad()
 def move(weights: Sequence[Tensor], point: int, points: int) -> None:
     """Change kept weights, in place, to those of a point, alike under every config.
 
-    Values that were computed from the kept weights, as constants of compiled code, no longer fit.
+    Values computed from the kept weights, such as constants of compiled code, no longer fit.
     """
     disturbed, nudged = point % points >= points // 2, point >= points
     if not (disturbed or nudged):
@@ -112,10 +96,10 @@ def move(weights: Sequence[Tensor], point: int, points: int) -> None:
         noise = 2 * torch.rand(weight.shape, generator=draw, device=weight.device) - 1
         if disturbed:
             # Up and down in turn, so that no activation grows with the depth.
-            factor = SCALED if seen[weight.dim()] % 2 else 1 / SCALED
+            factor = DISTURBED if seen[weight.dim()] % 2 else 1 / DISTURBED
             seen[weight.dim()] += 1
-            zeros = 0.2 * NOISE * noise * (weight == 0)
-            weight.copy_(weight * (factor * (1 + NOISE * noise)) + zeros)
+            zeros = 0.2 * DISTURBED_NOISE * noise * (weight == 0)
+            weight.copy_(weight * (factor * (1 + DISTURBED_NOISE * noise)) + zeros)
         if nudged:
             weight.mul_(1 + (NUDGE if point < 2 * points else COARSE) * noise)
 
@@ -156,8 +140,10 @@ class Sampler:
         return self._took_s.get(config, 0.0)
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Raises:
-        NoTime: another one like the last of this config does not fit.
+        """As `Subject.sample`.
+
+        Raises:
+            NoTime: the config's last sample took longer than is left.
         """
         began = time.perf_counter()
         if self.left_s() < self.took_s(config):
@@ -169,17 +155,11 @@ class Sampler:
         return found
 
 
-def label(name: str, sample: Sample) -> str:
-    """What a tensor is called in a sentence."""
-    return f"the {name}" if name in sample.outputs else f"the gradient of {name}"
-
-
-def fp32_not_finite() -> Compared:
-    """The verdict where there is nothing to compare with."""
-    return Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+def wrong(reason: str, blames: str) -> Compared:
+    """The verdict on a fault; `blames` as in `Compared`."""
+    return Compared(outcome="wrong", reason=reason, blames=blames)
 
 
 def not_finite(blames: str) -> Compared:
-    """A verdict."""
-    reason = "an output or a gradient is not finite"
-    return Compared(outcome="wrong", reason=reason, blames=blames)
+    """The verdict on a pass whose outputs or gradients are not finite."""
+    return wrong("an output or a gradient is not finite", blames)

@@ -1,15 +1,15 @@
 """The steps of a running script as a Subject: its models' calls, made again under any config.
 
-Of four steps, which the script makes unmodified, what its models are called with is kept, and the
-gradient that comes back to what they return; and the weights as they were then. A pass copies these
-weights into the parameters, makes the calls of one step as training makes them, through the code
-that was compiled for a config, takes the kept gradient back through each, and puts everything back.
+While the script makes four unmodified steps, each call of its models is kept: the arguments, and
+the gradient that comes back to what it returned. So are the weights at the first. A pass copies
+these weights into the parameters, makes the calls of one step through the code that was compiled
+for a config, takes the kept gradients back through them, and puts everything back.
 
 What this does not see:
-- The loss's own code runs once. How far a loss would be off is told by its tangent, which is exact
-  where the model returns its loss.
+- The loss's own code runs once. How far a loss would be off is estimated by its tangent, which is
+  exact where the model returns its loss.
 - An error that only adds up over many updates.
-- Of a step of many micro-batches those beyond the first, and gradients of gradients.
+- Micro-batches of a step beyond the first ones, and gradients of gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,19 +34,17 @@ from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
+from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.lasting import Beyond, Held, hooked
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, move, sampled
 
-STEPS = 4
-"""Steps of the script that are kept, each a point: half of them for the kept weights."""
-CALLS = 8
-"""Calls of one step that are made again, at most."""
-ROOM = 3.0
-"""Times the weights' memory that must be free for keeping them on the device: the copy that is
-kept, that of the script's own meanwhile, and the gradients of a pass."""
+_Place = tuple[dict[str, Any], str]
+"""Where a module holds a parameter or buffer, which the script may replace by another."""
+_Autocast = tuple[str, torch.dtype, bool, bool]
+"""The arguments of torch.autocast: device, dtype, enabled, caches weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +52,11 @@ class _Kept:
     """A call that the script made.
 
     Attributes:
-        given: its arguments, cloned; `autocast` and `drawn` the state that it was made in.
-        needs: of each of the models' parameters whether it required a gradient.
+        given: its arguments, cloned; `autocast` as it was then.
+        needs: for each of the models' parameters, whether it required a gradient.
+        lost: called where a gradient could not be kept.
         back: the gradient of each tensor that it returned; None where none came.
-        slope: the sum of what it returned times these.
-        lost: told why a gradient could not be kept.
+        slope: the sum of these times what it returned.
     """
 
     call: Call
@@ -95,48 +93,20 @@ class _Step:
     loss: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Autocast:
-    """The state of autocast on a device."""
-
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-    caches: bool
-
-    @classmethod
-    def now(cls, kind: str) -> _Autocast:
-        """As it is."""
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return cls(kind, enabled, dtype, torch.is_autocast_cache_enabled())
-
-    def again(self) -> AbstractContextManager[object]:
-        """A context with that state, which compiled code looks at."""
-        if self == _Autocast.now(self.kind):
-            return nullcontext()
-        return torch.autocast(self.kind, self.dtype, self.enabled, self.caches)
-
-
-_Place = tuple[dict[str, Any], str]
-"""Where a module holds a parameter or buffer, which the script may replace by another."""
-
-
 class KeptCalls:
-    """Compares configs with strict fp32 on a script's own steps, as a Subject.
-
-    It is a pilot's Watch.
+    """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
 
     Args:
-        careful: the run is one that counts: a model is called again only where all that its own
-            call leaves behind is put back.
+        careful: the run is a real one: a model is called again only if everything that its own
+            call leaves behind can be put back.
     """
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
-        self._switch: Switch | None = None
         self._drop()
 
     def _drop(self) -> None:
+        self._switch: Switch | None = None
         self._unhook: Callable[[], None] = _nothing
         self._refused = ""
         self._steps: list[_Step] = []
@@ -155,17 +125,16 @@ class KeptCalls:
         self._placed = -1
 
     def close(self) -> None:
-        """Let go of the model, and of all that was kept of it."""
+        """See Watch."""
         self._unhook()
         self._drop()
-        self._switch = None
 
     @property
-    def ready(self) -> bool:
-        """Whether a config can be compared without another step of the script."""
-        return bool(self._refused) or len(self._steps) == STEPS
+    def _ready(self) -> bool:
+        """A config can be compared without another step of the script."""
+        return bool(self._refused) or len(self._steps) == KEPT_STEPS
 
-    # What a pilot calls.
+    # A Watch.
 
     def begin(
         self,
@@ -174,7 +143,7 @@ class KeptCalls:
         device: torch.device,
         asked: Comparison,
     ) -> bool:
-        """As `Watch.begin`: the script makes its next steps unmodified, unless they are kept."""
+        """See Watch."""
         self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
             self.close()
@@ -183,47 +152,45 @@ class KeptCalls:
             self._modules = list({m: None for one in trained for m in one.model.modules()})
             if self._careful:
                 self._refused = _beyond_repeating(self._modules)
-        if not self.ready:
-            self._set(switch.own)
+        if not self._ready:
+            switch.set(switch.own)
             self._look()
-        return self.ready
+        return self._ready
 
     def stepped(self) -> bool:
-        """As `Watch.stepped`."""
-        if not self.ready:
-            self._step_over()
-            (self._rest if self.ready else self._look)()
-        return self.ready
-
-    def _step_over(self) -> None:
-        self._unhook()
-        calls = [one for one in self._calls if any(g is not None for g in one.back)]
-        if calls and not self._raised:
-            loss = float(torch.stack(self._losses).sum()) if self._losses else None
-            self._steps.append(_Step(calls, loss))
-            if self._updates is None:
-                self._updates = KeptUpdates(self._of_switch.optimizers)
-        self._calls = []
+        """See Watch."""
+        if not self._ready:
+            self._unhook()
+            calls = [one for one in self._calls if any(g is not None for g in one.back)]
+            if calls and not self._raised:
+                loss = float(torch.stack(self._losses).sum()) if self._losses else None
+                self._steps.append(_Step(calls, loss))
+                if self._updates is None:
+                    self._updates = KeptUpdates(self._of_switch.optimizers)
+            self._calls = []
+            (self._rest if self._ready else self._look)()
+        return self._ready
 
     def verdict(self) -> tuple[str, str, str]:
-        """As `Watch.verdict`."""
-        ends = self._began + self._asked.left_s
-        found = self.compare(self._asked, lambda: ends - time.monotonic())
+        """See Watch."""
+        found = self._compared()
         if self._careful and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
 
-    def compare(self, asked: Comparison, left_s: Callable[[], float]) -> Compared:
-        """Compare a config with strict fp32; the script has its own config afterwards."""
+    def _compared(self) -> Compared:
         self._rest()
         if not self._refused and len(self._steps) < 2:
             self._refused = "no gradient came back to what the model returned"
         if self._refused:
             return Compared(outcome=UNVERIFIED, reason=self._refused)
+        asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
         with self._aside():
-            return self._references.compare(asked.candidate, asked.plain, left_s=left_s)
+            return self._references.compare(
+                asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
+            )
 
     # A Subject.
 
@@ -241,7 +208,7 @@ class KeptCalls:
         """See Subject."""
         with self._aside() as held, torch.enable_grad():
             if self._of_switch.config != config:
-                self._set(config)
+                self._of_switch.set(config)
             self._place(point)
             if self._draws:
                 torch.manual_seed(seed)
@@ -263,17 +230,17 @@ class KeptCalls:
         return point % self.points >= self.points // 2
 
     def _pass(self, step: _Step, *, disturbed: bool) -> Sample:
-        """Make the calls of a step; what each holds for its backward pass is gone after it."""
+        """Make the calls of a step, each with its backward pass before the next one."""
         outputs: Named = {}
         gradients: Named = {}
         slope = torch.zeros((), device=self._device)
         for number, kept in enumerate(step.calls):
             of = f" of call {number}" if len(step.calls) > 1 else ""
-            for tensor, needs in zip(_there(self._parameters), kept.needs, strict=True):
-                if tensor.requires_grad != needs:
-                    tensor.requires_grad_(needs)
+            _require(_there(self._parameters), kept.needs)
             args, kwargs = mapped(_fresh, kept.given)
-            with kept.autocast.again():
+            # Compiled code looks at its state.
+            same = kept.autocast == _autocast(self._device.type)
+            with nullcontext() if same else torch.autocast(*kept.autocast):
                 found = _floating(kept.call.act(*args, **kwargs))
             pairs = [
                 (o, g.to(o.dtype)) for o, g in zip(found, kept.back, strict=True) if g is not None
@@ -283,22 +250,12 @@ class KeptCalls:
                 outputs[f"output {n}{of}"] = sampled(output).to(self._device)
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            self._take_back(pairs, wanted, gradients)
+            _take_back(pairs, wanted, gradients, self._device)
         loss = None
         if step.loss is not None and not disturbed:
             own = [kept.slope for kept in step.calls if kept.slope is not None]
             loss = step.loss + float(slope - torch.stack(own).sum())
         return Sample(outputs=outputs, gradients=gradients, loss=loss)
-
-    def _take_back(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named, gradients: Named
-    ) -> None:
-        """Add to the gradients of these what comes back to them."""
-        outputs, back = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, list(wanted.values()), back, materialize_grads=True)
-        for name, gradient in zip(wanted, found, strict=True):
-            taken = sampled(gradient).to(self._device)
-            gradients[name] = gradients[name].add_(taken) if name in gradients else taken
 
     # What is kept, and put back.
 
@@ -307,15 +264,14 @@ class KeptCalls:
         assert self._switch is not None, "it has begun"
         return self._switch
 
-    def _set(self, config: Config) -> None:
-        self._of_switch.set(config)
-
     def _look(self) -> None:
         """Keep the calls of the step that begins, and before the first one the weights."""
         self._calls, self._losses, self._raised = [], [], False
         try:
             if not self._values:
-                self._keep_values()
+                self._parameters = _places([one._parameters for one in self._modules])
+                self._buffers = _places([one._buffers for one in self._modules])
+                self._values = self._copies()
         except RuntimeError as exc:  # out of memory
             self._lost(exc)
             return
@@ -327,35 +283,27 @@ class KeptCalls:
         """Keep no more calls."""
         self._unhook()
         self._unhook = _nothing
-        if self._switch is not None:
-            for call in self._switch.calls:
-                act = call.act
-                if isinstance(act, functools.partial) and act.func == self._keep:
-                    call.act = call.plain
-
-    def _keep_values(self) -> None:
-        self._parameters = _places([one._parameters for one in self._modules])
-        self._buffers = _places([one._buffers for one in self._modules])
-        self._values = self._copies()
+        for call in self._switch.calls if self._switch else ():
+            act = call.act
+            if isinstance(act, functools.partial) and act.func == self._keep:
+                call.act = call.plain
 
     def _tensors(self) -> list[Tensor]:
         return _there(self._parameters + self._buffers)
 
     def _copies(self) -> list[Tensor]:
-        """Of all weights and buffers; on the host where the device has little room."""
-        found = self._tensors()
-        roomy = self._device.type != "cuda"
-        if not roomy:
-            free = torch.cuda.mem_get_info(self._device)[0]
-            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            roomy = free + unused > ROOM * sum(tensor.nbytes for tensor in found)
-        if roomy:
-            return [tensor.detach().clone() for tensor in found]
-        return [tensor.detach().to("cpu", copy=True) for tensor in found]
+        """Copies of all weights and buffers; on the host where the device has little room."""
+        found, device = self._tensors(), self._device
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            if free <= KEPT_ROOM * sum(tensor.nbytes for tensor in found):
+                return [tensor.detach().to("cpu", copy=True) for tensor in found]
+        return [tensor.detach().clone() for tensor in found]
 
     def _keep(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if self._refused or len(self._calls) >= CALLS:
-            self._unhook()  # the losses of what is not made again are none of it
+        if self._refused or len(self._calls) >= KEPT_CALLS:
+            self._unhook()  # the losses of calls that are not made again do not count
             return call.plain(*args, **kwargs)
         try:
             given = mapped(_fresh, (args, kwargs))
@@ -363,7 +311,7 @@ class KeptCalls:
             self._lost(exc)
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in _there(self._parameters)]
-        kept = _Kept(call, given, _Autocast.now(self._device.type), needs, self._lost)
+        kept = _Kept(call, given, _autocast(self._device.type), needs, self._lost)
         drawn = Drawn()
         beyond = Beyond(self._modules) if self._careful else None
         try:
@@ -396,7 +344,8 @@ class KeptCalls:
         if self._held is not None:
             yield self._held
             return
-        self._set(self._of_switch.own)
+        switch = self._of_switch
+        switch.set(switch.own)
         drawn, held, tensors, values = Drawn(), Held(self._modules), self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
         self._held, self._placed = held, -1
@@ -404,16 +353,14 @@ class KeptCalls:
             yield held
         finally:
             self._held = None
-            self._set(self._of_switch.own)
+            switch.set(switch.own)
             held.put_attributes()
             _copy(tensors, values)
-            for tensor, one in zip(tensors, needs, strict=True):
-                if tensor.requires_grad != one:
-                    tensor.requires_grad_(one)
+            _require(tensors, needs)
             drawn.put()
 
     def _place(self, point: int) -> None:
-        """Have the kept buffers in place, and the weights of a point."""
+        """Put the kept buffers in place, and the weights of a point."""
         weights = point // self.points * 2 + self._disturbed(point)
         parameters, count = _there(self._parameters), len(self._parameters)
         _copy(_there(self._buffers), self._values[count:])
@@ -421,6 +368,22 @@ class KeptCalls:
             _copy(parameters, self._values[:count])
             move(parameters, point, self.points)
             self._placed = weights
+
+
+def _take_back(
+    pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named, into: Named, device: torch.device
+) -> None:
+    """Add samples of the gradients of these tensors, by (output, its gradient)."""
+    outputs, back = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(wanted.values()), back, materialize_grads=True)
+    for name, gradient in zip(wanted, found, strict=True):
+        taken = sampled(gradient).to(device)
+        into[name] = into[name].add_(taken) if name in into else taken
+
+
+def _autocast(kind: str) -> _Autocast:
+    enabled, caches = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), enabled, caches
 
 
 def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
@@ -440,12 +403,18 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
+def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:
+    for tensor, one in zip(tensors, needs, strict=True):
+        if tensor.requires_grad != one:
+            tensor.requires_grad_(one)
+
+
 def _nothing() -> None:
     """What takes no hook away."""
 
 
 def _beyond_repeating(modules: Sequence[nn.Module]) -> str:
-    """Why models whose run counts are not called again, whatever a call does; or ''."""
+    """Why the models of a real run cannot be called again, whatever a call does; or ''."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
         return "of several processes one might wait for another within a call made again"
@@ -476,15 +445,11 @@ def _floating(value: Any) -> list[Tensor]:
 
 def _fresh(tensor: Tensor) -> Tensor:
     """A clone with the same strides, which compiled code looks at."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    compact = tensor.detach()
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride == 0:
-            compact = compact.narrow(dim, 0, 1)
-    shape, strides = compact.shape, compact.stride()
-    clone = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-    clone.copy_(compact)
-    if shape != tensor.shape:
-        clone = clone.expand(tensor.shape)
+    own = tensor.detach()
+    if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
+        shape, strides = tensor.shape, tensor.stride()
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        clone = own.as_strided((extent,), (1,)).clone().as_strided(shape, strides)
+    else:
+        clone = own.clone()
     return clone.requires_grad_(tensor.requires_grad)

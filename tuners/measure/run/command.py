@@ -1,12 +1,13 @@
-"""The user's command as a process: started with a pilot inside, ended with all that it started."""
+"""The user's command as a process, with a pilot inside; and a script that runs already."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -34,11 +35,11 @@ CONTAINED = {
     "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Switches by which libraries report to nobody, or to a folder, {}, that is removed. There is none
-for what a script saves or pushes itself, nor for the folder of Lightning's loggers."""
+"""Have libraries report to nobody, or to a folder, {}, that is removed. Nothing stops what a script
+saves or pushes itself, nor the loggers of Lightning."""
 COLLECTS = {"TORCH_CUDAGRAPH_GC": "1"}
-"""Garbage is collected before a CUDA graph is captured (torch.compiler.config): a graph of a config
-that is over ends one that is being captured if it ends meanwhile."""
+"""Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that is freed
+meanwhile breaks the capture."""
 
 
 class Command(Guarded):
@@ -51,14 +52,7 @@ class Command(Guarded):
         UsageError: as `measurable`; the temporary folder's name is too long for a socket.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        injected: Path,
-        log: Path,
-        more: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
         path = measurable(words)
         self._folder = Scratch()
         secret = secrets.token_bytes(32)
@@ -76,14 +70,13 @@ class Command(Guarded):
             **os.environ,
             **COLLECTS,
             **{name: value.format(scratch) for name, value in CONTAINED.items()},
-            # Here and not in the scratch folder: what one start compiles the next one loads.
+            # Not in the scratch folder: the next start loads what this one compiles.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             or inductor_folder(),
             "TMPDIR": str(scratch),
             **bringing(injected),
             ADDRESS: self._address,
             SECRET: secret.hex(),
-            **(more or {}),
         }
         super().__init__([path, *words[1:]], log=log, environment=environment)
 
@@ -94,16 +87,16 @@ class Command(Guarded):
         return noted(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
-        """The line to a pilot, if one comes within so long."""
-        socket = self._listener._listener._socket  # type: ignore[attr-defined] # to wait for one
-        if wait([socket], seconds):
-            # One that was gone before it had said anything is none.
+        """The next pilot's connection, if one comes within so long."""
+        listening = self._listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        if wait([listening], seconds):
+            # A process may be gone before it has said anything.
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
                 return self._listener.accept()
         return None
 
     def whole(self) -> None:
-        """All processes of the job are there: another one that trains is refused, and goes on."""
+        """All processes of the job are there; others that train go on unmeasured."""
         self._listener.close()
 
     def end(self) -> None:
@@ -113,8 +106,34 @@ class Command(Guarded):
         self._folder.remove()
 
 
+class AttachedScript:
+    """A script that started this process, and ends with it; in the place of a Command."""
+
+    ended, note = False, ""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+
+    def accepted(self, seconds: float) -> Connection | None:
+        """As Command."""
+        if not wait([self._listening], seconds):
+            return None
+        return Connection(self._listening.accept()[0].detach())
+
+    def whole(self) -> None:
+        """As Command: nobody else calls."""
+
+    def obituary(self) -> tuple[int, str]:
+        """As Command: how the script ended is not known here."""
+        return 1, ""
+
+    def end(self) -> None:
+        """The script is left alone."""
+        self._listening.close()
+
+
 class Shown:
-    """Hands on what is written to a log, from its end on, until the context is over."""
+    """Shows what is written to a log, while the context lasts."""
 
     def __init__(self, log: Path, show: Callable[[str], None]) -> None:
         self._log, self._show = log, show

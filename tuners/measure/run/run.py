@@ -14,37 +14,28 @@ from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.decisions import MOST_STARTS, NEAR_BATCH, RESTARTS, SHARED_MEMORY, START_S
+from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import Shown
+from advisor.tuners.measure.run.command import Command, Shown
 from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.session import Ended, Flight, Session
+from advisor.tuners.measure.run.session import Ended, Flight
 
-START_S = 1800.0
-"""Until a command's first steps: it may read its data first. Later starts have what is left of the
-budget."""
-RESTARTS = 3
-"""Starts in a row of which none comes through a block: the command is over too soon."""
-TOGETHER = 0.7
-"""Of the device's memory that starts may take at once."""
-MOST_TOGETHER = 3
-"""Starts that wait for their turns at once: what an option of the script sets takes one each."""
-NEAR_BATCH = 0.25
-"""A batch that differs by a smaller share is the one that was asked for: an epoch's last is less.
-"""
+SAVE_S = 30.0
+"""For putting what was compiled into a file."""
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A command that is measured, started anew where it ended.
+    """A command that is measured, and started anew where it ended.
 
     Args:
         command: its words; `log` for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
-        notice: told what the user should know.
 
     Attributes:
         own: what the script does itself; set once its space is known.
@@ -67,7 +58,7 @@ class Run:
         self.tolerance = 0.0
         self.memory = 0
         self._sessions: dict[tuple[str, ...], Flight] = {}
-        """By the words of the command, the one that was used last at the end."""
+        """By the words of the command; the last one used comes last."""
         self._processes = 1
         self._survived = 0
         """Steps that the command has made unmodified, after one that failed."""
@@ -143,7 +134,7 @@ class Run:
                 block = flight.block(self._within(config), self.own, steps, warm, until)
             except Ended as exc:
                 last = exc
-                made = self._end(config)
+                made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
                     raise self._timed_out(config, exc, before) from exc
                 self._check_own(exc, made, until)
@@ -159,8 +150,8 @@ class Run:
         raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
 
     def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
-        """What to raise where no time is left; `before`: how the start before this one ended, which
-        says more of an unmodified script than that another one had no time."""
+        """What to raise where no time is left. How the start before this one ended says more about
+        an unmodified script."""
         if before is None:
             return ConfigFailed("timed_out", str(ended))
         if config != self.own:
@@ -177,7 +168,7 @@ class Run:
             try:
                 return self._ensured(config, until).compare(asked, self.own, until)
             except Ended as exc:
-                self._check_own(exc, self._end(config), until)
+                self._check_own(exc, self._end(self._words(config)), until)
                 if exc.outcome == "timed_out":
                     return Compared(UNVERIFIED, "the budget was over before it was compared")
                 last = str(exc)
@@ -198,13 +189,10 @@ class Run:
     def stop(self) -> None:
         """End the command and everything it started."""
         while self._sessions:
-            self._end_one(next(iter(self._sessions)))
+            self._end(next(iter(self._sessions)))
 
-    def _end(self, config: Config) -> int:
-        """End the start of the command that a config takes; the steps that it was told to make."""
-        return self._end_one(self._words(config))
-
-    def _end_one(self, words: tuple[str, ...]) -> int:
+    def _end(self, words: tuple[str, ...]) -> int:
+        """End a start of the command; the steps that it was told to make."""
         session = self._sessions.pop(words, None)
         if session is None:
             return 0
@@ -212,19 +200,20 @@ class Run:
         return session.made
 
     def _check_own(self, ended: Ended, made: int, until: float) -> None:
-        """See whether the unmodified command goes on for as many steps as one that failed with what
-        a script rather raises by itself, or that another config had failed with.
+        """Where a start failed as scripts do by themselves, or as another config did: see whether
+        the unmodified command survives as many steps.
 
         Raises:
-            TargetFailed: it fails too.
+            TargetFailed: it does not.
         """
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
+        words = self._words(self.own)
         try:
-            self._end(self.own)
+            self._end(words)
             flight = self._ensured(self.own, until)
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
@@ -233,7 +222,7 @@ class Run:
         except ConfigFailed:
             return
         except Ended as exc:
-            self._end(self.own)
+            self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
                 within = f"within {max(1, made)} steps"
                 raise TargetFailed(
@@ -249,7 +238,7 @@ class Run:
         return self._command.within(config, self.own)
 
     def _ensured(self, config: Config, until: float) -> Flight:
-        """The command at its first steps, as its options set it for a config.
+        """The command at its first steps, with its options set for a config.
 
         Raises:
             Ended: it did not come so far, or its options set something else.
@@ -260,7 +249,8 @@ class Run:
             session.end()
             session = None
         if session is None:
-            self._make_room(config)
+            while self._sessions and not self._has_room(config):
+                self._end(next(iter(self._sessions)))
             session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
         for name in self._command.changed(config, self.own):
@@ -268,34 +258,24 @@ class Run:
         return session
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
-        return Session(
-            words, injected=self._injected, log=self._log, shown=self._shown, start_s=start_s
-        )
-
-    def _make_room(self, config: Config) -> None:
-        """End the starts, what was not used for longest first, that may not run beside another."""
-        while self._sessions and not self._has_room(config):
-            self._end_one(next(iter(self._sessions)))
+        command = Command(words, injected=self._injected, log=self._log)
+        return Flight(command, start_s=start_s, log=None if self._shown else self._log)
 
     def _has_room(self, config: Config) -> bool:
         """Whether one more start may run: a launcher of several processes holds a port, and the
         device's memory is for all."""
-        if self._processes > 1 or len(self._sessions) >= MOST_TOGETHER:
+        if self._processes > 1 or len(self._sessions) >= MOST_STARTS:
             return False
         own = self.own.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
-        return not self.memory or taken <= TOGETHER * self.memory
-
-
-SAVE_S = 30.0
-"""For putting what was compiled into a file."""
+        return not self.memory or taken <= SHARED_MEMORY * self.memory
 
 
 def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> Comparison:
     """What compares a config with strict fp32."""
     fp32 = knobs.strict(own)
-    plain = fp32.replace(**config.only(*knobs.FORMATS))
+    plain = plain_of(config, fp32)
     return Comparison(fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s)
 
 

@@ -1,13 +1,12 @@
-"""One start of a command, and the pilots in it: they are told which steps to make, and answer."""
+"""One start of a command: tells its pilots which steps to make, and hears how they went."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -19,15 +18,15 @@ from advisor.tuners.act.pilot.line import OVER
 from advisor.tuners.act.pilot.orders import Comparison, Feed, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.run.command import Command
+from advisor.tuners.measure.run.command import AttachedScript, Command
 from advisor.tuners.measure.run.guarded import how
 
 LOOK_S = 0.2
-"""Between two looks whether a command that says nothing still runs."""
+"""Between two looks whether a silent command still runs."""
 TOGETHER_S = 60.0
-"""Between the processes of a job that come to their first steps."""
+"""Between the first steps of a job's first process and those of its last."""
 END_S = 15.0
-"""For a command one of whose processes is gone to be over."""
+"""For a command to end once one of its processes has."""
 GONE_OF_SEVERAL = "one of its processes is gone, others are not"
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
@@ -38,14 +37,17 @@ SOONER = "give a larger --budget, or a command that comes to its steps sooner"
 MEND = "mend that first"
 
 
+T = TypeVar("T")
+
+
 class Ended(Exception):
-    """The command is over, makes no steps any more, or answers nonsense.
+    """The command is over, makes no more steps, or answers nonsense.
 
     Attributes:
         outcome: as in `Measurement`.
         code: 0 where it ended well.
         said: how it ended before its first steps.
-        own: whether it ended as a script does rather by itself.
+        own: whether scripts rather end so by themselves than because of a config.
     """
 
     def __init__(
@@ -55,47 +57,29 @@ class Ended(Exception):
         self.outcome, self.code, self.said, self.own = outcome, code, said, own
 
 
-class Running(Protocol):
-    """What runs with pilots inside; a Command is one."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over by itself."""
-
-    def accepted(self, seconds: float) -> Connection | None:
-        """The line to a pilot, if one comes within so long."""
-
-    @property
-    def note(self) -> str | None:
-        """As `Command.note`."""
-
-    def whole(self) -> None:
-        """All processes of the job are there."""
-
-    def obituary(self) -> tuple[int, str]:
-        """(Exit code, the last line that it printed), once it is over."""
-
-    def end(self) -> None:
-        """Have no more to do with it."""
-
-
 class Flight:
-    """The pilots in what runs: its processes wait for orders between two blocks.
+    """The pilots in a command that runs: its processes wait for orders between two blocks.
 
     Args:
         start_s: until its first steps, at most.
-        log: what it prints goes to that; None where it was shown as it came.
+        log: where its output goes; None where that was shown.
         real: it is the user's real run, which nothing may end and whose memory is scarce.
 
     Attributes:
-        made: steps that it was told to make, those included that it did not come to.
+        seen: what the first process saw of the script.
+        made: steps that it was told to make, including those that it did not reach.
 
     Raises:
-        Ended: it was over before its first steps, or none came in time.
+        Ended: it was over before its first steps, or they did not come in time.
     """
 
     def __init__(
-        self, command: Running, *, start_s: float, log: Path | None, real: bool = False
+        self,
+        command: Command | AttachedScript,
+        *,
+        start_s: float,
+        log: Path | None,
+        real: bool = False,
     ) -> None:
         self._log, self._real = log, real
         self._failed: dict[str, Any] = {}
@@ -120,7 +104,7 @@ class Flight:
 
         Args:
             own: what the script does itself.
-            until: by time.monotonic(), when it is given up.
+            until: when to give up, by time.monotonic().
 
         Raises:
             Ended: it is over. ConfigFailed: the config failed, and the command goes on.
@@ -145,15 +129,12 @@ class Flight:
             Ended: it is over.
         """
         order = Order(config=own, steps=1, own=own, compare=asked)
-        try:
-            laps = self._laps(order, until, strict=False)
-        except ConfigFailed as exc:
-            return Compared(exc.outcome, str(exc))
+        laps = self._laps(order, until, strict=False)
         worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
 
     def forget(self, config: Config) -> None:
-        """Free what a config has compiled, with the next order."""
+        """Free a config's compiled code, with the next order."""
         self._forget = config
 
     def save(self, file: Path, own: Config, until: float) -> None:
@@ -165,7 +146,7 @@ class Flight:
         self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
 
     def leave(self, config: Config, own: Config, found: str) -> None:
-        """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
+        """Have it train on with a config; this is the last order. `found`: see `Order`."""
         self._tell(Order(config=config, own=own, found=found, careful=True))
 
     def end(self) -> None:
@@ -214,7 +195,7 @@ class Flight:
                 raise Ended("timed_out", self._never(f"it has run for {start_s:.0f} s", SOONER))
         return pipe
 
-    def _heard(self, pipe: Connection, what: str, cls: type[Any], until: float) -> Any:
+    def _heard(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
             while not pipe.poll(LOOK_S):
                 if self._command.ended and not pipe.poll(0):
@@ -268,7 +249,7 @@ class Flight:
 
 
 def borrowed(feed: Feed) -> float:
-    """Share of the batches taken from a loader whose workers were all busy and did not refill its
+    """The share of batches taken from a loader whose workers were all busy and did not refill its
     queue meanwhile. A single batch may be chance."""
     if feed.lent <= 1 or not feed.taken:
         return 0.0
@@ -277,29 +258,3 @@ def borrowed(feed: Feed) -> float:
 
 def _after_colon(said: str) -> str:
     return f": {said}" if said else ""
-
-
-class Session(Flight):
-    """A command that is started here, and runs until `end`.
-
-    Args:
-        words: of the command; `log` for what it prints, which is `shown` as it comes or not.
-        injected: the folder with the sitecustomize that brings the pilot.
-        start_s: until its first steps, at most.
-
-    Raises:
-        UsageError: there is no such program.
-        Ended: it was over before its first steps, or none came in time.
-    """
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        injected: Path,
-        log: Path,
-        start_s: float,
-        shown: bool = False,
-    ) -> None:
-        command = Command(words, injected=injected, log=log)
-        super().__init__(command, start_s=start_s, log=None if shown else log)

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.samples import (
-    SAMPLED,
-    Named,
-    Overflow,
-    Sample,
-    Subject,
-    move,
-    sampled,
-)
+from advisor.tuners.decisions import SAMPLED
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, sampled
 from advisor.tuners.measure.workload import Workload
 
 POINTS = 4
