@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,32 +14,18 @@ from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.target import Loaded, failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
-    """What a workload is fed with.
-
-    Attributes:
-        batch: samples in one.
-        seed: of its numbers.
-        count: different batches of each shape, which are cycled through.
-        given: batches in the place of made-up ones.
-    """
-
-    batch: int
-    seed: int
-    count: int = 1
-    given: Sequence[Any] = ()
-
-
 def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Inputs and their target, on the CPU; None for a target where the user makes no batches.
+    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it.
 
     Raises:
         TargetFailed: the user's make_batch raised, or does not fit the task.
     """
     hook, batch = loaded.make_batch, shape[0]
     if hook is None:
-        return make_input(shape, task.dtype, task.vocab), None
+        dtype = getattr(torch, task.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape).to(dtype), None
+        return torch.randint(0, task.vocab, shape).to(dtype), None
     more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
     if task.mix and not more:
         raise TargetFailed(
@@ -54,14 +39,6 @@ def make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any,
     if not isinstance(made, tuple) or len(made) != 2:
         raise TargetFailed(f"target {loaded.spec.name!r}: make_batch must return (inputs, target)")
     return made
-
-
-def make_input(shape: tuple[int, ...], kind: str, vocab: int) -> Tensor:
-    """A random batch on the CPU: normal for floats, uniform below `vocab` for integers."""
-    dtype = getattr(torch, kind)
-    if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.randint(0, vocab, shape).to(dtype)
 
 
 def outputs_of(output: Any) -> list[Tensor]:
@@ -81,14 +58,14 @@ def outputs_of(output: Any) -> list[Tensor]:
     return []
 
 
-def _random_target(output: Tensor) -> Tensor:
-    if output.dim() == 2:
-        return torch.randint(0, output.shape[1], (output.shape[0],))
-    return torch.randn(output.shape)
-
-
 def random_targets(output: Any) -> Tensor | list[Tensor]:
-    found = [_random_target(tensor) for tensor in outputs_of(output)]
+    """Labels for outputs with two dimensions, else values; a list where there are several."""
+    found = [
+        torch.randint(0, one.shape[1], (one.shape[0],))
+        if one.dim() == 2
+        else torch.randn(one.shape)
+        for one in outputs_of(output)
+    ]
     if not found:
         raise TargetError(
             f"the model's output ({type(output).__name__}) holds no floating-point tensor; "

@@ -16,20 +16,19 @@ LEAST = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Some steps in a row with one config, as all processes of a job saw them.
+    """Some steps in a row with one config, over all processes of a job.
 
     Attributes:
-        steps: that were timed.
-        samples: of all processes in these steps.
+        steps, samples: that were timed; samples of all processes.
         seconds: wall clock of the slowest process, the device synchronized at both ends.
-        first_s: seconds of the untimed steps before them where this block switched to the config:
-            building, compiling and graph capture; 0 where nothing was switched.
+        first_s: seconds of the untimed steps before them, if this block switched to the config:
+            building, compiling and graph capture.
         waited_s: of `seconds`, what the steps waited for their data.
-        gpu_s: of `seconds`, by the device's clock; 0 where that is not known.
+        gpu_s: of `seconds`, by the device's clock; 0 if that is not known.
         peak_bytes: of device memory since the config was switched to.
         compiled: graphs that torch.compile made within the timed steps.
-        borrowed: share of the batches that these steps took from a loader's queue and that its busy
-            workers did not refill meanwhile, from 0 to 1.
+        borrowed: share, 0 to 1, of the batches that came from a loader's queue and that its busy
+            workers did not replace meanwhile.
     """
 
     steps: int
@@ -49,7 +48,7 @@ class Block:
 
     @property
     def rate(self) -> float:
-        """Samples per second that can be kept up: without batches borrowed from a queue."""
+        """Sustained samples per second: without borrowed batches."""
         return self.samples * max(1 - self.borrowed, LEAST) / self.seconds
 
     @property
@@ -63,11 +62,10 @@ class Compared:
     """How a config's training compares with strict fp32.
 
     Attributes:
-        outcome: 'ok', 'wrong', UNVERIFIED where the draws or the time did not allow a verdict, or
-            an outcome of `Measurement` where the comparison itself failed.
+        outcome: 'ok', 'wrong', UNVERIFIED, or an outcome of `Measurement` if comparing failed.
         reason: one line with the figures that decided.
-        blames: the part of the config that a 'wrong' strikes out: 'format' for the number format,
-            'code' for what compiled or captured it, 'optimizer' for the optimizer's kernels.
+        blames: what is wrong: 'format' (the number format), 'code' (what is compiled or captured)
+            or 'optimizer' (its kernels).
     """
 
     outcome: str
@@ -85,13 +83,12 @@ class ConfigFailed(Exception):
 
     Attributes:
         outcome: as in `Measurement`: 'out_of_memory', 'failed', 'crashed' or 'timed_out'.
-        graphs: whether CUDA graphs were the reason, so that code without them may do.
+        graphs: whether CUDA graphs are to blame.
     """
 
     def __init__(self, outcome: str, reason: str, *, graphs: bool = False) -> None:
         super().__init__(reason)
-        self.outcome = outcome
-        self.graphs = graphs
+        self.outcome, self.graphs = outcome, graphs
 
 
 class Place(Protocol):
@@ -99,7 +96,7 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What all others are measured against: the unmodified script, or torch's default."""
+        """What all others are compared with: the unmodified script, or torch's default."""
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.
@@ -110,14 +107,10 @@ class Place(Protocol):
         """
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """Compare the very code that `block` timed with strict fp32.
-
-        Raises:
-            TargetFailed, WorkerError: as `block`.
-        """
+        """Compare the very code that `block` timed with strict fp32; raises as `block`."""
 
     def forget(self, config: Config) -> None:
         """Free what was built for a config."""
 
     def save(self, config: Config, file: Path) -> None:
-        """Save what torch.compile made for a config; no file where that is nothing."""
+        """Save what torch.compile made for a config; no file if that is nothing."""

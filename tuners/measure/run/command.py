@@ -14,7 +14,7 @@ from pathlib import Path
 
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
-from advisor.tuners.measure.first_step import inductor_folder
+from advisor.tuners.measure.compiler_cache import inductor_folder
 from advisor.tuners.measure.run.guarded import Guarded
 from advisor.tuners.measure.run.words import measurable
 from advisor.tuners.scratch import Scratch

@@ -1,4 +1,4 @@
-"""A command of which nothing is left when it is over, or when the one who started it is gone."""
+"""A command that leaves no process behind, even if the process that started it dies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ END_S = 30.0
 
 
 class Guarded:
-    """A command in a session of its own, under the guard of `measure/worker/guard.py`.
+    """A command in its own session, under the guard of `measure/worker/guard.py`.
 
     Args:
         words: the path of its program first.
-        log: where what it prints goes, as far as the guard writes it.
-        folder: where it is started; None for here.
+        log: where its output goes, as far as the guard writes it.
+        folder: its working directory; None for this one's.
 
     Raises:
         OSError: no process can be started.
@@ -62,11 +62,11 @@ class Guarded:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over by itself."""
+        """It has ended by itself."""
         return self._process.poll() is not None
 
     def obituary(self) -> tuple[int, str]:
-        """(Exit code, the last line of words that it printed) of a command that is over."""
+        """(Exit code, the last line with words that it printed) of a command that is over."""
         assert self._process.stdout is not None
         try:
             self._process.wait(timeout=END_S)
@@ -78,7 +78,7 @@ class Guarded:
         return report["code"], lines[-1][:300] if lines else ""
 
     def end(self) -> None:
-        """End it, and all that it started."""
+        """End it, and everything that it started."""
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
         try:

@@ -31,9 +31,8 @@ from advisor.tuners.knobs import INPUT, KNOBS, TORCH, plain
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.loading.loadable import Loadable
 from advisor.tuners.measure.loading.timed import Feeding
-from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import clock_of, warm_up
+from advisor.tuners.measure.timing import Clock, warm_up
 from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, Job
 from advisor.tuners.measure.workload import Workload
@@ -104,7 +103,7 @@ class Bench:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
-        self._clock = clock_of(self.device)
+        self._clock = Clock(self.device)
         self._built: dict[Config, _Built] = {}  # the one used last comes last
         self._at_work: Config | None = None
         self._fed: tuple[Workload, Feeding] | None = None
@@ -364,8 +363,15 @@ class Bench:
         own = batch == self._task.batch
         given = self.data.batches if self._task.data and own and not made_up else ()
         # At other batches nothing is compared.
-        feed = Feed(batch=batch, seed=self.job.seed, count=POINTS if own else 1, given=given)
-        return Workload(self.loaded, self._task, self._advice(config), feed)
+        return Workload(
+            self.loaded,
+            self._task,
+            self._advice(config),
+            batch=batch,
+            seed=self.job.seed,
+            count=POINTS if own else 1,
+            given=given,
+        )
 
     def _advice(self, config: Config) -> Advice:
         batch = config.batch or self._task.batch

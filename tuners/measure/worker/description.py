@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
 from advisor.tuners.blocks import repeated
-from advisor.tuners.measure.timing import clock_of
+from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.bench import Bench, draws, is_out_of_memory
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job
-from advisor.tuners.measure.workload import Layers, Workload
+from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
 def recognise(job: Job, loaded: target.Loaded) -> None:
@@ -68,7 +68,7 @@ def describe(bench: Bench) -> Facts:
     workload, convolves = first_step(bench, built)
     began = time.perf_counter()
     bench.drew = draws(workload.step, device)
-    clock_of(device).synchronize()
+    Clock(device).synchronize()
     return Facts(
         convolves=convolves,
         draws=bench.drew,
@@ -86,13 +86,13 @@ def first_step(bench: Bench, built: nn.Module) -> tuple[Workload, bool]:
         TargetFailed: memory does not do. AdvisorError: as a Workload.
     """
     task, spec = bench.job.task, bench.loaded.spec
-    # The layers are known by the model that is run, so it is built before they are watched.
+    # The model that is run must be the one whose layers have names here.
     bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
-    with Layers(built) as layers, _SeesConvolution() as sees:
+    with _SeesConvolution() as sees:
         try:
             workload = bench.workload(bench.default, made_up=True)
             workload.step()
-            clock_of(bench.device).synchronize()
+            Clock(bench.device).synchronize()
             return workload, sees.seen
         except AdvisorError:
             raise
@@ -102,7 +102,7 @@ def first_step(bench: Bench, built: nn.Module) -> tuple[Workload, bool]:
                     f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
                     "settings: out of memory; give a smaller batch"
                 ) from exc
-            where = layers.innermost()
+            where = layer_that_raised(built, exc)
             said = str(exc).strip().splitlines()
             message = said[0] if said else type(exc).__name__
             shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)

@@ -28,7 +28,7 @@ from advisor.errors import (
 )
 from advisor.tuners import host
 from advisor.tuners.knobs import FORMATS, KNOBS, compiles, plain, strict
-from advisor.tuners.measure.first_step import inductor_folder
+from advisor.tuners.measure.compiler_cache import inductor_folder
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.measure.run.guarded import how
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
