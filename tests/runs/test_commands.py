@@ -318,7 +318,7 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     (folder / "both.sh").write_text("python -c 'from training import *; train(9)'; sleep 987")
     log = Path("log")
     command = Command(("bash", "both.sh"), injected=INJECTED, log=log)
-    session = Flight(command, start_s=60, log=log)
+    session = Flight(command, 60, log, real=False)
     try:
         own = space_of(session.seen).default
         with pytest.raises(Ended, match="give the one that trains"):

@@ -42,7 +42,6 @@ class References:
     """Samples of strict fp32 and of plain number formats, made once for several configs.
 
     Args:
-        fp32: the unmodified script in strict fp32.
         tolerance: part of the loss by which it may always be off.
     """
 
@@ -53,11 +52,7 @@ class References:
         self._formats: dict[Config, Compared] = {}
 
     def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
-        """Compare a config with strict fp32, for as many seconds as are left.
-
-        Args:
-            plain: see `plain_of`.
-        """
+        """Compare a config with strict fp32 while seconds are left; `plain` as by `plain_of`."""
         self._sampler.left_s = left_s
         try:
             return self._compare(candidate, plain)

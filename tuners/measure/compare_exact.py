@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import (
-    ALWAYS_OFF,
-    CODE_SLOPE,
-    COHERENT,
-    FORMAT_SLOPE,
-    NUDGE,
-    ROUNDINGS,
-    ROUNDINGS_ALONE,
-    SENSITIVE,
-    STANDARD_ERRORS,
-)
+from advisor.tuners import decisions as limits
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.measure.samples import (
@@ -43,15 +33,13 @@ class _Against:
     apart: Tensor
     losses: list[float | None]
 
+    @property
+    def finite(self) -> bool:
+        return bool(self.apart.isfinite().all())
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """A tensor that exceeds its limit by this factor."""
 
-    factor: float
-    tensor: int
-    point: int
-    limit: float
+_Fault = tuple[float, int, int, float]
+"""The factor by which a tensor exceeds its limit; its number, the point, the limit."""
 
 
 class Exact:
@@ -75,14 +63,14 @@ class Exact:
         if not bool(self._size.isfinite().all()):
             return FP32_NOT_FINITE
         held = self._plain[plain] = self._held(plain)
-        if not bool(held.apart.isfinite().all()):
+        if not held.finite:
             return not_finite("format")
-        slope, limit = self._whole_slope(held, points // 2), FORMAT_SLOPE
+        slope, limit = self._whole_slope(held, points // 2), limits.FORMAT_SLOPE
         if slope < 1 - limit:
             if self._coarse is None:
                 self._coarse = self._held(self._fp32, 2 * points, points // 2)
             # Rounded weights may take as much from fp32's own gradient.
-            limit += SENSITIVE * max(0.0, 1 - self._whole_slope(self._coarse, points // 2))
+            limit += limits.SENSITIVE * max(0.0, 1 - self._whole_slope(self._coarse, points // 2))
         if abs(slope - 1) > limit:
             said = f"all gradients together are {slope:.3f} times as large along fp32's"
             return wrong(f"{said}; {limit:.0%} off allowed", "format")
@@ -91,7 +79,7 @@ class Exact:
     def check_code(self, candidate: Config, plain: Config) -> Compared:
         """Whether a config trains as its number format by itself does."""
         held, than = self._held(candidate), self._plain[plain]
-        if not bool(held.apart.isfinite().all()):
+        if not held.finite:
             return not_finite("code")
         shares = self._shares(than)
         if faults := self._off(held, than, shares) or self._apart(held, than, shares):
@@ -107,7 +95,7 @@ class Exact:
         size = torch.stack(torch._foreach_norm(list(tensors.values()))).double().cpu()
         counts = torch.tensor([len(one) for one in tensors.values()])
         usual = float(size.norm()) / math.sqrt(int(counts.sum()))
-        floor = NUDGE * usual * counts.double().sqrt()
+        floor = limits.NUDGE * usual * counts.double().sqrt()
         self._samples.append(sample)
         self._rounding.append((size, norms(nudged.tensors, tensors), floor))
 
@@ -151,21 +139,21 @@ class Exact:
         for group in (slice(None), *self._groups()):
             off, share = (held.slopes - than.slopes)[group], shares[group].amax(0)
             # Rounding has a part along the gradient by chance, the larger the fewer elements.
-            chance = STANDARD_ERRORS * share * (2 / (self._counts * len(off))).sqrt()
-            allowed = CODE_SLOPE + COHERENT * share + chance
+            chance = limits.STANDARD_ERRORS * share * (2 / (self._counts * len(off))).sqrt()
+            allowed = limits.CODE_SLOPE + limits.COHERENT * share + chance
             mean = off.mean(0).abs()
             for at in ((share <= 0.5) & (mean > allowed)).nonzero().flatten().tolist():
                 point = (group.start or 0) + int(off[:, at].abs().argmax())
                 factor = float(mean[at] / allowed[at])
-                faults.append(_Fault(factor, at, point, float(allowed[at])))
+                faults.append((factor, at, point, float(allowed[at])))
         return faults
 
     def _apart(self, held: _Against, than: _Against, shares: Tensor) -> list[_Fault]:
         """Tensors farther from fp32's than the format takes them, at all points of the kept weights
         or at all of the disturbed ones."""
         alone = than.apart.fmax(self._noise).fmax(self._floor)
-        allowed = (ROUNDINGS * shares + ALWAYS_OFF) * self._size
-        allowed = allowed.where(shares <= 0.5, ROUNDINGS_ALONE * alone)
+        allowed = (limits.ROUNDINGS * shares + limits.ALWAYS_OFF) * self._size
+        allowed = allowed.where(shares <= 0.5, limits.ROUNDINGS_ALONE * alone)
         beyond, factors = held.apart > allowed, held.apart / allowed
         faults = []
         for group in self._groups():
@@ -173,20 +161,20 @@ class Exact:
                 point = (group.start or 0) + int(factors[group, at].argmin())
                 size = float(self._size[point, at])
                 limit = float(allowed[point, at]) / size if size else 0.0
-                faults.append(_Fault(float(factors[point, at]), at, point, limit))
+                faults.append((float(factors[point, at]), at, point, limit))
         return faults
 
     def _wrong(self, faults: Sequence[_Fault], candidate: Config, plain: Config) -> Compared:
         """The verdict on the worst fault, with the distances of the three from each other."""
         # A gradient names the parameter; what it did to the outputs does not.
         outputs = len(self._samples[0].outputs)
-        fault = max(faults, key=lambda one: (one.tensor >= outputs, one.factor))
-        name, sample = self._names[fault.tensor], self._samples[fault.point]
+        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= outputs, one[0]))
+        name, sample = self._names[tensor], self._samples[point]
         theirs, ours = (
-            self._sampler.subject.sample(one, fault.point, fault.point).tensors[name]
+            self._sampler.subject.sample(one, point, point).tensors[name]
             for one in (plain, candidate)
         )
-        size = float(self._size[fault.point, fault.tensor]) or 1.0
+        size = float(self._size[point, tensor]) or 1.0
         fp32 = sample.tensors[name]
         pairs = ((ours, fp32), (theirs, fp32), (ours, theirs))
         of_fp32, alone, between = (float((a - b).norm()) / size for a, b in pairs)
@@ -195,7 +183,7 @@ class Exact:
         reason = (
             f"{sample.label(name)} is {of_fp32:.2%} off fp32, {format_} alone {alone:.2%}, "
             f"{between:.2%} between these two; {slope:.3f} times as large along it; "
-            f"{fault.limit:.2%} allowed"
+            f"{limit:.2%} allowed"
         )
         return wrong(reason, "code")
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from advisor.cache.config import Config
 
 UNVERIFIED = "unverified"
-"""Outcome of a comparison that could not tell."""
+"""A comparison could not tell."""
 LEAST = 1e-3
 """Share of a block's samples, or of its time, that counts at least: a rate has a logarithm."""
 
@@ -83,12 +83,11 @@ class ConfigFailed(Exception):
 
     Attributes:
         outcome: as in `Measurement`: 'out_of_memory', 'failed', 'crashed' or 'timed_out'.
-        graphs: whether CUDA graphs are to blame.
     """
 
-    def __init__(self, outcome: str, reason: str, *, graphs: bool = False) -> None:
+    def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
-        self.outcome, self.graphs = outcome, graphs
+        self.outcome = outcome
 
 
 class Place(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,12 +31,8 @@ class NoTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One forward and backward pass: what it returned and every parameter's gradient.
-
-    Attributes:
-        outputs, gradients: by name, each made by `sampled`, with memory of its own.
-        loss: None if it is not known.
-    """
+    """Outputs and gradients of one forward and backward pass, by name and made by `sampled`, and
+    its loss if that is known."""
 
     outputs: Named
     gradients: Named
@@ -53,22 +49,23 @@ class Sample:
 
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at given weights and batches."""
+    """A training step that can be made again under any config, at given weights and batches.
+
+    Attributes:
+        points: pairs of weights and a batch: half at the kept weights, half at disturbed ones.
+        draws: whether a pass draws random numbers, as dropout does.
+    """
 
     @property
-    def points(self) -> int:
-        """Pairs of weights and a batch: half at the kept weights, half at disturbed ones."""
-
+    def points(self) -> int: ...
     @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers, as dropout does."""
+    def draws(self) -> bool: ...
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Make one pass, with the weights that `move` makes of the kept ones for this point.
+        """Make one pass from a seed, with the weights that `move` makes for a point.
 
         Args:
             point: below `points`; add `points` for weights nudged by NUDGE, twice that for COARSE.
-            seed: of the random numbers.
 
         Raises:
             Overflow: no loss scale is found.
@@ -124,34 +121,27 @@ def norms(ours: Named, theirs: Named) -> Tensor:
 
 
 class Sampler:
-    """Makes samples of a subject for as long as there is time.
+    """Makes samples of a subject while there is time.
 
     Attributes:
-        left_s: seconds that are left.
+        left_s: returns the seconds that are left.
+        took_s: seconds of each config's last sample.
     """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.left_s: Callable[[], float] = lambda: math.inf
-        self._took_s: dict[Config, float] = {}
-
-    def took_s(self, config: Config) -> float:
-        """Seconds of a config's last sample; 0 before the first."""
-        return self._took_s.get(config, 0.0)
+        self.took_s: dict[Config, float] = defaultdict(float)
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """As `Subject.sample`.
-
-        Raises:
-            NoTime: the config's last sample took longer than is left.
-        """
+        """As `Subject.sample`; raises NoTime if the config's last one took longer than is left."""
         began = time.perf_counter()
-        if self.left_s() < self.took_s(config):
+        if self.left_s() < self.took_s[config]:
             raise NoTime
         found = self.subject.sample(config, point, seed)
         if any(t.is_cuda for t in found.tensors.values()):
             torch.cuda.synchronize()
-        self._took_s[config] = time.perf_counter() - began
+        self.took_s[config] = time.perf_counter() - began
         return found
 
 

@@ -37,7 +37,7 @@ from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.lasting import Beyond, Held, hooked
+from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, move, sampled
 
@@ -85,14 +85,6 @@ class _Kept:
             self.lost(exc)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The calls of one step, and the sum of its losses; None where the script has none."""
-
-    calls: list[_Kept]
-    loss: float | None
-
-
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
 
@@ -103,13 +95,14 @@ class KeptCalls:
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
-        self._drop()
+        self._reset()
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         self._switch: Switch | None = None
         self._unhook: Callable[[], None] = _nothing
         self._refused = ""
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[list[_Kept], float | None]] = []
+        """Of each step its calls, and the sum of its losses; None where the script has none."""
         self._calls: list[_Kept] = []
         self._losses: list[Tensor] = []
         self._raised = False
@@ -121,29 +114,23 @@ class KeptCalls:
         self._values: list[Tensor] = []
         self._updates: KeptUpdates | None = None
         self._references: References | None = None
-        self._held: Held | None = None
+        self._put_attributes: Callable[[], None] | None = None
         self._placed = -1
 
+    # A Watch.
+
     def close(self) -> None:
-        """See Watch."""
         self._unhook()
-        self._drop()
+        self._reset()
 
     @property
     def _ready(self) -> bool:
         """A config can be compared without another step of the script."""
         return bool(self._refused) or len(self._steps) == KEPT_STEPS
 
-    # A Watch.
-
     def begin(
-        self,
-        switch: Switch,
-        trained: Sequence[Trained],
-        device: torch.device,
-        asked: Comparison,
+        self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
     ) -> bool:
-        """See Watch."""
         self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
             self.close()
@@ -151,20 +138,19 @@ class KeptCalls:
             self._named = _weights(trained)
             self._modules = list({m: None for one in trained for m in one.model.modules()})
             if self._careful:
-                self._refused = _beyond_repeating(self._modules)
+                self._refused = _why_never_again(self._modules)
         if not self._ready:
             switch.set(switch.own)
             self._look()
         return self._ready
 
     def stepped(self) -> bool:
-        """See Watch."""
         if not self._ready:
             self._unhook()
             calls = [one for one in self._calls if any(g is not None for g in one.back)]
             if calls and not self._raised:
                 loss = float(torch.stack(self._losses).sum()) if self._losses else None
-                self._steps.append(_Step(calls, loss))
+                self._steps.append((calls, loss))
                 if self._updates is None:
                     self._updates = KeptUpdates(self._of_switch.optimizers)
             self._calls = []
@@ -172,7 +158,6 @@ class KeptCalls:
         return self._ready
 
     def verdict(self) -> tuple[str, str, str]:
-        """See Watch."""
         found = self._compared()
         if self._careful and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -196,17 +181,14 @@ class KeptCalls:
 
     @property
     def points(self) -> int:
-        """See Subject."""
         return len(self._steps) // 2 * 2
 
     @property
     def draws(self) -> bool:
-        """See Subject."""
         return self._draws
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """See Subject."""
-        with self._aside() as held, torch.enable_grad():
+        with self._aside() as put_attributes, torch.enable_grad():
             if self._of_switch.config != config:
                 self._of_switch.set(config)
             self._place(point)
@@ -214,12 +196,11 @@ class KeptCalls:
                 torch.manual_seed(seed)
                 random.seed(seed)
             self._of_switch.began()
-            found = self._pass(self._steps[point % self.points], disturbed=self._disturbed(point))
-            held.put_attributes()
+            found = self._pass(point)
+            put_attributes()
             return found
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """See Subject."""
         own = Acting(config, self._of_switch.own, self._device).optimizer()
         if not own or self._updates is None:
             return 0.0, ""
@@ -229,13 +210,14 @@ class KeptCalls:
     def _disturbed(self, point: int) -> bool:
         return point % self.points >= self.points // 2
 
-    def _pass(self, step: _Step, *, disturbed: bool) -> Sample:
+    def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
+        calls, loss = self._steps[point % self.points]
         outputs: Named = {}
         gradients: Named = {}
         slope = torch.zeros((), device=self._device)
-        for number, kept in enumerate(step.calls):
-            of = f" of call {number}" if len(step.calls) > 1 else ""
+        for number, kept in enumerate(calls):
+            of = f" of call {number}" if len(calls) > 1 else ""
             _require(_there(self._parameters), kept.needs)
             args, kwargs = mapped(_fresh, kept.given)
             # Compiled code looks at its state.
@@ -251,11 +233,11 @@ class KeptCalls:
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
             _take_back(pairs, wanted, gradients, self._device)
-        loss = None
-        if step.loss is not None and not disturbed:
-            own = [kept.slope for kept in step.calls if kept.slope is not None]
-            loss = step.loss + float(slope - torch.stack(own).sum())
-        return Sample(outputs=outputs, gradients=gradients, loss=loss)
+        if loss is not None:
+            own = [kept.slope for kept in calls if kept.slope is not None]
+            loss += float(slope - torch.stack(own).sum())
+        known = None if self._disturbed(point) else loss
+        return Sample(outputs=outputs, gradients=gradients, loss=known)
 
     # What is kept, and put back.
 
@@ -273,7 +255,7 @@ class KeptCalls:
                 self._buffers = _places([one._buffers for one in self._modules])
                 self._values = self._copies()
         except RuntimeError as exc:  # out of memory
-            self._lost(exc)
+            self._refuse(exc)
             return
         self._unhook = hooks.on_backward(self._saw_loss)
         for call in self._of_switch.calls:
@@ -296,7 +278,7 @@ class KeptCalls:
         found, device = self._tensors(), self._device
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             if free <= KEPT_ROOM * sum(tensor.nbytes for tensor in found):
                 return [tensor.detach().to("cpu", copy=True) for tensor in found]
         return [tensor.detach().clone() for tensor in found]
@@ -308,12 +290,12 @@ class KeptCalls:
         try:
             given = mapped(_fresh, (args, kwargs))
         except RuntimeError as exc:  # out of memory, in the script's own call
-            self._lost(exc)
+            self._refuse(exc)
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in _there(self._parameters)]
-        kept = _Kept(call, given, _autocast(self._device.type), needs, self._lost)
+        kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
         drawn = Drawn()
-        beyond = Beyond(self._modules) if self._careful else None
+        effects = SideEffects(self._modules) if self._careful else None
         try:
             result = call.plain(*args, **kwargs)
         except BaseException:
@@ -322,15 +304,15 @@ class KeptCalls:
         self._draws |= drawn.passed()
         kept.watch(result)
         self._calls.append(kept)
-        if beyond is not None and (why := _not_put_back((args, kwargs), beyond)):
-            self._refuse(why)
+        if effects is not None:
+            if what := foreign((args, kwargs)):
+                self._refuse(f"the model is called with a {what}, which another call might change")
+            elif what := effects.found():
+                self._refuse(f"a call of the model changes {what}, which could not be put back")
         return result
 
-    def _lost(self, exc: Exception) -> None:
-        self._refuse(told(exc)[1])
-
-    def _refuse(self, why: str) -> None:
-        self._refused = why
+    def _refuse(self, why: str | Exception) -> None:
+        self._refused = why if isinstance(why, str) else told(why)[1]
         self._calls.clear()
         self._steps.clear()
 
@@ -339,22 +321,24 @@ class KeptCalls:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[Held]:
-        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
-        if self._held is not None:
-            yield self._held
+    def _aside(self) -> Iterator[Callable[[], None]]:
+        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile.
+        Yields what puts the attributes back."""
+        if self._put_attributes is not None:
+            yield self._put_attributes
             return
         switch = self._of_switch
         switch.set(switch.own)
-        drawn, held, tensors, values = Drawn(), Held(self._modules), self._tensors(), self._copies()
+        drawn, put = Drawn(), keep_attributes(self._modules)
+        tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
-        self._held, self._placed = held, -1
+        self._put_attributes, self._placed = put, -1
         try:
-            yield held
+            yield put
         finally:
-            self._held = None
+            self._put_attributes = None
             switch.set(switch.own)
-            held.put_attributes()
+            put()
             _copy(tensors, values)
             _require(tensors, needs)
             drawn.put()
@@ -413,21 +397,12 @@ def _nothing() -> None:
     """What takes no hook away."""
 
 
-def _beyond_repeating(modules: Sequence[nn.Module]) -> str:
+def _why_never_again(modules: Sequence[nn.Module]) -> str:
     """Why the models of a real run cannot be called again, whatever a call does; or ''."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
         return "of several processes one might wait for another within a call made again"
     return "the script has hooks in its model, which would run again" if hooked(modules) else ""
-
-
-def _not_put_back(given: Any, beyond: Beyond) -> str:
-    """The same, of a call that was made."""
-    if what := foreign(given):
-        return f"the model is called with a {what}, which another call might change"
-    if what := beyond.changed():
-        return f"a call of the model changes {what}, which could not be put back"
-    return ""
 
 
 def _weights(trained: Sequence[Trained]) -> Named:

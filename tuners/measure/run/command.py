@@ -14,13 +14,12 @@ from pathlib import Path
 
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
-from advisor.tuners.measure.compiler_cache import inductor_folder
-from advisor.tuners.measure.run.guarded import Guarded
+from advisor.tuners.measure.run.guarded import Guarded, inductor_folder
 from advisor.tuners.measure.run.words import measurable
 from advisor.tuners.scratch import Scratch
 
 SHOWN_S, MOST_SHOWN = 0.2, 2**16
-"""Between two looks at a log that is shown; characters at a time."""
+"""Between two looks at a shown log; characters at a time."""
 CONTAINED = {
     "WANDB_MODE": "disabled",
     "WANDB_DISABLED": "true",
@@ -43,7 +42,7 @@ meanwhile breaks the capture."""
 
 
 class Command(Guarded):
-    """One start of a command. `log`: where what it prints goes.
+    """One start of a command, whose output goes to a log.
 
     Args:
         injected: the folder that Python looks into first, for the pilot.
@@ -82,8 +81,7 @@ class Command(Guarded):
 
     @property
     def note(self) -> str | None:
-        """What one of its processes failed with before its first steps, '' for nothing; None where
-        none has loaded torch."""
+        """Why a process failed before its first steps, or ''; None if none has loaded torch."""
         return noted(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
@@ -115,16 +113,14 @@ class AttachedScript:
         self._listening = listening
 
     def accepted(self, seconds: float) -> Connection | None:
-        """As Command."""
         if not wait([self._listening], seconds):
             return None
         return Connection(self._listening.accept()[0].detach())
 
     def whole(self) -> None:
-        """As Command: nobody else calls."""
+        pass
 
     def obituary(self) -> tuple[int, str]:
-        """As Command: how the script ended is not known here."""
         return 1, ""
 
     def end(self) -> None:
@@ -136,8 +132,7 @@ class Shown:
     """Shows what is written to a log, while the context lasts."""
 
     def __init__(self, log: Path, show: Callable[[str], None]) -> None:
-        self._log, self._show = log, show
-        self._over = threading.Event()
+        self._log, self._show, self._over = log, show, threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Shown:
@@ -151,9 +146,8 @@ class Shown:
 
     def _follow(self) -> None:
         with self._log.open(errors="replace") as log:
-            while True:
+            last = False
+            while not last:
                 last = self._over.wait(SHOWN_S)
                 while said := log.read(MOST_SHOWN):
                     self._show(said)
-                if last:
-                    return

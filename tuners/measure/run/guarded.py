@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +23,8 @@ class Guarded:
 
     Args:
         words: the path of its program first.
-        log: where its output goes, as far as the guard writes it.
-        folder: its working directory; None for this one's.
+        log: for its output, as much of it as the guard writes.
+        folder: to start it in.
 
     Raises:
         OSError: no process can be started.
@@ -98,3 +100,14 @@ def how(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # one of those for real time, which have no names
         return f"signal {-code}"
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiles, if TMPDIR stays: as in
+    torch._inductor.runtime.cache_dir_utils, which takes seconds to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    safe = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return f"{tempfile.gettempdir()}/torchinductor_{safe}"

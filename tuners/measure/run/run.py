@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
@@ -17,22 +17,25 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import MOST_STARTS, NEAR_BATCH, RESTARTS, SHARED_MEMORY, START_S
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import Command, Shown
+from advisor.tuners.measure.run.command import AttachedScript, Command, Shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import Ended, Flight
 
 SAVE_S = 30.0
 """For putting what was compiled into a file."""
+PATIENT_S = 3600.0
+"""For the steps of a config in a script that cannot be interrupted."""
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
+T = TypeVar("T")
 
 
 class Run:
-    """A command that is measured, and started anew where it ended.
+    """A Place: a command that is measured, and started anew where it ended.
 
     Args:
-        command: its words; `log` for what it prints.
+        command: its words; `log` is for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
@@ -54,18 +57,13 @@ class Run:
     ) -> None:
         self._command = Mapped(command, options or {})
         self._injected, self._log = injected, log
-        self.own = Config()
-        self.tolerance = 0.0
-        self.memory = 0
+        self.own, self.tolerance, self.memory = Config(), 0.0, 0
+        # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], Flight] = {}
-        """By the words of the command; the last one used comes last."""
         self._processes = 1
-        self._survived = 0
-        """Steps that the command has made unmodified, after one that failed."""
-        self._reasons: set[str] = set()
-        """Why it failed."""
-        self._peak_bytes = 0
-        """Of a step at the script's own batch."""
+        self._survived = 0  # steps, unmodified, after a start that failed
+        self._reasons: set[str] = set()  # why starts failed
+        self._peak_bytes = 0  # of a step at the script's own batch
         self._shown = show is not None
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
@@ -79,15 +77,13 @@ class Run:
 
     @property
     def baseline(self) -> Config:
-        """As `Place.baseline`: the unmodified script."""
         return self.own
 
     def describe(self) -> Seen:
         """Start the command, and wait for its first steps.
 
         Raises:
-            TargetFailed: it ended before.
-            WorkerError: none came in time.
+            TargetFailed: it ended before. WorkerError: none came in time.
         """
         try:
             seen = self._ensured(self.own, time.monotonic() + START_S).seen
@@ -99,19 +95,15 @@ class Run:
         return seen
 
     def try_option(self, name: str, value: Value) -> None:
-        """See that an option of the command sets a knob to a value.
-
-        Raises:
-            UsageError: it does not, or the command does not take it.
-        """
+        """Raise UsageError unless an option of the command sets a knob to a value."""
         config = self.own.replace(**{name: value})
         try:
             self._ensured(config, time.monotonic() + START_S)
         except Ended as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
-            numbers = self._command.numbers(config, self.own, self._processes)
-            said = self._command.described({name: numbers[name]})
+            number = self._command.numbers(config, self.own, self._processes)[name]
+            said = self._command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
 
     @property
@@ -124,7 +116,6 @@ class Run:
         return self._command.given(name)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As `Place.block`."""
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
@@ -150,8 +141,7 @@ class Run:
         raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
 
     def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
-        """What to raise where no time is left. How the start before this one ended says more about
-        an unmodified script."""
+        """What to raise where no time is left; `before`: how the start before this one ended."""
         if before is None:
             return ConfigFailed("timed_out", str(ended))
         if config != self.own:
@@ -161,8 +151,7 @@ class Run:
         return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As `Place.compare`; the four steps that it needs are the script's next."""
-        until = time.monotonic() + deadline_s
+        until, last = time.monotonic() + deadline_s, ""
         asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
         for _ in range(RESTARTS):
             try:
@@ -175,26 +164,23 @@ class Run:
         return Compared(UNVERIFIED, f"the command ended while it was compared: {last}")
 
     def forget(self, config: Config) -> None:
-        """As `Place.forget`."""
         if (session := self._sessions.get(self._words(config))) is not None:
             session.forget(self._within(config))
 
     def save(self, config: Config, file: Path) -> None:
-        """As `Place.save`, by one step more of a start that runs."""
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
             with suppress(Ended, ConfigFailed):
                 session.save(file, self.own, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
-        """End the command and everything it started."""
+        """End the command, and everything it started."""
         while self._sessions:
             self._end(next(iter(self._sessions)))
 
     def _end(self, words: tuple[str, ...]) -> int:
         """End a start of the command; the steps that it was told to make."""
-        session = self._sessions.pop(words, None)
-        if session is None:
+        if (session := self._sessions.pop(words, None)) is None:
             return 0
         session.end()
         return session.made
@@ -224,10 +210,8 @@ class Run:
         except Ended as exc:
             self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
-                within = f"within {max(1, made)} steps"
-                raise TargetFailed(
-                    f"the script fails by itself {within} ({exc}): {MEND}", ""
-                ) from exc
+                why = f"within {max(1, made)} steps ({exc}): {MEND}"
+                raise TargetFailed(f"the script fails by itself {why}", "") from exc
         else:
             self._survived = max(self._survived, flight.made)
 
@@ -259,11 +243,11 @@ class Run:
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
         command = Command(words, injected=self._injected, log=self._log)
-        return Flight(command, start_s=start_s, log=None if self._shown else self._log)
+        return Flight(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
-        """Whether one more start may run: a launcher of several processes holds a port, and the
-        device's memory is for all."""
+        """Whether one more start may run beside those that do."""
+        # A launcher of several processes holds a port.
         if self._processes > 1 or len(self._sessions) >= MOST_STARTS:
             return False
         own = self.own.batch or 1
@@ -280,17 +264,63 @@ def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> 
 
 
 def _check_shown(seen: Seen, name: str, value: Value) -> None:
-    """See that a start has what an option was to set.
-
-    Raises:
-        Ended: it has something else.
-    """
+    """Raise Ended unless a start has what an option was to set."""
     assert isinstance(value, int)
     if name == BATCH:
         if abs(seen.shape[0] / value - 1) >= NEAR_BATCH:
             raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
         raise Ended("failed", f"the script has {knobs.described(Config({name: has}))}, not {value}")
+
+
+class AttachedRun(Run):
+    """A script that goes on after its tuning: a config that fails costs a step of it, no more.
+
+    All but `leave` and `stop` raise WorkerError once the script is over.
+    """
+
+    def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
+        super().__init__(command, injected=Path(), log=log)
+        self._script = script
+        self._flight: Flight | None = None
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """As Place; the script computes, so the deadline cannot be kept."""
+        del deadline_s
+        return self._while_it_runs(
+            config, lambda flight, until: flight.block(config, self.own, steps, warm, until)
+        )
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """As Place; unverified where the run might not be the same afterwards."""
+        asked = comparison(config, self.own, self.tolerance, deadline_s)
+        found = self._while_it_runs(
+            config, lambda flight, until: flight.compare(asked, self.own, until)
+        )
+        if found.outcome in ("ok", "wrong"):
+            return found
+        return Compared(UNVERIFIED, found.reason)
+
+    def leave(self, config: Config, found: str) -> None:
+        """Have the script train on with a config, as long as it likes."""
+        self._ensured(config, time.monotonic() + PATIENT_S).leave(config, self.own, found)
+
+    def stop(self) -> None:
+        """The script waits for what it is to go on with: see `leave`."""
+
+    def _while_it_runs(self, config: Config, act: Callable[[Flight, float], T]) -> T:
+        until = time.monotonic() + PATIENT_S
+        try:
+            return act(self._ensured(config, until), until)
+        except Ended as exc:
+            raise WorkerError(f"the script is over: {exc}") from exc
+
+    def _ensured(self, config: Config, until: float) -> Flight:
+        if self._flight is None:
+            start_s = until - time.monotonic()
+            self._flight = Flight(self._script, start_s, self._log, real=True)
+            self._sessions[self._words(config)] = self._flight
+        return self._flight
 
 
 _: type[Place] = Run

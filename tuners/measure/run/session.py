@@ -6,7 +6,7 @@ import dataclasses
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgpack
 
@@ -22,7 +22,7 @@ from advisor.tuners.measure.run.command import AttachedScript, Command
 from advisor.tuners.measure.run.guarded import how
 
 LOOK_S = 0.2
-"""Between two looks whether a silent command still runs."""
+"""Between two looks at a silent command."""
 TOGETHER_S = 60.0
 """Between the first steps of a job's first process and those of its last."""
 END_S = 15.0
@@ -44,10 +44,9 @@ class Ended(Exception):
     """The command is over, makes no more steps, or answers nonsense.
 
     Attributes:
-        outcome: as in `Measurement`.
-        code: 0 where it ended well.
+        outcome, code: as in `Measurement`; 0 where it ended well.
         said: how it ended before its first steps.
-        own: whether scripts rather end so by themselves than because of a config.
+        own: whether a script more likely ends so by itself than because of a config.
     """
 
     def __init__(
@@ -60,6 +59,9 @@ class Ended(Exception):
 class Flight:
     """The pilots in a command that runs: its processes wait for orders between two blocks.
 
+    Every method, the start too, may raise Ended. `own` is the script's own config; `until` is when
+    to give up, by time.monotonic().
+
     Args:
         start_s: until its first steps, at most.
         log: where its output goes; None where that was shown.
@@ -68,48 +70,34 @@ class Flight:
     Attributes:
         seen: what the first process saw of the script.
         made: steps that it was told to make, including those that it did not reach.
-
-    Raises:
-        Ended: it was over before its first steps, or they did not come in time.
     """
 
     def __init__(
-        self,
-        command: Command | AttachedScript,
-        *,
-        start_s: float,
-        log: Path | None,
-        real: bool = False,
+        self, command: Command | AttachedScript, start_s: float, log: Path | None, real: bool
     ) -> None:
-        self._log, self._real = log, real
-        self._failed: dict[str, Any] = {}
-        self.made = 0
+        self._command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
-        self._command = command
         self._forget: Config | None = None
+        self.made = 0
         try:
-            self.seen = self._all_seen(time.monotonic() + start_s, start_s)
-            self._command.whole()
+            self.seen = self._all_seen(start_s)
+            command.whole()
         except BaseException:
             self.end()
             raise
 
     @property
     def over(self) -> bool:
-        """Whether it is over by itself."""
+        """The command is over by itself."""
         return self._command.ended
 
     def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
         """Have every process make these steps with a config.
 
-        Args:
-            own: what the script does itself.
-            until: when to give up, by time.monotonic().
-
         Raises:
-            Ended: it is over. ConfigFailed: the config failed, and the command goes on.
+            ConfigFailed: the config failed, and the command goes on.
         """
-        laps = self._laps(Order(config=config, steps=steps, warm=warm, own=own), until)
+        laps = self._checked(Order(config=config, steps=steps, warm=warm, own=own), until)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
@@ -123,13 +111,8 @@ class Flight:
         )
 
     def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
-        """Have every process compare a config; the first that objects decides.
-
-        Raises:
-            Ended: it is over.
-        """
-        order = Order(config=own, steps=1, own=own, compare=asked)
-        laps = self._laps(order, until, strict=False)
+        """Have every process compare a config; the first that objects decides."""
+        laps = self._laps(Order(config=own, steps=1, own=own, compare=asked), until)
         worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
 
@@ -138,34 +121,33 @@ class Flight:
         self._forget = config
 
     def save(self, file: Path, own: Config, until: float) -> None:
-        """Have the first process save what it has compiled.
-
-        Raises:
-            Ended: it is over.
-        """
-        self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
+        """Have the first process save what it has compiled; raises as `block`."""
+        self._checked(Order(config=own, steps=1, own=own, saves=str(file)), until)
 
     def leave(self, config: Config, own: Config, found: str) -> None:
         """Have it train on with a config; this is the last order. `found`: see `Order`."""
         self._tell(Order(config=config, own=own, found=found, careful=True))
 
     def end(self) -> None:
-        """End it, and everything it started."""
+        """End the command, and everything it started."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
         self._command.end()
 
-    def _laps(self, order: Order, until: float, *, strict: bool = True) -> list[Lap]:
+    def _checked(self, order: Order, until: float) -> list[Lap]:
+        laps = self._laps(order, until)
+        for lap in laps:
+            if lap.outcome != "ok":
+                raise ConfigFailed(lap.outcome, lap.reason)
+        return laps
+
+    def _laps(self, order: Order, until: float) -> list[Lap]:
         forget, self._forget = self._forget, None
         order = dataclasses.replace(order, careful=True, needs_room=self._real, forget=forget)
         self.made += order.warm + order.steps
         self._tell(order)
-        laps = [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-        for lap in laps if strict else ():
-            if lap.outcome != "ok":
-                raise ConfigFailed(lap.outcome, lap.reason, graphs=lap.graphs)
-        return laps
+        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
 
     def _tell(self, order: Order) -> None:
         message = msgpack.packb(to_plain(order))
@@ -175,25 +157,22 @@ class Flight:
         except OSError:
             raise self._why() from None
 
-    def _all_seen(self, until: float, start_s: float) -> Seen:
+    def _all_seen(self, start_s: float) -> Seen:
         seen: list[Seen] = []
+        until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
-            pipe = self._accepted(until, start_s)
+            while (pipe := self._command.accepted(LOOK_S)) is None:
+                if self._command.ended:
+                    raise self._why()
+                if time.monotonic() > until:
+                    reason = f"{len(seen)} of its processes came to their first steps, not all"
+                    if not seen:
+                        reason = self._never(f"it has run for {start_s:.0f} s", SOONER)
+                    raise Ended("timed_out", reason)
             seen.append(self._heard(pipe, "seen", Seen, until))
             self._pipes.append(pipe)
             until = min(until, time.monotonic() + TOGETHER_S)
         return min(seen, key=lambda one: one.rank)
-
-    def _accepted(self, until: float, start_s: float) -> Connection:
-        while (pipe := self._command.accepted(LOOK_S)) is None:
-            if self._command.ended:
-                raise self._why()
-            if time.monotonic() > until and self._pipes:
-                came = f"{len(self._pipes)} of its processes came to their first steps, not all"
-                raise Ended("timed_out", came)
-            if time.monotonic() > until:
-                raise Ended("timed_out", self._never(f"it has run for {start_s:.0f} s", SOONER))
-        return pipe
 
     def _heard(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
@@ -204,21 +183,15 @@ class Flight:
                     raise Ended("timed_out", "the budget was over before it was measured")
             message = msgpack.unpackb(pipe.recv_bytes())
             if "failed" in message:
-                self._failed = message["failed"]
-                raise self._why()
+                raise _failed(**message["failed"])
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._why() from None
-        except (KeyError, ValueError, RecordDamaged) as exc:
+        except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
             raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
     def _why(self) -> Ended:
         """Why the command is over, or one of its processes is."""
-        if self._failed:
-            outcome, reason = self._failed["outcome"], self._failed["reason"]
-            if outcome == OVER:
-                return Ended("failed", reason, 0)
-            return Ended(outcome, reason, own=bool(self._failed.get("own")))
         until = time.monotonic() + END_S
         while not self._command.ended and time.monotonic() < until:
             time.sleep(0.05)
@@ -230,12 +203,13 @@ class Flight:
             reason = f"the command {ended}{_after_colon(last)}"
             return Ended("crashed", reason, code, own=code > 0)
         note = self._command.note
-        so_far = f"it {ended}{'' if note else _after_colon(last)}"
-        never = self._never(so_far, MEND if code else LONGER)
+        never = self._never(
+            f"it {ended}{'' if note else _after_colon(last)}", MEND if code else LONGER
+        )
         return Ended("failed", never, code or 1, f"it {ended}{_after_colon(note or last)}")
 
     def _never(self, so_far: str, mend: str) -> str:
-        """What to say of a command in which no steps were seen; `mend`: what to do about it."""
+        """What to say of a command that made no steps; `mend`: what to do about it."""
         note = self._command.note
         if note:
             seen, mend = f"it failed before a step could be measured: {note}", MEND
@@ -246,6 +220,13 @@ class Flight:
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
+
+
+def _failed(outcome: str, reason: str, own: bool = False) -> Ended:
+    """What a process says of its own end."""
+    if outcome == OVER:
+        return Ended("failed", reason, 0)
+    return Ended(outcome, reason, own=bool(own))
 
 
 def borrowed(feed: Feed) -> float:

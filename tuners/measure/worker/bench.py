@@ -50,8 +50,6 @@ OUT_OF_MEMORY = (
     "std::bad_alloc",
 )
 T = TypeVar("T")
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur")
-"""Words of failures that CUDA graphs are the reason of."""
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 LEFTOVER = 256 * 2**20
 """Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
@@ -74,10 +72,7 @@ def failure(exc: Exception, reason: str = "") -> ConfigFailed:
     # Some say only at the end of their own traceback what it was.
     last = f" ... {lines[-1].strip()}" if len(lines) > 1 and first.endswith(":") else ""
     reason = reason or f"{type(exc).__name__}: {first}{last}"[:300]
-    graphs = any(words in str(exc).lower() for words in GRAPHS)
-    return ConfigFailed(
-        "out_of_memory" if is_out_of_memory(exc) else "failed", reason, graphs=graphs
-    )
+    return ConfigFailed("out_of_memory" if is_out_of_memory(exc) else "failed", reason)
 
 
 @dataclass(slots=True)

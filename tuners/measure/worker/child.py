@@ -45,11 +45,7 @@ class Answers:
         try:
             reply = answer(self._bench, **message)
         except ConfigFailed as failed:
-            reply = {
-                "outcome": failed.outcome,
-                "reason": str(failed),
-                "graphs": failed.graphs,
-            }
+            reply = {"outcome": failed.outcome, "reason": str(failed)}
         return reply | {"healthy": self._bench.healthy}
 
     def _describe(self, bench: Bench) -> Plain:

@@ -28,9 +28,8 @@ from advisor.errors import (
 )
 from advisor.tuners import host
 from advisor.tuners.knobs import FORMATS, KNOBS, compiles, plain, strict
-from advisor.tuners.measure.compiler_cache import inductor_folder
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.guarded import how
+from advisor.tuners.measure.run.guarded import how, inductor_folder
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
 from advisor.tuners.scratch import Scratch
 
@@ -218,7 +217,7 @@ class Worker:
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
-                raise ConfigFailed(reply["outcome"], reply["reason"], graphs=reply["graphs"])
+                raise ConfigFailed(reply["outcome"], reply["reason"])
             self._built.add(config)
             return from_plain(kind, reply[name])
         except _Gone as exc:

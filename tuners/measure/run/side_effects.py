@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,67 +14,52 @@ from torch import Tensor, nn
 _OURS = "_compiled_call_impl"
 """Not the script's: what a config has a module called through."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+Mark = tuple[object, object]
 
 
-class Held:
-    """What modules hold, as it is now: their attributes, and the values of their buffers."""
+def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Keep which objects modules hold; the result has them hold the same ones again."""
+    tables: list[dict[str, Any]] = [t for one in modules for t in (vars(one), one._buffers)]
+    kept = [{name: held for name, held in table.items() if name != _OURS} for table in tables]
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        tables = [table for one in modules for table in (vars(one), one._buffers)]
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (table, {name: value for name, value in table.items() if name != _OURS})
-            for table in tables
-        ]
-        buffers = {id(b): b for one in modules for b in one.buffers(recurse=False)}
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers.values()]
-
-    def put_attributes(self) -> None:
-        """Have modules hold the same objects again."""
-        for table, before in self._tables:
+    def put() -> None:
+        for table, before in zip(tables, kept, strict=True):
             for name in table.keys() - before.keys() - {_OURS}:
                 del table[name]
             table.update(before)
 
-    @torch.no_grad()
-    def put(self) -> None:
-        """Have them hold that again, to the bit."""
-        self.put_attributes()
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+    return put
 
 
-class Beyond:
-    """What a call may change that `Held` does not put back: what hangs on modules and changes in
-    itself, as a list or a parameter does, and numpy's random numbers. What lies deeper, and what a
-    model keeps elsewhere, as in a file, is not seen.
+class SideEffects:
+    """What a call may change that cannot be put back: objects that modules hold and that change in
+    place, as a list or a parameter does, and numpy's random numbers. It does not see deeper, nor
+    what a model keeps elsewhere, as in a file.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._before = [
-            (f"{type(module).__name__}.{name}", value, list(_marks(value)))
+            (f"{type(module).__name__}.{name}", value, _marks(value))
             for module in modules
             for name, value in vars(module).items()
             if value is not module._buffers
         ]
         self._numpy = _numpy()
 
-    def changed(self) -> str:
-        """What of it is otherwise now, for people; '' for nothing."""
+    def found(self) -> str:
+        """What has changed since, for people; '' for nothing."""
         if self._numpy != _numpy():
             return "numpy's random numbers"
         for name, value, before in self._before:
-            after = list(_marks(value))
+            after = _marks(value)
             if len(before) != len(after) or not all(map(_same, before, after)):
                 return name
         return ""
 
 
-Mark = tuple[object, object]
-
-
-def _marks(value: object) -> Iterator[Mark]:
-    yield _mark(value)
-    yield from map(_mark, _within(value))
+def _marks(value: object) -> list[Mark]:
+    """An object and what it holds, each with what else shows that it is unchanged."""
+    return [_mark(one) for one in (value, *_within(value))]
 
 
 def _within(value: object) -> Iterable[object]:
@@ -88,7 +73,6 @@ def _within(value: object) -> Iterable[object]:
 
 
 def _mark(value: object) -> Mark:
-    """Something, and what else tells that it is as it was."""
     if isinstance(value, Tensor):
         return value, 0 if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
@@ -111,7 +95,7 @@ def _numpy() -> object:
 
 
 def hooked(modules: Sequence[nn.Module]) -> bool:
-    """Whether the script has hooks that a call of these would run, whatever they do."""
+    """Whether the script has hooks that a call of these would run."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     parameters = (p for one in modules for p in one.parameters(recurse=False))
     return any(getattr(one, table) for one in modules for table in tables) or any(
