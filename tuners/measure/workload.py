@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.task import Task
-from advisor.errors import TargetFailed
+from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.measure.made_up import make_batch, outputs_of, random_targets
 from advisor.tuners.measure.samples import sampled
-from advisor.tuners.target import Loaded, build
+from advisor.tuners.target import Loaded, build, failed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
@@ -71,7 +71,7 @@ class _Step:
 
     def _keep(self, output: Any) -> None:
         # In place, so that a captured step does it too.
-        found = [sampled(one) for one in outputs_of(output)]
+        found = [sampled(one) for one in _outputs_of(output)]
         if [one.shape for one in found] == [one.shape for one in self.outputs]:
             for held, seen in zip(self.outputs, found, strict=True):
                 held.copy_(seen)
@@ -136,18 +136,17 @@ class Workload:
             # The same numbers for every config, whatever a model's dropout has drawn before.
             torch.manual_seed(seed + number)
             for shape in self._task.mix or ((batch, *self._task.sample),):
-                inputs, target = make_batch(self._loaded, self._task, shape)
+                inputs, target = _make_batch(self._loaded, self._task, shape)
                 if target is None and self.optimizer is not None:
                     if shape not in outputs:
                         outputs[shape] = self._output(inputs)
                     torch.manual_seed(seed + number)
-                    target = random_targets(outputs[shape])
+                    target = _random_targets(outputs[shape])
                 made.append((inputs, target))
         return made
 
     def _output(self, inputs: Any) -> Any:
-        # Nothing is compiled for it, nor searched: it is no part of a step.
-        with torch.no_grad(), self.advice.autocast(), _uncompiled(self.model), _no_cudnn_search():
+        with torch.no_grad(), self.advice.autocast(), _plainly(self.model):
             return self._own.forward(self.advice.place(inputs))
 
     def rewind(self, first: int = 0) -> None:
@@ -203,34 +202,87 @@ class Workload:
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Without compiled code in the place of a model, which counts the inputs of its calls."""
+def _plainly(model: nn.Module) -> Iterator[None]:
+    """Call a model without the compiled code in its place, which counts the inputs of its calls,
+    and without cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to
+    be timed with the first step."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
-    for one in compiled:
-        one._compiled_call_impl = None
+    cudnn = torch.backends.cudnn
+    enabled = cudnn.enabled
     try:
+        for one in compiled:
+            one._compiled_call_impl = None
+        cudnn.enabled = enabled and not cudnn.benchmark
         yield
     finally:
+        cudnn.enabled = enabled
         for one, call in compiled.items():
             one._compiled_call_impl = call
 
 
-@contextmanager
-def _no_cudnn_search() -> Iterator[None]:
-    """Without cuDNN where it searches: it caches the algorithm that it picks first, and the search
-    must be timed with the first step."""
-    cudnn = torch.backends.cudnn
-    enabled = cudnn.enabled
-    cudnn.enabled = enabled and not cudnn.benchmark
+def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it.
+
+    Raises:
+        TargetFailed: the user's make_batch raised, or does not fit the task.
+    """
+    hook, batch = loaded.make_batch, shape[0]
+    if hook is None:
+        dtype = getattr(torch, task.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape).to(dtype), None
+        return torch.randint(0, task.vocab, shape).to(dtype), None
+    more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
+    if task.mix and not more:
+        raise TargetFailed(
+            f"target {loaded.spec.name!r}: for several shapes make_batch must take a "
+            "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
+        )
     try:
-        yield
-    finally:
-        cudnn.enabled = enabled
+        made = hook(batch, torch.device("cpu"), *more)
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        raise failed(loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TargetFailed(f"target {loaded.spec.name!r}: make_batch must return (inputs, target)")
+    return made
+
+
+def _outputs_of(output: Any) -> list[Tensor]:
+    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
+    if isinstance(logits, Tensor) and not isinstance(output, tuple):
+        return [logits]
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _outputs_of(part)]
+    return []
+
+
+def _random_targets(output: Any) -> Tensor | list[Tensor]:
+    """Labels for outputs with two dimensions, else values; a list where there are several."""
+    found = [
+        torch.randint(0, one.shape[1], (one.shape[0],))
+        if one.dim() == 2
+        else torch.randn(one.shape)
+        for one in _outputs_of(output)
+    ]
+    if not found:
+        raise TargetError(
+            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
+            "define loss(output, target) in the target's file"
+        )
+    return found[0] if len(found) == 1 else found
 
 
 def _loss(output: Any, target: Any) -> Tensor:
     targets = [target] if isinstance(target, Tensor) else list(target)
-    pairs = zip(outputs_of(output), targets, strict=False)
+    pairs = zip(_outputs_of(output), targets, strict=False)
     return torch.stack([_one_loss(tensor, wanted).float() for tensor, wanted in pairs]).sum()
 
 

@@ -36,7 +36,7 @@ from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS
 from advisor.tuners.measure.compare import References
-from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.measure.place import UNVERIFIED
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, move, sampled
@@ -99,7 +99,7 @@ class KeptCalls:
 
     def _reset(self) -> None:
         self._switch: Switch | None = None
-        self._unhook: Callable[[], None] = _nothing
+        self._unhook: Callable[[], None] = lambda: None
         self._refused = ""
         self._steps: list[tuple[list[_Kept], float | None]] = []
         """Of each step its calls, and the sum of its losses; None where the script has none."""
@@ -158,24 +158,21 @@ class KeptCalls:
         return self._ready
 
     def verdict(self) -> tuple[str, str, str]:
-        found = self._compared()
-        if self._careful and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return found.outcome, found.reason, found.blames
-
-    def _compared(self) -> Compared:
         self._rest()
         if not self._refused and len(self._steps) < 2:
             self._refused = "no gradient came back to what the model returned"
         if self._refused:
-            return Compared(outcome=UNVERIFIED, reason=self._refused)
+            return UNVERIFIED, self._refused, ""
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
         with self._aside():
-            return self._references.compare(
+            found = self._references.compare(
                 asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
             )
+        if self._careful and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return found.outcome, found.reason, found.blames
 
     # A Subject.
 
@@ -232,7 +229,9 @@ class KeptCalls:
                 outputs[f"output {n}{of}"] = sampled(output).to(self._device)
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            _take_back(pairs, wanted, gradients, self._device)
+            for name, taken in _gradients(pairs, wanted).items():
+                found = taken.to(self._device)
+                gradients[name] = gradients[name].add_(found) if name in gradients else found
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
@@ -264,7 +263,7 @@ class KeptCalls:
     def _rest(self) -> None:
         """Keep no more calls."""
         self._unhook()
-        self._unhook = _nothing
+        self._unhook = lambda: None
         for call in self._switch.calls if self._switch else ():
             act = call.act
             if isinstance(act, functools.partial) and act.func == self._keep:
@@ -354,15 +353,11 @@ class KeptCalls:
             self._placed = weights
 
 
-def _take_back(
-    pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named, into: Named, device: torch.device
-) -> None:
-    """Add samples of the gradients of these tensors, by (output, its gradient)."""
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named) -> Named:
+    """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
     outputs, back = zip(*pairs, strict=True)
     found = torch.autograd.grad(outputs, list(wanted.values()), back, materialize_grads=True)
-    for name, gradient in zip(wanted, found, strict=True):
-        taken = sampled(gradient).to(device)
-        into[name] = into[name].add_(taken) if name in into else taken
+    return dict(zip(wanted, map(sampled, found), strict=True))
 
 
 def _autocast(kind: str) -> _Autocast:
@@ -391,10 +386,6 @@ def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:
     for tensor, one in zip(tensors, needs, strict=True):
         if tensor.requires_grad != one:
             tensor.requires_grad_(one)
-
-
-def _nothing() -> None:
-    """What takes no hook away."""
 
 
 def _why_never_again(modules: Sequence[nn.Module]) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 _OURS = "_compiled_call_impl"
 """Not the script's: what a config has a module called through."""
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
-Mark = tuple[object, object]
 
 
 def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
@@ -39,7 +38,7 @@ class SideEffects:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._before = [
-            (f"{type(module).__name__}.{name}", value, _marks(value))
+            (f"{type(module).__name__}.{name}", value, *_marks(value))
             for module in modules
             for name, value in vars(module).items()
             if value is not module._buffers
@@ -50,16 +49,16 @@ class SideEffects:
         """What has changed since, for people; '' for nothing."""
         if self._numpy != _numpy():
             return "numpy's random numbers"
-        for name, value, before in self._before:
-            after = _marks(value)
-            if len(before) != len(after) or not all(map(_same, before, after)):
+        for name, value, _held, before in self._before:
+            if before != _marks(value)[1]:
                 return name
         return ""
 
 
-def _marks(value: object) -> list[Mark]:
-    """An object and what it holds, each with what else shows that it is unchanged."""
-    return [_mark(one) for one in (value, *_within(value))]
+def _marks(value: object) -> tuple[list[object], list[object]]:
+    """An object and those that it holds, and what is equal for each as long as it is unchanged."""
+    held = [value, *_within(value)]
+    return held, list(map(_mark, held))
 
 
 def _within(value: object) -> Iterable[object]:
@@ -72,18 +71,14 @@ def _within(value: object) -> Iterable[object]:
     return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
-def _mark(value: object) -> Mark:
+def _mark(value: object) -> object:
+    if isinstance(value, _VALUES):
+        return type(value), value
     if isinstance(value, Tensor):
-        return value, 0 if value.is_inference() else value._version
+        return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
-        return value, value.get_state().numpy().tobytes()
-    return value, None
-
-
-def _same(before: Mark, after: Mark) -> bool:
-    if isinstance(before[0], _VALUES):
-        return type(before[0]) is type(after[0]) and before[0] == after[0]
-    return before[0] is after[0] and before[1] == after[1]
+        return id(value), value.get_state().numpy().tobytes()
+    return id(value)
 
 
 def _numpy() -> object:
