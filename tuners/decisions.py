@@ -144,6 +144,9 @@ what one alone does. And calls of one step, at most, for their memory."""
 KEPT_ROOM = 3.0
 """Free device memory that keeping the weights there takes, as a multiple of their own: the kept
 copy, the script's own values meanwhile, and the gradients of a pass."""
+KEPT_PARAMETERS, KEPT_ELEMENTS = 64, 2**22
+"""Parameters of an optimizer whose update is made again, evenly spaced over all, and elements that
+one may have: its value, its gradient and its state are copied, up to 64 MiB in fp32 with Adam."""
 
 # Starts of a command ---------------------------------------------------------------------------
 START_S = 1800.0

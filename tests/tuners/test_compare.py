@@ -259,6 +259,15 @@ def test_without_time_nothing_is_verified(kind: str) -> None:
     assert references.compare(BF16, BF16, left_s=lambda: 1e9).ok
 
 
+def test_draws_go_on_where_the_time_was_over() -> None:
+    whole, cut = (References(Step("layers"), FP32, tolerance=0.02) for _ in range(2))
+    left = iter([1e9] * 15)
+    found = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
+    assert found.outcome == UNVERIFIED and found.reason.startswith("no time was left")
+    expected = whole.compare(BF16, BF16, left_s=lambda: 1e9)
+    assert cut.compare(BF16, BF16, left_s=lambda: 1e9) == expected
+
+
 def test_what_a_config_raises_is_its_outcome() -> None:
     found = compared(Step("convolutions", "failing"), COMPILED)
     assert (found.outcome, found.reason) == ("failed", "RuntimeError: no such kernel")

@@ -17,39 +17,24 @@ from torch import Tensor
 from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import (
-    FP32_NOT_FINITE,
-    Named,
-    Sample,
-    Sampler,
-    dots,
-    norms,
-    not_finite,
-    wrong,
-)
+from advisor.tuners.measure.samples import FP32_NOT_FINITE, Sampler, not_finite, wrong
 
 OWN_SEEDS = 1_000_003
 """The first seed of fp32's own draws. The others must not share their masks: a mean would seem too
 large along the mean of the same draws."""
-TINY = 1e-30
-"""Instead of 0 in a denominator."""
+TINY = 1e-30  # instead of 0 in a denominator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Off:
-    """How far something is off, and may be, besides its standard error.
-
-    Attributes:
-        known: the allowed standard errors must be below this for a verdict; infinite: never needed.
-        beside: more figures, for people.
-    """
+    """How far something is off, its standard error, and how far it may be off besides."""
 
     name: str
     off: float
     error: float
     limit: float
-    known: float = math.inf
-    beside: str = ""
+    known: float = math.inf  # a verdict needs the allowed standard errors to be below
+    beside: str = ""  # more figures, for people
 
     @property
     def unsure(self) -> float:
@@ -64,71 +49,59 @@ class _Off:
 
 
 class _Drawn:
-    """Draws of a config; a round is one draw at each point.
+    """Draws of a config, at each point in turn; a round is one at each."""
 
-    Attributes:
-        shift: of each tensor the squared distance of its means from fp32's, without the draws' own
-            noise.
-    """
-
-    def __init__(self, points: int) -> None:
-        self.rounds = 0
-        self.shift = torch.zeros(())
-        self._halves: list[tuple[Named, Named]] = [({}, {}) for _ in range(points)]
-        self._before: list[Named] = [{} for _ in range(points)]
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self._points = sampler, sampler.subject.points
+        self.count = 0
+        self._sums = torch.zeros(())
+        self._before: dict[int, Tensor] = {}
         self._along: list[Tensor] = []
         self._spreads: list[Tensor] = []
         self._losses: list[float] = []
 
-    def add(self, sample: Sample, point: int, direction: Named | None = None) -> None:
-        """Add a draw; of each round all points, in their order."""
-        half, tensors = self._halves[point][self.rounds % 2], sample.tensors
-        if not half:
-            half.update({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-        torch._foreach_add_([half[name] for name in tensors], list(tensors.values()))
-        if direction:
-            self._along.append(dots(tensors, direction))
-        if self.rounds % 2:
-            self._spreads.append(norms(sample.outputs, self._before[point]).square() / 2)
-        self._before[point] = sample.outputs
-        self._losses.append(math.nan if sample.loss is None else sample.loss)
-        self.rounds += point == len(self._halves) - 1
+    def add(self, vector: Tensor, loss: float | None, direction: Tensor | None = None) -> None:
+        """Add a draw at the next point, whose mean in fp32 is `direction`."""
+        sampler, point = self._sampler, self.count % self._points
+        half = self.count // self._points % 2
+        if not self._sums.dim():
+            self._sums = vector.new_zeros(2, self._points, len(vector))
+        self._sums[half, point] += vector
+        if direction is not None:
+            self._along.append(sampler.dots(vector, direction))
+        outputs = vector[: sum(sampler.sizes[: sampler.outputs])].clone()
+        if half:
+            apart = sampler.norms(outputs - self._before[point], outputs=True)
+            self._spreads.append(apart.square() / 2)
+        self._before[point] = outputs
+        self._losses.append(math.nan if loss is None else loss)
+        self.count += 1
 
-    def means(self) -> list[tuple[Named, Named]]:
-        """Of each point the means of both halves; `rounds` is even."""
-        found = []
-        for halves in self._halves:
-            first, second = (
-                dict(zip(h, torch._foreach_div(list(h.values()), self.rounds / 2), strict=True))
-                for h in halves
-            )
-            found.append((first, second))
-        return found
+    def means(self, point: int) -> Tensor:
+        """(2, elements): of the even rounds, and of as many odd ones."""
+        return self._sums[:, point] / (self.count / self._points / 2)
 
-    def compare_means(self, fp32: Sequence[tuple[Named, Named]]) -> None:
-        """Set `shift`, and drop the sums."""
-        for pair in zip(self.means(), fp32, strict=True):
-            ours, theirs = ({n: a[n] - b[n] for n in b} for a, b in zip(*pair, strict=True))
-            self.shift = self.shift + dots(ours, theirs)
-        self._halves = [({}, {}) for _ in fp32]
+    def compare_means(self, fp32: Sequence[Tensor]) -> None:
+        """Set the squared distance of each tensor's means from fp32's, without the draws' own
+        noise, and drop the sums."""
+        apart = (self.means(point) - one for point, one in enumerate(fp32))
+        self.shift = torch.stack([self._sampler.dots(*pair) for pair in apart]).sum(0)
+        self._sums = torch.zeros(())
 
     @property
     def along(self) -> Tensor:
         """(round, point, tensor) scalar products with fp32's mean of this point."""
-        return self._by_point(self._along)
+        return torch.stack(self._along).view(-1, self._points, len(self._along[0]))
 
     @property
     def spreads(self) -> Tensor:
         """(round / 2, point, output) half the squared distances of two draws."""
-        return self._by_point(self._spreads)
+        return torch.stack(self._spreads).view(-1, self._points, len(self._spreads[0]))
 
     @property
     def losses(self) -> Tensor:
         """(round, point); not a number where a loss is not known."""
-        return torch.tensor(self._losses, dtype=torch.float64).view(-1, len(self._halves))
-
-    def _by_point(self, found: Sequence[Tensor]) -> Tensor:
-        return torch.stack([*found]).view(-1, len(self._halves), len(found[0]))
+        return torch.tensor(self._losses, dtype=torch.float64).view(-1, self._points)
 
 
 class Draws:
@@ -138,9 +111,9 @@ class Draws:
         self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
         self._points = sampler.subject.points
         self._rounds = max(2, limits.DRAWS // self._points)
-        self._own = _Drawn(self._points)
+        self._own = _Drawn(self._sampler)
         # fp32's first sample at each point; of each tensor there its square, and rounding's.
-        self._samples: list[Sample] = []
+        self._samples: list[Tensor] = []
         self._energy: list[Tensor] = []
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], _Drawn] = {}
@@ -222,36 +195,35 @@ class Draws:
 
     def _extend(self) -> None:
         """Make as many draws of fp32 as others have; slopes are taken along their mean."""
-        own = self._own
-        if own.rounds >= self._rounds:
+        own, sampler, points = self._own, self._sampler, self._points
+        if own.count >= self._rounds * points:
             return
-        while own.rounds < self._rounds:
-            for point in range(self._points):
-                seed = OWN_SEEDS + own.rounds * self._points + point
-                sample = self._sampler.sample(self._fp32, point, seed)
-                if len(self._samples) <= point:
-                    nudged = self._sampler.sample(self._fp32, point + self._points, seed)
-                    self._samples.append(sample)
-                    self._energy.append(dots(sample.tensors, sample.tensors))
-                    self._noise.append(norms(nudged.tensors, sample.tensors).square())
-                own.add(sample, point)
-        self._halves = own.means()
-        self._directions = [{n: (a[n] + b[n]) / 2 for n in a} for a, b in self._halves]
-        self._signal = torch.stack([dots(a, b) for a, b in self._halves])
+        while own.count < self._rounds * points:
+            point, seed = own.count % points, OWN_SEEDS + own.count
+            vector, loss = sampler.sample(self._fp32, point, seed)
+            if len(self._samples) <= point:
+                nudged, _ = sampler.sample(self._fp32, point + points, seed)
+                self._samples.append(vector)
+                self._energy.append(sampler.dots(vector, vector))
+                self._noise.append(sampler.norms(nudged - vector).square())
+            own.add(vector, loss)
+        self._halves = [own.means(point) for point in range(points)]
+        self._directions = [halves.mean(0) for halves in self._halves]
+        self._signal = torch.stack([sampler.dots(*halves) for halves in self._halves])
         self._formats.clear()  # which were compared with fewer
 
     def _of_format(self, plain: Config) -> _Drawn:
-        key = plain, self._rounds
-        if key not in self._formats:
-            self._formats[key] = self._draw(plain)
-        return self._formats[key]
+        if (plain, self._rounds) not in self._formats:
+            self._formats[plain, self._rounds] = self._draw(plain)
+        return self._formats[plain, self._rounds]
 
     def _draw(self, config: Config, offset: int = 0) -> _Drawn:
-        drawn = _Drawn(self._points)
-        for number in range(self._rounds, 2 * self._rounds):
-            for point, direction in enumerate(self._directions):
-                seed = number * self._points + point
-                drawn.add(self._sampler.sample(config, point + offset, seed), point, direction)
+        drawn = _Drawn(self._sampler)
+        draws = self._rounds * self._points
+        for seed in range(draws, 2 * draws):
+            point = seed % self._points
+            vector, loss = self._sampler.sample(config, point + offset, seed)
+            drawn.add(vector, loss, self._directions[point])
         drawn.compare_means(self._halves)
         return drawn
 
@@ -261,8 +233,9 @@ class Draws:
             noise = self._noise
             if plain != self._fp32:
                 # Of the same seeds, which most often draw the same masks.
+                sampler = self._sampler
                 noise = [
-                    norms(self._sampler.sample(plain, at, OWN_SEEDS + at).tensors, own.tensors) ** 2
+                    sampler.norms(sampler.sample(plain, at, OWN_SEEDS + at)[0] - own).square()
                     for at, own in enumerate(self._samples)
                 ]
             energy = torch.stack(self._energy).sum(0).clamp(min=TINY)
@@ -294,16 +267,16 @@ class Draws:
         limit: Tensor | float,
         share: Tensor,
         points: slice,
-        needed: bool = False,
+        needed: bool,
     ) -> list[_Off]:
         """Of each tensor, unless it is mere rounding or the format takes it far off. `needed`: they
         must be known for a verdict, where the gradient is not much smaller than usual."""
-        outputs, signal = len(self._samples[0].outputs), self._strength(points)
+        outputs, signal = self._sampler.outputs, self._strength(points)
         apart = drawn.along - than.along
         off = apart.mean(0)[points].sum(0) / signal
         error = (apart.var(0) / len(apart))[points].sum(0).sqrt() / signal
         ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
-        counts = torch.tensor([one.numel() for one in self._directions[0].values()])
+        counts = torch.tensor(self._sampler.sizes)
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
         allowed = limit + limits.STANDARD_ERRORS * share * (2 / counts).sqrt()
         rounding = torch.stack(self._noise).sum(0) > torch.stack(self._energy).sum(0) / 4
@@ -312,14 +285,14 @@ class Draws:
         matters[:outputs] = False
         return [
             _Off(
-                name=f"the slope of {self._samples[0].label(name)}",
+                name=f"the slope of {self._sampler.label(at)}",
                 off=float(off[at]),
                 error=float(error[at]),
                 limit=float(allowed[at]),
                 known=limits.SLOPE_KNOWN if needed and matters[at] else math.inf,
                 beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
             )
-            for at, name in enumerate(self._directions[0])
+            for at in range(len(counts))
             if not rounding[at] and share[at] <= 0.5
         ]
 
@@ -327,7 +300,7 @@ class Draws:
         self, drawn: _Drawn, than: _Drawn, share: Tensor, points: slice
     ) -> list[_Off]:
         """Of all gradients together, and of each tensor: as far as rounded weights take them."""
-        first, signal = len(self._samples[0].outputs), self._strength(points)
+        first, signal = self._sampler.outputs, self._strength(points)
         whole = signal[first:].sum()
         lost, lost_whole = torch.zeros_like(signal), 0.0
         if self._coarse is not None:
@@ -343,21 +316,21 @@ class Draws:
             known=limits.SLOPE_KNOWN,
         )
         alone = limits.FORMAT_TENSOR_SLOPE + limits.SENSITIVE * lost
-        return [together, *self._slopes(drawn, than, alone, share, points)]
+        return [together, *self._slopes(drawn, than, alone, share, points, False)]
 
     def _spreads(self, drawn: _Drawn) -> list[_Off]:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
         found = []
-        for at, (name, output) in enumerate(self._samples[0].outputs.items()):
+        for at in range(self._sampler.outputs):
             own = self._own.spreads[..., at]
             # One number's variance is too unsure to tell anything.
-            if output.numel() < 2 or not float(own.mean()):
+            if self._sampler.sizes[at] < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log() for one in (drawn.spreads[..., at], own))
             off, error = _difference(*logs)
             limit, known = math.log1p(limits.SPREAD), limits.SPREAD_KNOWN
-            what = f"the variance of the {name} over draws, as a logarithm,"
+            what = f"the variance of {self._sampler.label(at)} over draws, as a logarithm,"
             found.append(_Off(name=what, off=off, error=error, limit=limit, known=known))
         return found
 

@@ -14,15 +14,7 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.measure.samples import (
-    FP32_NOT_FINITE,
-    Sample,
-    Sampler,
-    dots,
-    norms,
-    not_finite,
-    wrong,
-)
+from advisor.tuners.measure.samples import FP32_NOT_FINITE, Sampler, not_finite, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,9 @@ class Exact:
 
     def __init__(self, sampler: Sampler, fp32: Config, tolerance: float) -> None:
         self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
-        self._samples: list[Sample] = []
+        self._samples: list[tuple[Tensor, float | None]] = []
+        """Of fp32, by point; of its tensors there the size, what rounding alone does to them, and
+        what counts as nothing."""
         self._rounding: list[tuple[Tensor, Tensor, Tensor]] = []
         self._plain: dict[Config, _Against] = {}
         self._coarse: _Against | None = None
@@ -58,8 +52,6 @@ class Exact:
         for point in range(len(self._rounding), points):
             self._add_reference(point)
         self._size, self._noise, self._floor = map(torch.stack, zip(*self._rounding, strict=True))
-        self._names = list(self._samples[0].tensors)
-        self._counts = torch.tensor([len(one) for one in self._samples[0].tensors.values()])
         if not bool(self._size.isfinite().all()):
             return FP32_NOT_FINITE
         held = self._plain[plain] = self._held(plain)
@@ -87,29 +79,27 @@ class Exact:
         return self._loss(held, "code") or self._fine(held)
 
     def _add_reference(self, point: int) -> None:
-        """fp32's sample at a point; of each tensor its size, what rounding alone does to it, and
-        what counts as nothing."""
-        sample = self._sampler.sample(self._fp32, point, point)
-        nudged = self._sampler.sample(self._fp32, point + self._sampler.subject.points, point)
-        tensors = sample.tensors
-        size = torch.stack(torch._foreach_norm(list(tensors.values()))).double().cpu()
-        counts = torch.tensor([len(one) for one in tensors.values()])
-        usual = float(size.norm()) / math.sqrt(int(counts.sum()))
-        floor = limits.NUDGE * usual * counts.double().sqrt()
-        self._samples.append(sample)
-        self._rounding.append((size, norms(nudged.tensors, tensors), floor))
+        sampler = self._sampler
+        vector, loss = sampler.sample(self._fp32, point, point)
+        nudged, _ = sampler.sample(self._fp32, point + sampler.subject.points, point)
+        self._counts = torch.tensor(sampler.sizes)
+        size = sampler.norms(vector)
+        usual = float(size.norm()) / math.sqrt(len(vector))
+        floor = limits.NUDGE * usual * self._counts.double().sqrt()
+        self._samples.append((vector, loss))
+        self._rounding.append((size, sampler.norms(nudged - vector), floor))
 
     def _held(self, config: Config, offset: int = 0, points: int | None = None) -> _Against:
         """Samples of a config at the first points, against fp32's."""
         slopes, apart, losses = [], [], []
         for point, fp32 in enumerate(self._samples[:points]):
             own = config == self._fp32 and not offset
-            sample = fp32 if own else self._sampler.sample(config, point + offset, point)
+            vector, loss = fp32 if own else self._sampler.sample(config, point + offset, point)
             size = self._size[point]
-            slope = dots(sample.tensors, fp32.tensors) / size.square()
+            slope = self._sampler.dots(vector, fp32[0]) / size.square()
             slopes.append(slope.where(size > 0, 1.0))
-            apart.append(norms(sample.tensors, fp32.tensors))
-            losses.append(sample.loss)
+            apart.append(self._sampler.norms(vector - fp32[0]))
+            losses.append(loss)
         return _Against(torch.stack(slopes), torch.stack(apart), losses)
 
     def _shares(self, than: _Against) -> Tensor:
@@ -122,7 +112,7 @@ class Exact:
 
     def _whole_slope(self, held: _Against, points: int) -> float:
         """The slope of all gradients as one vector, in the mean over the first points."""
-        first = len(self._samples[0].outputs)
+        first = self._sampler.outputs
         energy = self._size[:points, first:].square()
         slope = (held.slopes[:points, first:] * energy).sum(1) / energy.sum(1)
         return float(slope.where(energy.sum(1) > 0, 1.0).mean())
@@ -167,28 +157,27 @@ class Exact:
     def _wrong(self, faults: Sequence[_Fault], candidate: Config, plain: Config) -> Compared:
         """The verdict on the worst fault, with the distances of the three from each other."""
         # A gradient names the parameter; what it did to the outputs does not.
-        outputs = len(self._samples[0].outputs)
-        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= outputs, one[0]))
-        name, sample = self._names[tensor], self._samples[point]
+        sampler = self._sampler
+        first = sampler.outputs
+        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= first, one[0]))
+        name, size = sampler.names[tensor], float(self._size[point, tensor]) or 1.0
+        fp32 = self._samples[point][0].split(sampler.sizes)[tensor]
         theirs, ours = (
-            self._sampler.subject.sample(one, point, point).tensors[name]
-            for one in (plain, candidate)
+            sampler.subject.sample(one, point, point).tensors[name] for one in (plain, candidate)
         )
-        size = float(self._size[point, tensor]) or 1.0
-        fp32 = sample.tensors[name]
         pairs = ((ours, fp32), (theirs, fp32), (ours, theirs))
         of_fp32, alone, between = (float((a - b).norm()) / size for a, b in pairs)
         format_ = described(plain.changed(self._fp32), nothing="fp32")
         slope = float(torch.dot(ours, fp32)) / size**2
         reason = (
-            f"{sample.label(name)} is {of_fp32:.2%} off fp32, {format_} alone {alone:.2%}, "
+            f"{sampler.label(tensor)} is {of_fp32:.2%} off fp32, {format_} alone {alone:.2%}, "
             f"{between:.2%} between these two; {slope:.3f} times as large along it; "
             f"{limit:.2%} allowed"
         )
         return wrong(reason, "code")
 
     def _loss(self, held: _Against, blames: str) -> Compared | None:
-        pairs = zip(held.losses, (sample.loss for sample in self._samples), strict=True)
+        pairs = zip(held.losses, (loss for _, loss in self._samples), strict=True)
         known = [(ours, own) for ours, own in pairs if ours is not None and own is not None]
         if not known:
             return None
@@ -204,5 +193,5 @@ class Exact:
         worst = int(shares.argmax())
         if shares[worst] < 0:
             return Compared(outcome="ok", reason="nothing but rounding")
-        off, name = float(shares[worst]), self._samples[0].label(self._names[worst])
+        off, name = float(shares[worst]), self._sampler.label(worst)
         return Compared(outcome="ok", reason=f"at most {off:.1%} off fp32 ({name})")

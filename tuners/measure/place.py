@@ -8,38 +8,25 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 
-UNVERIFIED = "unverified"
-"""A comparison could not tell."""
-LEAST = 1e-3
-"""Share of a block's samples, or of its time, that counts at least: a rate has a logarithm."""
+UNVERIFIED = "unverified"  # what a comparison is that could not tell
+LEAST = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Some steps in a row with one config, over all processes of a job.
+    """Some steps in a row with one config, over all processes of a job."""
 
-    Attributes:
-        steps, samples: that were timed; samples of all processes.
-        seconds: wall clock of the slowest process, the device synchronized at both ends.
-        first_s: seconds of the untimed steps before them, if this block switched to the config:
-            building, compiling and graph capture.
-        waited_s: of `seconds`, what the steps waited for their data.
-        gpu_s: of `seconds`, by the device's clock; 0 if that is not known.
-        peak_bytes: of device memory since the config was switched to.
-        compiled: graphs that torch.compile made within the timed steps.
-        borrowed: share, 0 to 1, of the batches that came from a loader's queue and that its busy
-            workers did not replace meanwhile.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    first_s: float = 0.0
-    waited_s: float = 0.0
-    gpu_s: float = 0.0
-    peak_bytes: int = 0
-    compiled: int = 0
-    borrowed: float = 0.0
+    steps: int  # that were timed
+    samples: int  # of all processes in these steps
+    seconds: float  # wall clock of the slowest process, the device synchronized at both ends
+    first_s: float = 0.0  # untimed steps before them, with building, if the config was switched to
+    waited_s: float = 0.0  # of `seconds`, waiting for data
+    gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
+    peak_bytes: int = 0  # of device memory since the config was switched to
+    compiled: int = 0  # graphs that torch.compile made within the timed steps
+    borrowed: float = (
+        0.0  # share of batches from a loader's queue that busy workers did not replace
+    )
 
     @property
     def step_s(self) -> float:
@@ -59,18 +46,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How a config's training compares with strict fp32.
+    """How a config's training compares with strict fp32."""
 
-    Attributes:
-        outcome: 'ok', 'wrong', UNVERIFIED, or an outcome of `Measurement` if comparing failed.
-        reason: one line with the figures that decided.
-        blames: what is wrong: 'format' (the number format), 'code' (what is compiled or captured)
-            or 'optimizer' (its kernels).
-    """
-
-    outcome: str
-    reason: str
-    blames: str = ""
+    outcome: str  # 'ok', 'wrong', UNVERIFIED, or as in `Measurement` if comparing failed
+    reason: str  # one line with the figures that decided
+    blames: str = ""  # 'format' (the number format), 'code' (compiled or captured) or 'optimizer'
 
     @property
     def ok(self) -> bool:
@@ -79,15 +59,11 @@ class Compared:
 
 
 class ConfigFailed(Exception):
-    """A config failed; the place goes on without it.
-
-    Attributes:
-        outcome: as in `Measurement`: 'out_of_memory', 'failed', 'crashed' or 'timed_out'.
-    """
+    """A config failed; the place goes on without it."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
-        self.outcome = outcome
+        self.outcome = outcome  # as in `Measurement`: 'out_of_memory', 'failed', 'crashed', ...
 
 
 class Place(Protocol):

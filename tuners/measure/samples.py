@@ -43,23 +43,17 @@ class Sample:
         """Outputs, then gradients; no parameter has an output's name."""
         return self.outputs | self.gradients
 
-    def label(self, name: str) -> str:
-        """What to call a tensor in a sentence."""
-        return f"the {name}" if name in self.outputs else f"the gradient of {name}"
-
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at given weights and batches.
-
-    Attributes:
-        points: pairs of weights and a batch: half at the kept weights, half at disturbed ones.
-        draws: whether a pass draws random numbers, as dropout does.
-    """
+    """A training step that can be made again under any config, at given weights and batches."""
 
     @property
-    def points(self) -> int: ...
+    def points(self) -> int:
+        """Pairs of weights and a batch: half at the kept weights, half at disturbed ones."""
+
     @property
-    def draws(self) -> bool: ...
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers, as dropout does."""
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         """Make one pass from a seed, with the weights that `move` makes for a point.
@@ -109,40 +103,49 @@ def sampled(tensor: Tensor) -> Tensor:
     return dense.contiguous().flatten()[::stride].to(torch.float32, copy=True)
 
 
-def dots(ours: Named, theirs: Named) -> Tensor:
-    """The scalar products of tensors of equal names, as float64 on the host."""
-    return torch.stack([torch.dot(ours[name], theirs[name]) for name in theirs]).double().cpu()
-
-
-def norms(ours: Named, theirs: Named) -> Tensor:
-    """L2 norms of the differences of tensors of equal names, as float64 on the host."""
-    apart = torch._foreach_sub([ours[name] for name in theirs], list(theirs.values()))
-    return torch.stack(torch._foreach_norm(apart)).double().cpu()
-
-
 class Sampler:
-    """Makes samples of a subject while there is time.
-
-    Attributes:
-        left_s: returns the seconds that are left.
-        took_s: seconds of each config's last sample.
-    """
+    """Makes samples of a subject while there is time, each as one vector: its outputs, then its
+    gradients, end to end."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.left_s: Callable[[], float] = lambda: math.inf
-        self.took_s: dict[Config, float] = defaultdict(float)
+        self.left_s: Callable[[], float] = lambda: math.inf  # seconds that are left
+        self.took_s: dict[Config, float] = defaultdict(float)  # by each config's last sample
+        self.names: list[str] = []  # of the tensors in a vector
+        self.sizes: list[int] = []
+        self.outputs = 0  # so many of them come first
 
-    def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """As `Subject.sample`; raises NoTime if the config's last one took longer than is left."""
+    def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
+        """As `Subject.sample`, and its loss; raises NoTime if the config's last one took longer
+        than is left."""
         began = time.perf_counter()
         if self.left_s() < self.took_s[config]:
             raise NoTime
         found = self.subject.sample(config, point, seed)
-        if any(t.is_cuda for t in found.tensors.values()):
+        tensors = found.tensors
+        if not self.names:
+            self.names, self.outputs = list(tensors), len(found.outputs)
+            self.sizes = [one.numel() for one in tensors.values()]
+        vector = torch.cat([tensors[name] for name in self.names])
+        if vector.is_cuda:
             torch.cuda.synchronize()
         self.took_s[config] = time.perf_counter() - began
-        return found
+        return vector, found.loss
+
+    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """The scalar product of each tensor, as float64 on the host."""
+        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
+        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
+
+    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
+        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
+        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
+        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
+
+    def label(self, tensor: int) -> str:
+        """What to call a tensor in a sentence."""
+        name = self.names[tensor]
+        return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"
 
 
 def wrong(reason: str, blames: str) -> Compared:

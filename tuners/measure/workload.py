@@ -25,24 +25,19 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
-PATIENCE = 100
-"""Steps within which a captured step must come to its first replay."""
+PATIENCE = 100  # steps within which a captured step must come to its first replay
 
 
 class _Step:
-    """One step on a batch, as a script has it.
-
-    Attributes:
-        keeps: whether steps keep samples of the model's outputs, in `outputs`.
-    """
+    """One step on a batch, as a script has it."""
 
     def __init__(
         self, model: nn.Module, loss: Callable[..., Tensor] | None, advice: Advice, optimizer: Any
     ) -> None:
         self._model, self._loss = model, loss or _loss
         self._advice, self._optimizer = advice, optimizer
-        self.outputs: list[Tensor] = []
         self.keeps = False
+        self.outputs: list[Tensor] = []  # samples of the model's, of the last step that kept them
 
     def train(self, batch: Any) -> Tensor:
         """Forward, loss, backward and optimizer step; the loss."""
@@ -108,8 +103,7 @@ class Workload:
         self.model = advice.prepare(build(loaded))
         self.model.train(training)
         self.loss: Tensor | None = None
-        self.plain_optimizer = OPTIMIZERS[task.optimizer]
-        """The optimizer without advice, for other parameters."""
+        self.plain_optimizer = OPTIMIZERS[task.optimizer]  # without advice
         self.optimizer = self._optimizer() if training else None
         self._own = _Step(self.model, loaded.loss, advice, self.optimizer)
         made = list(given) or self._made_batches(batch, seed + 1, count)
@@ -165,14 +159,12 @@ class Workload:
         return other
 
     def step(self) -> None:
-        """One step, exactly as in a script.
-
-        Raises:
-            RuntimeError: it cannot be captured as a CUDA graph, but the config asks for that.
-        """
-        losses = []
+        """One step, exactly as in a script; raises RuntimeError if it cannot be captured as the
+        config asks."""
+        step: Callable[[Any], Any] = self._step
+        losses: list[Tensor] = []
         for _ in range(self._passes):
-            losses.append(self._step(next(self._source)))
+            losses.append(step(next(self._source)))
             if isinstance(self._step, StepGraph) and self._step.failure:
                 raise RuntimeError(f"no CUDA graph: {self._step.failure}")
         if self.optimizer is not None:
@@ -188,11 +180,7 @@ class Workload:
         return self._own.outputs
 
     def start(self) -> None:
-        """Take the first step; if it is captured, all until its first replay.
-
-        Raises:
-            RuntimeError: it is never replayed, or as `step`.
-        """
+        """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
         self.step()
         for _ in range(PATIENCE):
             if not isinstance(self._step, StepGraph) or self._step.ready:

@@ -36,7 +36,7 @@ from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS
 from advisor.tuners.measure.compare import References
-from advisor.tuners.measure.place import UNVERIFIED
+from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, move, sampled
@@ -49,23 +49,15 @@ _Autocast = tuple[str, torch.dtype, bool, bool]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """A call that the script made.
-
-    Attributes:
-        given: its arguments, cloned; `autocast` as it was then.
-        needs: for each of the models' parameters, whether it required a gradient.
-        lost: called where a gradient could not be kept.
-        back: the gradient of each tensor that it returned; None where none came.
-        slope: the sum of these times what it returned.
-    """
+    """A call that the script made."""
 
     call: Call
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, cloned
     autocast: _Autocast
-    needs: list[bool]
-    lost: Callable[[Exception], None]
-    back: list[Tensor | None] = field(default_factory=list)
-    slope: Tensor | None = None
+    needs: list[bool]  # whether each of the models' parameters required a gradient
+    lost: Callable[[Exception], None]  # called where a gradient could not be kept
+    back: list[Tensor | None] = field(default_factory=list)  # gradients of what it returned
+    slope: Tensor | None = None  # the sum of these times what it returned
 
     def watch(self, result: Any) -> None:
         """Keep the gradients of what the call returned, as they come."""
@@ -109,8 +101,8 @@ class KeptCalls:
         self._draws = False
         self._named: Named = {}
         self._modules: list[nn.Module] = []
-        self._parameters: list[_Place] = []
-        self._buffers: list[_Place] = []
+        self._places: list[_Place] = []
+        self._parameters = 0  # that come first in `_places`
         self._values: list[Tensor] = []
         self._updates: KeptUpdates | None = None
         self._references: References | None = None
@@ -135,7 +127,11 @@ class KeptCalls:
         if self._switch is not switch:
             self.close()
             self._switch, self._device = switch, device
-            self._named = _weights(trained)
+            self._named = {
+                (f"{number}.{name}" if len(trained) > 1 else name): parameter
+                for number, one in enumerate(trained)
+                for name, parameter in one.model.named_parameters()
+            }
             self._modules = list({m: None for one in trained for m in one.model.modules()})
             if self._careful:
                 self._refused = _why_never_again(self._modules)
@@ -161,15 +157,15 @@ class KeptCalls:
         self._rest()
         if not self._refused and len(self._steps) < 2:
             self._refused = "no gradient came back to what the model returned"
-        if self._refused:
-            return UNVERIFIED, self._refused, ""
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
-        with self._aside():
-            found = self._references.compare(
-                asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
-            )
+        found = Compared(outcome=UNVERIFIED, reason=self._refused)
+        if not self._refused:
+            with self._aside():
+                found = self._references.compare(
+                    asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
+                )
         if self._careful and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
@@ -215,7 +211,7 @@ class KeptCalls:
         slope = torch.zeros((), device=self._device)
         for number, kept in enumerate(calls):
             of = f" of call {number}" if len(calls) > 1 else ""
-            _require(_there(self._parameters), kept.needs)
+            _require(self._tensors(self._parameters), kept.needs)
             args, kwargs = mapped(_fresh, kept.given)
             # Compiled code looks at its state.
             same = kept.autocast == _autocast(self._device.type)
@@ -230,8 +226,8 @@ class KeptCalls:
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
             for name, taken in _gradients(pairs, wanted).items():
-                found = taken.to(self._device)
-                gradients[name] = gradients[name].add_(found) if name in gradients else found
+                one = taken.to(self._device)
+                gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
@@ -250,8 +246,9 @@ class KeptCalls:
         self._calls, self._losses, self._raised = [], [], False
         try:
             if not self._values:
-                self._parameters = _places([one._parameters for one in self._modules])
-                self._buffers = _places([one._buffers for one in self._modules])
+                parameters = _places([one._parameters for one in self._modules])
+                self._parameters = len(parameters)
+                self._places = parameters + _places([one._buffers for one in self._modules])
                 self._values = self._copies()
         except RuntimeError as exc:  # out of memory
             self._refuse(exc)
@@ -269,8 +266,8 @@ class KeptCalls:
             if isinstance(act, functools.partial) and act.func == self._keep:
                 call.act = call.plain
 
-    def _tensors(self) -> list[Tensor]:
-        return _there(self._parameters + self._buffers)
+    def _tensors(self, count: int | None = None) -> list[Tensor]:
+        return [table[name] for table, name in self._places[:count]]
 
     def _copies(self) -> list[Tensor]:
         """Copies of all weights and buffers; on the host where the device has little room."""
@@ -291,7 +288,7 @@ class KeptCalls:
         except RuntimeError as exc:  # out of memory, in the script's own call
             self._refuse(exc)
             return call.plain(*args, **kwargs)
-        needs = [tensor.requires_grad for tensor in _there(self._parameters)]
+        needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
         kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
         drawn = Drawn()
         effects = SideEffects(self._modules) if self._careful else None
@@ -345,11 +342,11 @@ class KeptCalls:
     def _place(self, point: int) -> None:
         """Put the kept buffers in place, and the weights of a point."""
         weights = point // self.points * 2 + self._disturbed(point)
-        parameters, count = _there(self._parameters), len(self._parameters)
-        _copy(_there(self._buffers), self._values[count:])
+        tensors, count = self._tensors(), self._parameters
+        _copy(tensors[count:], self._values[count:])
         if weights != self._placed:
-            _copy(parameters, self._values[:count])
-            move(parameters, point, self.points)
+            _copy(tensors[:count], self._values[:count])
+            move(tensors[:count], point, self.points)
             self._placed = weights
 
 
@@ -371,10 +368,6 @@ def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
     return [(table, name) for table, name in found.values() if table[name] is not None]
 
 
-def _there(places: Sequence[_Place]) -> list[Tensor]:
-    return [table[name] for table, name in places]
-
-
 @torch.no_grad()
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """In place, so that compiled code and CUDA graphs find them where they were."""
@@ -394,14 +387,6 @@ def _why_never_again(modules: Sequence[nn.Module]) -> str:
     if there and torch.distributed.get_world_size() > 1:
         return "of several processes one might wait for another within a call made again"
     return "the script has hooks in its model, which would run again" if hooked(modules) else ""
-
-
-def _weights(trained: Sequence[Trained]) -> Named:
-    return {
-        (f"{number}.{name}" if len(trained) > 1 else name): parameter
-        for number, one in enumerate(trained)
-        for name, parameter in one.model.named_parameters()
-    }
 
 
 def _floating(value: Any) -> list[Tensor]:

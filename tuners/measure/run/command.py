@@ -18,8 +18,7 @@ from advisor.tuners.measure.run.guarded import Guarded, inductor_folder
 from advisor.tuners.measure.run.words import measurable
 from advisor.tuners.scratch import Scratch
 
-SHOWN_S, MOST_SHOWN = 0.2, 2**16
-"""Between two looks at a shown log; characters at a time."""
+SHOWN_S, MOST_SHOWN = 0.2, 2**16  # between two looks at a shown log; characters at a time
 CONTAINED = {
     "WANDB_MODE": "disabled",
     "WANDB_DISABLED": "true",
@@ -36,9 +35,6 @@ CONTAINED = {
 }
 """Have libraries report to nobody, or to a folder, {}, that is removed. Nothing stops what a script
 saves or pushes itself, nor the loggers of Lightning."""
-COLLECTS = {"TORCH_CUDAGRAPH_GC": "1"}
-"""Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that is freed
-meanwhile breaks the capture."""
 
 
 class Command(Guarded):
@@ -58,16 +54,17 @@ class Command(Guarded):
         self._address = str(self._folder.path / "pilot")
         try:
             self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
-        except OSError as error:
+        except OSError as exc:
             self._folder.remove()
-            raise UsageError(
-                f"no socket at {self._address} ({error}): set TMPDIR to a shorter path"
-            ) from error
+            why = f"no socket at {self._address} ({exc}): set TMPDIR to a shorter path"
+            raise UsageError(why) from exc
         scratch = self._folder.path / "tmp"
         scratch.mkdir()
         environment = {
             **os.environ,
-            **COLLECTS,
+            # Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that
+            # is freed meanwhile breaks the capture.
+            "TORCH_CUDAGRAPH_GC": "1",
             **{name: value.format(scratch) for name, value in CONTAINED.items()},
             # Not in the scratch folder: the next start loads what this one compiles.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")

@@ -83,6 +83,7 @@ class Guarded:
         """End it, and everything that it started."""
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
+        self._lifeline = -1  # the number may be another file's by now
         try:
             self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:

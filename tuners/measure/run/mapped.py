@@ -14,11 +14,7 @@ class Mapped:
     in the words.
 
     Args:
-        words: of the command.
         options: by what `--map` calls the knob.
-
-    Attributes:
-        names: of the knobs.
 
     Raises:
         UsageError: such an option is given no whole number in the command.
@@ -29,7 +25,7 @@ class Mapped:
         self._options = {
             knob.name: str(options[knob.mapped]) for knob in knobs.KNOBS if knob.mapped in options
         }
-        self.names = tuple(self._options)
+        self.names = tuple(self._options)  # of the knobs
         self._given = {name: self._number(option) for name, option in self._options.items()}
 
     def at(self, config: Config, own: Config, processes: int) -> tuple[str, ...]:
@@ -53,20 +49,14 @@ class Mapped:
         return tuple(words)
 
     def numbers(self, config: Config, own: Config, processes: int) -> dict[str, int]:
-        """What its options are given for a config, by knob.
-
-        A batch is set in proportion: the option may count one process's, or a micro-batch's.
-
-        Args:
-            own: what the unmodified command comes to, in all processes together.
-        """
+        """What its options are given for a config, by knob; `own`: of all processes together."""
         found = {}
         for name in self.names:
-            value = config.get(name)
+            value, given = config.get(name), self._given[name]
             if type(value) is int:
                 found[name] = value
+                # In proportion: the option may count one process's samples, or a micro-batch's.
                 if name == BATCH:
-                    given = self._given[name]
                     at_own = own.batch // processes if given is None else given
                     found[name] = at_own * value // own.batch
         return found

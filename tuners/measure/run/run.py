@@ -21,10 +21,8 @@ from advisor.tuners.measure.run.command import AttachedScript, Command, Shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import Ended, Flight
 
-SAVE_S = 30.0
-"""For putting what was compiled into a file."""
-PATIENT_S = 3600.0
-"""For the steps of a config in a script that cannot be interrupted."""
+SAVE_S, PATIENT_S = 30.0, 3600.0
+"""For saving what was compiled; for the steps of a config in a script that is not interrupted."""
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
@@ -39,11 +37,6 @@ class Run:
         injected: the folder with the sitecustomize that brings the pilot.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
-
-    Attributes:
-        own: what the script does itself; set once its space is known.
-        tolerance: of comparisons with fp32, as in a `Task`.
-        memory: bytes of the device, 0 where that is not known.
     """
 
     def __init__(
@@ -57,14 +50,15 @@ class Run:
     ) -> None:
         self._command = Mapped(command, options or {})
         self._injected, self._log = injected, log
-        self.own, self.tolerance, self.memory = Config(), 0.0, 0
+        self.own = Config()  # what the script does itself; set once its space is known
+        self.tolerance = 0.0  # of comparisons with fp32, as in a `Task`
+        self.memory = 0  # bytes of the device, 0 where that is not known
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], Flight] = {}
         self._processes = 1
         self._survived = 0  # steps, unmodified, after a start that failed
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
-        self._shown = show is not None
         self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
@@ -80,11 +74,8 @@ class Run:
         return self.own
 
     def describe(self) -> Seen:
-        """Start the command, and wait for its first steps.
-
-        Raises:
-            TargetFailed: it ended before. WorkerError: none came in time.
-        """
+        """Start the command, and wait for its first steps; raises TargetFailed if it ends before,
+        WorkerError if they do not come in time."""
         try:
             seen = self._ensured(self.own, time.monotonic() + START_S).seen
         except Ended as exc:
@@ -119,13 +110,11 @@ class Run:
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
-            before = last
             try:
                 flight = self._ensured(config, until)
                 block = flight.block(self._within(config), self.own, steps, warm, until)
             except Ended as exc:
-                last = exc
-                made = self._end(self._words(config))
+                made, before, last = self._end(self._words(config)), last, exc
                 if exc.outcome == "timed_out":
                     raise self._timed_out(config, exc, before) from exc
                 self._check_own(exc, made, until)
@@ -186,12 +175,8 @@ class Run:
         return session.made
 
     def _check_own(self, ended: Ended, made: int, until: float) -> None:
-        """Where a start failed as scripts do by themselves, or as another config did: see whether
-        the unmodified command survives as many steps.
-
-        Raises:
-            TargetFailed: it does not.
-        """
+        """Where a start failed as scripts do by themselves, or as another config did: raise
+        TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
@@ -205,6 +190,7 @@ class Run:
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
                 flight.block(self.own, self.own, steps, 0, until)
+            self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
         except Ended as exc:
@@ -212,8 +198,6 @@ class Run:
             if exc.code and exc.outcome in ("failed", "crashed"):
                 why = f"within {max(1, made)} steps ({exc}): {MEND}"
                 raise TargetFailed(f"the script fails by itself {why}", "") from exc
-        else:
-            self._survived = max(self._survived, flight.made)
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self._command.at(config, self.own, self._processes)
@@ -222,16 +206,12 @@ class Run:
         return self._command.within(config, self.own)
 
     def _ensured(self, config: Config, until: float) -> Flight:
-        """The command at its first steps, with its options set for a config.
-
-        Raises:
-            Ended: it did not come so far, or its options set something else.
-        """
+        """The command at its first steps, with its options set for a config; raises Ended if it
+        does not come so far, or its options set something else."""
         words = self._words(config)
+        if words in self._sessions and self._sessions[words].over:
+            self._end(words)
         session = self._sessions.pop(words, None)
-        if session is not None and session.over:
-            session.end()
-            session = None
         if session is None:
             while self._sessions and not self._has_room(config):
                 self._end(next(iter(self._sessions)))
@@ -243,7 +223,8 @@ class Run:
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
         command = Command(words, injected=self._injected, log=self._log)
-        return Flight(command, start_s, None if self._shown else self._log, real=False)
+        shown = isinstance(self._showing, Shown)
+        return Flight(command, start_s, None if shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
         """Whether one more start may run beside those that do."""
@@ -297,9 +278,7 @@ class AttachedRun(Run):
         found = self._while_it_runs(
             config, lambda flight, until: flight.compare(asked, self.own, until)
         )
-        if found.outcome in ("ok", "wrong"):
-            return found
-        return Compared(UNVERIFIED, found.reason)
+        return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes."""

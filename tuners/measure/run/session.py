@@ -21,12 +21,9 @@ from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.run.command import AttachedScript, Command
 from advisor.tuners.measure.run.guarded import how
 
-LOOK_S = 0.2
-"""Between two looks at a silent command."""
-TOGETHER_S = 60.0
-"""Between the first steps of a job's first process and those of its last."""
-END_S = 15.0
-"""For a command to end once one of its processes has."""
+LOOK_S = 0.2  # between two looks at a silent command
+TOGETHER_S = 60.0  # between the first steps of a job's first process and those of its last
+END_S = 15.0  # for a command to end once one of its processes has
 GONE_OF_SEVERAL = "one of its processes is gone, others are not"
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
@@ -41,19 +38,16 @@ T = TypeVar("T")
 
 
 class Ended(Exception):
-    """The command is over, makes no more steps, or answers nonsense.
-
-    Attributes:
-        outcome, code: as in `Measurement`; 0 where it ended well.
-        said: how it ended before its first steps.
-        own: whether a script more likely ends so by itself than because of a config.
-    """
+    """The command is over, makes no more steps, or answers nonsense."""
 
     def __init__(
         self, outcome: str, reason: str, code: int = 1, said: str = "", *, own: bool = False
     ) -> None:
         super().__init__(reason)
-        self.outcome, self.code, self.said, self.own = outcome, code, said, own
+        self.outcome = outcome  # as in `Measurement`
+        self.code = code  # 0 where it ended well
+        self.said = said  # how it ended before its first steps
+        self.own = own  # a script more likely ends so by itself than because of a config
 
 
 class Flight:
@@ -66,10 +60,6 @@ class Flight:
         start_s: until its first steps, at most.
         log: where its output goes; None where that was shown.
         real: it is the user's real run, which nothing may end and whose memory is scarce.
-
-    Attributes:
-        seen: what the first process saw of the script.
-        made: steps that it was told to make, including those that it did not reach.
     """
 
     def __init__(
@@ -78,9 +68,9 @@ class Flight:
         self._command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
         self._forget: Config | None = None
-        self.made = 0
+        self.made = 0  # steps that it was told to make, also those that it did not reach
         try:
-            self.seen = self._all_seen(start_s)
+            self.seen = self._all_seen(start_s)  # by the first process
             command.whole()
         except BaseException:
             self.end()

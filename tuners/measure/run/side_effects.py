@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OURS = "_compiled_call_impl"
-"""Not the script's: what a config has a module called through."""
+_OURS = "_compiled_call_impl"  # set by configs, not by the script
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 

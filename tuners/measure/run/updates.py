@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOST = 64
-"""Parameters of an optimizer that are looked at, evenly spaced over all of its groups."""
-LARGEST = 2**22
-"""Elements of a larger parameter are too many: its value, its gradient and its state are copied."""
+from advisor.tuners.decisions import KEPT_ELEMENTS, KEPT_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +68,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
     found: _Groups = []
     for group in optimizer.param_groups:
         fit = [p for p in group["params"] if _fits(p)]
-        few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // MOST))]
+        few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // KEPT_PARAMETERS))]
         kept = []
         for one in few:
             value, gradient = one.detach().clone(), one.grad.detach().clone()
@@ -83,7 +80,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
 def _fits(parameter: Tensor) -> bool:
     gradient = parameter.grad
     dense = gradient is not None and gradient.layout == torch.strided
-    return dense and parameter.numel() <= LARGEST and parameter.is_floating_point()
+    return dense and parameter.numel() <= KEPT_ELEMENTS and parameter.is_floating_point()
 
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
