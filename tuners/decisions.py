@@ -141,6 +141,8 @@ SMALL_GRADIENT = 1e-2
 KEPT_STEPS, KEPT_CALLS = 4, 8
 """Steps of the script that are kept, half of them for the kept weights: two batches each rule out
 what one alone does. And calls of one step, at most, for their memory."""
+KEPT_WITHIN = 32
+"""Steps within which these must have come. Else no gradient comes back to the model's outputs."""
 KEPT_ROOM = 3.0
 """Free device memory that keeping the weights there takes, as a multiple of their own: the kept
 copy, the script's own values meanwhile, and the gradients of a pass."""

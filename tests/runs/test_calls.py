@@ -19,7 +19,7 @@ from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.decisions import KEPT_STEPS
+from advisor.tuners.decisions import KEPT_STEPS, KEPT_WITHIN
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.calls import KeptCalls
@@ -256,6 +256,26 @@ def test_blocks_that_are_compiled_are_compared_as_they_are(
     found = guide.found[0]
     assert (found.outcome, found.blames) == (("wrong", "code") if broken else ("ok", "")), found
     assert not broken or "gradient of blocks" in found.reason
+
+
+class Hiding(Net):
+    """Returns its loss where nobody sees it."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        loss = super().forward(tokens, labels)["loss"]
+
+        class Hidden:
+            def __getitem__(self, _name: str) -> Any:
+                return loss
+
+        return Hidden()
+
+
+def test_of_a_model_without_gradients_of_outputs_no_end_of_steps_is_looked_at() -> None:
+    guide = Asking(HALF)
+    trained(Hiding(), guide, within=True, steps=KEPT_WITHIN + 10)
+    assert guide.found[0].outcome == UNVERIFIED
+    assert guide.found[0].reason == "no gradient came back to what the model returned"
 
 
 class Counting(Net):

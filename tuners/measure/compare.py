@@ -1,10 +1,9 @@
 """Compares how a config trains with strict fp32: the same weights and batches, every gradient.
 
-Two parts of a config can be wrong. Its number format alone ('plain') is compared with fp32 once.
-Code that is compiled or captured is compared with that format: a fault in one layer scales that
-layer's gradient (its *slope*, the part along fp32's gradient, is not 1), or adds errors that the
-format by itself does not have. If a model draws random numbers, as dropout does, only means over
-many draws can be compared: `compare_draws`.
+A config's number format alone ('plain') is compared with fp32 once; code that is compiled or
+captured is compared with that format. A fault in one layer scales its gradient (the *slope*, the
+part along fp32's gradient, is not 1), or adds errors that the format by itself does not have. If a
+model draws random numbers, as dropout does, only means over many draws tell: `compare_draws`.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ def plain_of(candidate: Config, fp32: Config) -> Config:
 
 def passes(config: Config) -> Config:
     """The part of a config that decides what a forward and backward pass computes."""
-    return config.only(
-        *(
-            knob.name
-            for knob in KNOBS
-            if knob.stage != INPUT
-            and (knob.model or knob.layers or knob.autocast or knob.flag or knob.captured)
-        )
+    computing = (
+        knob.name
+        for knob in KNOBS
+        if knob.stage != INPUT
+        and (knob.model or knob.layers or knob.autocast or knob.flag or knob.captured)
     )
+    return config.only(*computing)
 
 
 class References:
-    """Samples of strict fp32 and of plain number formats, made once for several configs.
-
-    Args:
-        tolerance: part of the loss by which it may always be off.
-    """
+    """Samples of strict fp32 and of plain number formats, made once for several configs. The loss
+    may always be off by the tolerance, as part of it."""
 
     def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
         self._subject, self._fp32, self._tolerance = subject, fp32, tolerance

@@ -17,7 +17,7 @@ from torch import Tensor
 from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import FP32_NOT_FINITE, Sampler, not_finite, wrong
+from advisor.tuners.measure.samples import FP32_NOT_FINITE, NOT_FINITE, Sampler, wrong
 
 OWN_SEEDS = 1_000_003
 """The first seed of fp32's own draws. The others must not share their masks: a mean would seem too
@@ -143,7 +143,7 @@ class Draws:
             if blames == "format":
                 self._formats[config, self._rounds] = drawn
             if not bool(drawn.along.isfinite().all() and drawn.spreads.isfinite().all()):
-                return not_finite(blames)
+                return wrong(NOT_FINITE, blames)
             found = self._off(drawn, plain, blames)
             beyond = [one for one in found if one.exceeds()]
             if beyond and blames == "format" and self._coarse is None:
@@ -154,13 +154,17 @@ class Draws:
             sure = self._rounds >= limits.SURE_ROUNDS
             if again := [o for o in beyond if o.name in suspects or (sure and o.exceeds(2))]:
                 worst = max(again, key=lambda one: abs(one.off) / (one.limit + one.unsure))
-                reason = self._said(worst)
+                found_wrong = wrong(self._said(worst), blames)
                 self._rounds = began
-                return wrong(reason, blames)
+                return found_wrong
             unsure = max(found, key=lambda one: one.unsure / one.known)
             doubt = unsure.unsure / unsure.known
             if not beyond and doubt <= 1:
-                return self._fine(found)
+                slopes = [one for one in found if one.known == limits.SLOPE_KNOWN]
+                said = f"compared over {self._rounds * self._points} draws"
+                if slopes:
+                    said += f": {max(slopes, key=lambda one: abs(one.off))}"
+                return Compared(outcome="ok", reason=said)
             more = 2.0 if beyond else max(2.0, doubt**2)
             if why := self._no_more(config, more):
                 reason = self._said(beyond[0] if beyond else unsure)
@@ -185,13 +189,6 @@ class Draws:
         if took_s > self._sampler.left_s():
             return f"about {needed:.0f} draws would be needed, {took_s:.0f} s"
         return ""
-
-    def _fine(self, found: Sequence[_Off]) -> Compared:
-        slopes = [one for one in found if one.known == limits.SLOPE_KNOWN]
-        said = f"compared over {self._rounds * self._points} draws"
-        if slopes:
-            said += f": {max(slopes, key=lambda one: abs(one.off))}"
-        return Compared(outcome="ok", reason=said)
 
     def _extend(self) -> None:
         """Make as many draws of fp32 as others have; slopes are taken along their mean."""

@@ -14,7 +14,7 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.measure.samples import FP32_NOT_FINITE, Sampler, not_finite, wrong
+from advisor.tuners.measure.samples import FP32_NOT_FINITE, NOT_FINITE, Sampler, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,8 @@ class _Against:
     apart: Tensor
     losses: list[float | None]
 
-    @property
-    def finite(self) -> bool:
-        return bool(self.apart.isfinite().all())
 
-
-_Fault = tuple[float, int, int, float]
-"""The factor by which a tensor exceeds its limit; its number, the point, the limit."""
+_Fault = tuple[float, int, int, float]  # by what factor a tensor is beyond its limit, at a point
 
 
 class Exact:
@@ -39,30 +34,32 @@ class Exact:
 
     def __init__(self, sampler: Sampler, fp32: Config, tolerance: float) -> None:
         self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
+        self._half = sampler.subject.points // 2  # so many have the kept weights
+        self._groups = slice(self._half), slice(self._half, None)
+        # Of fp32, by point; of its tensors there the size, what rounding alone does to them, and
+        # what counts as nothing.
         self._samples: list[tuple[Tensor, float | None]] = []
-        """Of fp32, by point; of its tensors there the size, what rounding alone does to them, and
-        what counts as nothing."""
         self._rounding: list[tuple[Tensor, Tensor, Tensor]] = []
         self._plain: dict[Config, _Against] = {}
         self._coarse: _Against | None = None
 
     def check_format(self, plain: Config) -> Compared:
         """Whether a number format trains as strict fp32 does."""
-        points = self._sampler.subject.points
-        for point in range(len(self._rounding), points):
+        for point in range(len(self._rounding), self._sampler.subject.points):
             self._add_reference(point)
         self._size, self._noise, self._floor = map(torch.stack, zip(*self._rounding, strict=True))
         if not bool(self._size.isfinite().all()):
             return FP32_NOT_FINITE
         held = self._plain[plain] = self._held(plain)
-        if not held.finite:
-            return not_finite("format")
-        slope, limit = self._whole_slope(held, points // 2), limits.FORMAT_SLOPE
+        if not bool(held.apart.isfinite().all()):
+            return wrong(NOT_FINITE, "format")
+        slope, limit = self._whole_slope(held), limits.FORMAT_SLOPE
         if slope < 1 - limit:
             if self._coarse is None:
-                self._coarse = self._held(self._fp32, 2 * points, points // 2)
+                offset = 2 * self._sampler.subject.points
+                self._coarse = self._held(self._fp32, offset, self._half)
             # Rounded weights may take as much from fp32's own gradient.
-            limit += limits.SENSITIVE * max(0.0, 1 - self._whole_slope(self._coarse, points // 2))
+            limit += limits.SENSITIVE * max(0.0, 1 - self._whole_slope(self._coarse))
         if abs(slope - 1) > limit:
             said = f"all gradients together are {slope:.3f} times as large along fp32's"
             return wrong(f"{said}; {limit:.0%} off allowed", "format")
@@ -71,8 +68,8 @@ class Exact:
     def check_code(self, candidate: Config, plain: Config) -> Compared:
         """Whether a config trains as its number format by itself does."""
         held, than = self._held(candidate), self._plain[plain]
-        if not held.finite:
-            return not_finite("code")
+        if not bool(held.apart.isfinite().all()):
+            return wrong(NOT_FINITE, "code")
         shares = self._shares(than)
         if faults := self._off(held, than, shares) or self._apart(held, than, shares):
             return self._wrong(faults, candidate, plain)
@@ -110,23 +107,18 @@ class Exact:
         usual = torch.tensor([[min(statistics.median(row), 0.5)] for row in shares.tolist()])
         return shares.maximum(usual)
 
-    def _whole_slope(self, held: _Against, points: int) -> float:
-        """The slope of all gradients as one vector, in the mean over the first points."""
-        first = self._sampler.outputs
-        energy = self._size[:points, first:].square()
-        slope = (held.slopes[:points, first:] * energy).sum(1) / energy.sum(1)
+    def _whole_slope(self, held: _Against) -> float:
+        """The slope of all gradients as one vector, in the mean over the kept weights' points."""
+        half, first = self._half, self._sampler.outputs
+        energy = self._size[:half, first:].square()
+        slope = (held.slopes[:half, first:] * energy).sum(1) / energy.sum(1)
         return float(slope.where(energy.sum(1) > 0, 1.0).mean())
-
-    def _groups(self) -> tuple[slice, slice]:
-        """The points at the kept weights, those at the disturbed ones."""
-        half = len(self._samples) // 2
-        return slice(None, half), slice(half, None)
 
     def _off(self, held: _Against, than: _Against, shares: Tensor) -> list[_Fault]:
         """Tensors whose slopes differ from the format's: over all points, at the kept weights or at
         the disturbed ones, since a stale value shows at one of these alone."""
         faults = []
-        for group in (slice(None), *self._groups()):
+        for group in (slice(None), *self._groups):
             off, share = (held.slopes - than.slopes)[group], shares[group].amax(0)
             # Rounding has a part along the gradient by chance, the larger the fewer elements.
             chance = limits.STANDARD_ERRORS * share * (2 / (self._counts * len(off))).sqrt()
@@ -146,7 +138,7 @@ class Exact:
         allowed = allowed.where(shares <= 0.5, limits.ROUNDINGS_ALONE * alone)
         beyond, factors = held.apart > allowed, held.apart / allowed
         faults = []
-        for group in self._groups():
+        for group in self._groups:
             for at in beyond[group].all(0).nonzero().flatten().tolist():
                 point = (group.start or 0) + int(factors[group, at].argmin())
                 size = float(self._size[point, at])
@@ -158,8 +150,7 @@ class Exact:
         """The verdict on the worst fault, with the distances of the three from each other."""
         # A gradient names the parameter; what it did to the outputs does not.
         sampler = self._sampler
-        first = sampler.outputs
-        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= first, one[0]))
+        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= sampler.outputs, one[0]))
         name, size = sampler.names[tensor], float(self._size[point, tensor]) or 1.0
         fp32 = self._samples[point][0].split(sampler.sizes)[tensor]
         theirs, ours = (

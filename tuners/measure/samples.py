@@ -18,6 +18,7 @@ from advisor.tuners.measure.place import UNVERIFIED, Compared
 
 Named = dict[str, Tensor]
 
+NOT_FINITE = "an output or a gradient is not finite"
 FP32_NOT_FINITE = Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
 
 
@@ -73,10 +74,8 @@ class Subject(Protocol):
 
 @torch.no_grad()
 def move(weights: Sequence[Tensor], point: int, points: int) -> None:
-    """Change kept weights, in place, to those of a point, alike under every config.
-
-    Values computed from the kept weights, such as constants of compiled code, no longer fit.
-    """
+    """Change kept weights, in place, to those of a point, alike under every config. Values computed
+    from the kept weights, such as constants of compiled code, no longer fit."""
     disturbed, nudged = point % points >= points // 2, point >= points
     if not (disturbed or nudged):
         return
@@ -151,8 +150,3 @@ class Sampler:
 def wrong(reason: str, blames: str) -> Compared:
     """The verdict on a fault; `blames` as in `Compared`."""
     return Compared(outcome="wrong", reason=reason, blames=blames)
-
-
-def not_finite(blames: str) -> Compared:
-    """The verdict on a pass whose outputs or gradients are not finite."""
-    return wrong("an output or a gradient is not finite", blames)

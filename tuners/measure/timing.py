@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-WARM_STEPS = 3
-WARM_S = 1.0
+WARM_STEPS, WARM_S = 3, 1.0
 
 
 class Clock:

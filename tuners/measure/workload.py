@@ -79,8 +79,6 @@ class Workload:
 
     Args:
         task: if it has a mix of shapes, a step is a pass through all of them.
-        batch: samples in a batch.
-        seed: of the model's and the batches' numbers.
         count: different batches of each shape, which are cycled through.
         given: batches to use instead of made-up ones.
     """
@@ -209,11 +207,8 @@ def _plainly(model: nn.Module) -> Iterator[None]:
 
 
 def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it.
-
-    Raises:
-        TargetFailed: the user's make_batch raised, or does not fit the task.
-    """
+    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it;
+    raises TargetFailed if that raises, or does not fit the task."""
     hook, batch = loaded.make_batch, shape[0]
     if hook is None:
         dtype = getattr(torch, task.dtype)
@@ -237,15 +232,14 @@ def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any
 
 def _outputs_of(output: Any) -> list[Tensor]:
     """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
-    logits = (
-        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    )
+    mapping = isinstance(output, Mapping)
+    logits = output.get("logits") if mapping else getattr(output, "logits", None)
     # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
     if isinstance(logits, Tensor) and not isinstance(output, tuple):
         return [logits]
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
+    if mapping:
         output = list(output.values())
     if isinstance(output, list | tuple):
         return [tensor for part in output for tensor in _outputs_of(part)]
@@ -254,12 +248,12 @@ def _outputs_of(output: Any) -> list[Tensor]:
 
 def _random_targets(output: Any) -> Tensor | list[Tensor]:
     """Labels for outputs with two dimensions, else values; a list where there are several."""
-    found = [
-        torch.randint(0, one.shape[1], (one.shape[0],))
-        if one.dim() == 2
-        else torch.randn(one.shape)
-        for one in _outputs_of(output)
-    ]
+    found = []
+    for one in _outputs_of(output):
+        labels = one.dim() == 2
+        found.append(
+            torch.randint(one.shape[1], one.shape[:1]) if labels else torch.randn(one.shape)
+        )
     if not found:
         raise TargetError(
             f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
@@ -284,13 +278,13 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
     """As "layer 'fc', Linear(in_features=3, ...), got 64x512 float32", or '' where none did."""
     names = {module: name for name, module in model.named_modules()}
     for frame, _line in reversed(list(traceback.walk_tb(exc.__traceback__))):
-        found = frame.f_locals
-        if frame.f_code.co_filename != nn.modules.module.__file__ or "args" not in found:
+        if frame.f_code.co_name != "_call_impl":  # of every module
             continue
-        module, name = found["self"], names.get(found["self"], "?")
+        module = frame.f_locals["self"]
+        name = names.get(module, "?")
         got = ", ".join(
             f"{'x'.join(map(str, part.shape))} {str(part.dtype).removeprefix('torch.')}"
-            for part in found["args"]
+            for part in frame.f_locals["args"]
             if isinstance(part, Tensor)
         )
         shown = f"{type(module).__name__}({module.extra_repr()})"

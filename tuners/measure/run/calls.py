@@ -5,11 +5,9 @@ the gradient that comes back to what it returned. So are the weights at the firs
 these weights into the parameters, makes the calls of one step through the code that was compiled
 for a config, takes the kept gradients back through them, and puts everything back.
 
-What this does not see:
-- The loss's own code runs once. How far a loss would be off is estimated by its tangent, which is
-  exact where the model returns its loss.
-- An error that only adds up over many updates.
-- Micro-batches of a step beyond the first ones, and gradients of gradients.
+This does not see errors that add up over many updates, later micro-batches of a step, or gradients
+of gradients. The loss's own code runs once: how far a loss would be off is estimated by its
+tangent, which is exact where the model returns its loss.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,17 +31,15 @@ from advisor.tuners.act.pilot.drawn import Drawn
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
-from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS
+from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS, KEPT_WITHIN
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, move, sampled
 
-_Place = tuple[dict[str, Any], str]
-"""Where a module holds a parameter or buffer, which the script may replace by another."""
-_Autocast = tuple[str, torch.dtype, bool, bool]
-"""The arguments of torch.autocast: device, dtype, enabled, caches weights."""
+_Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
+_Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +74,8 @@ class _Kept:
 
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
-
-    Args:
-        careful: the run is a real one: a model is called again only if everything that its own
-            call leaves behind can be put back.
-    """
+    If `careful`, as in a real run, a model is called again only if everything that its own call
+    leaves behind can be put back."""
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
@@ -93,12 +85,13 @@ class KeptCalls:
         self._switch: Switch | None = None
         self._unhook: Callable[[], None] = lambda: None
         self._refused = ""
+        # The calls of each step, and the sum of its losses; None where the script has none.
         self._steps: list[tuple[list[_Kept], float | None]] = []
-        """Of each step its calls, and the sum of its losses; None where the script has none."""
         self._calls: list[_Kept] = []
         self._losses: list[Tensor] = []
+        self._looked = 0  # at so many steps
         self._raised = False
-        self._draws = False
+        self.draws = False
         self._named: Named = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -150,13 +143,14 @@ class KeptCalls:
                 if self._updates is None:
                     self._updates = KeptUpdates(self._of_switch.optimizers)
             self._calls = []
+            self._looked += 1
+            if not self._ready and self._looked >= KEPT_WITHIN:
+                self._refuse("no gradient came back to what the model returned")
             (self._rest if self._ready else self._look)()
         return self._ready
 
     def verdict(self) -> tuple[str, str, str]:
         self._rest()
-        if not self._refused and len(self._steps) < 2:
-            self._refused = "no gradient came back to what the model returned"
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
@@ -176,16 +170,12 @@ class KeptCalls:
     def points(self) -> int:
         return len(self._steps) // 2 * 2
 
-    @property
-    def draws(self) -> bool:
-        return self._draws
-
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         with self._aside() as put_attributes, torch.enable_grad():
             if self._of_switch.config != config:
                 self._of_switch.set(config)
             self._place(point)
-            if self._draws:
+            if self.draws:
                 torch.manual_seed(seed)
                 random.seed(seed)
             self._of_switch.began()
@@ -215,7 +205,7 @@ class KeptCalls:
             args, kwargs = mapped(_fresh, kept.given)
             # Compiled code looks at its state.
             same = kept.autocast == _autocast(self._device.type)
-            with nullcontext() if same else torch.autocast(*kept.autocast):
+            with contextlib.nullcontext() if same else torch.autocast(*kept.autocast):
                 found = _floating(kept.call.act(*args, **kwargs))
             pairs = [
                 (o, g.to(o.dtype)) for o, g in zip(found, kept.back, strict=True) if g is not None
@@ -297,7 +287,7 @@ class KeptCalls:
         except BaseException:
             self._raised = True
             raise
-        self._draws |= drawn.passed()
+        self.draws |= drawn.passed()
         kept.watch(result)
         self._calls.append(kept)
         if effects is not None:

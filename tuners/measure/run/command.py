@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -38,10 +38,7 @@ saves or pushes itself, nor the loggers of Lightning."""
 
 
 class Command(Guarded):
-    """One start of a command, whose output goes to a log.
-
-    Args:
-        injected: the folder that Python looks into first, for the pilot.
+    """One start of a command, whose Python looks into the folder `injected` first, for the pilot.
 
     Raises:
         UsageError: as `measurable`; the temporary folder's name is too long for a socket.
@@ -125,26 +122,24 @@ class AttachedScript:
         self._listening.close()
 
 
-class Shown:
-    """Shows what is written to a log, while the context lasts."""
+@contextlib.contextmanager
+def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is written to a log meanwhile, from another thread."""
+    over = threading.Event()
 
-    def __init__(self, log: Path, show: Callable[[str], None]) -> None:
-        self._log, self._show, self._over = log, show, threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def __enter__(self) -> Shown:
-        self._log.touch()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        with self._log.open(errors="replace") as log:
+    def follow() -> None:
+        with log.open(errors="replace") as file:
             last = False
             while not last:
-                last = self._over.wait(SHOWN_S)
-                while said := log.read(MOST_SHOWN):
-                    self._show(said)
+                last = over.wait(SHOWN_S)
+                while said := file.read(MOST_SHOWN):
+                    show(said)
+
+    log.touch()
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -19,16 +19,9 @@ END_S = 30.0
 
 
 class Guarded:
-    """A command in its own session, under the guard of `measure/worker/guard.py`.
-
-    Args:
-        words: the path of its program first.
-        log: for its output, as much of it as the guard writes.
-        folder: to start it in.
-
-    Raises:
-        OSError: no process can be started.
-    """
+    """A command in its own session, under the guard of `measure/worker/guard.py`. The first of its
+    words is a path; the guard writes its output, up to a limit, to the log. Raises OSError if no
+    process can be started."""
 
     def __init__(
         self,

@@ -10,11 +10,8 @@ from advisor.tuners import knobs
 
 
 class Mapped:
-    """A command, and which of its options set knobs. What needs a new start, as the batch, is set
-    in the words.
-
-    Args:
-        options: by what `--map` calls the knob.
+    """A command, and which of its options set knobs, by what `--map` calls these. What needs a new
+    start, as the batch, is set in the words.
 
     Raises:
         UsageError: such an option is given no whole number in the command.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
@@ -17,7 +17,7 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import MOST_STARTS, NEAR_BATCH, RESTARTS, SHARED_MEMORY, START_S
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import AttachedScript, Command, Shown
+from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import Ended, Flight
 
@@ -26,7 +26,6 @@ SAVE_S, PATIENT_S = 30.0, 3600.0
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
-T = TypeVar("T")
 
 
 class Run:
@@ -49,6 +48,7 @@ class Run:
         options: Mapping[str, Value] | None = None,
     ) -> None:
         self._command = Mapped(command, options or {})
+        self.mapped = self._command.names  # knobs that options of the command set
         self._injected, self._log = injected, log
         self.own = Config()  # what the script does itself; set once its space is known
         self.tolerance = 0.0  # of comparisons with fp32, as in a `Task`
@@ -59,7 +59,8 @@ class Run:
         self._survived = 0  # steps, unmodified, after a start that failed
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
-        self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
+        self._shown = show is not None
+        self._showing: AbstractContextManager[None] = shown(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
         self._showing.__enter__()
@@ -96,11 +97,6 @@ class Run:
             number = self._command.numbers(config, self.own, self._processes)[name]
             said = self._command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
-
-    @property
-    def mapped(self) -> tuple[str, ...]:
-        """Knobs that options of the command set."""
-        return self._command.names
 
     def gives(self, name: str) -> bool:
         """Whether the command itself gives the option that sets a knob."""
@@ -159,7 +155,7 @@ class Run:
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
-            with suppress(Ended, ConfigFailed):
+            with suppress(Ended):
                 session.save(file, self.own, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
@@ -223,8 +219,7 @@ class Run:
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
         command = Command(words, injected=self._injected, log=self._log)
-        shown = isinstance(self._showing, Shown)
-        return Flight(command, start_s, None if shown else self._log, real=False)
+        return Flight(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
         """Whether one more start may run beside those that do."""
@@ -255,10 +250,8 @@ def _check_shown(seen: Seen, name: str, value: Value) -> None:
 
 
 class AttachedRun(Run):
-    """A script that goes on after its tuning: a config that fails costs a step of it, no more.
-
-    All but `leave` and `stop` raise WorkerError once the script is over.
-    """
+    """A script that goes on after its tuning: a config that fails costs a step of it, no more. Once
+    it is over, `block` and `compare` raise WorkerError."""
 
     def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log)
@@ -268,16 +261,14 @@ class AttachedRun(Run):
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """As Place; the script computes, so the deadline cannot be kept."""
         del deadline_s
-        return self._while_it_runs(
-            config, lambda flight, until: flight.block(config, self.own, steps, warm, until)
-        )
+        with self._running(config) as (flight, until):
+            return flight.block(config, self.own, steps, warm, until)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """As Place; unverified where the run might not be the same afterwards."""
         asked = comparison(config, self.own, self.tolerance, deadline_s)
-        found = self._while_it_runs(
-            config, lambda flight, until: flight.compare(asked, self.own, until)
-        )
+        with self._running(config) as (flight, until):
+            found = flight.compare(asked, self.own, until)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
@@ -287,10 +278,11 @@ class AttachedRun(Run):
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    def _while_it_runs(self, config: Config, act: Callable[[Flight, float], T]) -> T:
+    @contextmanager
+    def _running(self, config: Config) -> Iterator[tuple[Flight, float]]:
         until = time.monotonic() + PATIENT_S
         try:
-            return act(self._ensured(config, until), until)
+            yield self._ensured(config, until), until
         except Ended as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
 

@@ -82,12 +82,11 @@ class Flight:
         return self._command.ended
 
     def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
-        """Have every process make these steps with a config.
-
-        Raises:
-            ConfigFailed: the config failed, and the command goes on.
-        """
-        laps = self._checked(Order(config=config, steps=steps, warm=warm, own=own), until)
+        """Have every process make these steps with a config; raises ConfigFailed where it fails and
+        the command goes on."""
+        laps = self._laps(Order(config=config, steps=steps, warm=warm, own=own), until)
+        if lap := next((lap for lap in laps if lap.outcome != "ok"), None):
+            raise ConfigFailed(lap.outcome, lap.reason)
         slowest = max(laps, key=lambda lap: lap.seconds)
         return Block(
             steps=slowest.steps,
@@ -111,8 +110,8 @@ class Flight:
         self._forget = config
 
     def save(self, file: Path, own: Config, until: float) -> None:
-        """Have the first process save what it has compiled; raises as `block`."""
-        self._checked(Order(config=own, steps=1, own=own, saves=str(file)), until)
+        """Have the first process save what it has compiled."""
+        self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
 
     def leave(self, config: Config, own: Config, found: str) -> None:
         """Have it train on with a config; this is the last order. `found`: see `Order`."""
@@ -124,13 +123,6 @@ class Flight:
             pipe.close()
         self._pipes.clear()
         self._command.end()
-
-    def _checked(self, order: Order, until: float) -> list[Lap]:
-        laps = self._laps(order, until)
-        for lap in laps:
-            if lap.outcome != "ok":
-                raise ConfigFailed(lap.outcome, lap.reason)
-        return laps
 
     def _laps(self, order: Order, until: float) -> list[Lap]:
         forget, self._forget = self._forget, None
@@ -172,12 +164,14 @@ class Flight:
                 if time.monotonic() > until:
                     raise Ended("timed_out", "the budget was over before it was measured")
             message = msgpack.unpackb(pipe.recv_bytes())
-            if "failed" in message:
-                raise _failed(**message["failed"])
+            if failed := message.get("failed"):
+                if failed["outcome"] == OVER:
+                    raise Ended("failed", failed["reason"], 0)
+                raise Ended(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._why() from None
-        except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
+        except (AttributeError, KeyError, TypeError, ValueError, RecordDamaged) as exc:
             raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
     def _why(self) -> Ended:
@@ -193,9 +187,8 @@ class Flight:
             reason = f"the command {ended}{_after_colon(last)}"
             return Ended("crashed", reason, code, own=code > 0)
         note = self._command.note
-        never = self._never(
-            f"it {ended}{'' if note else _after_colon(last)}", MEND if code else LONGER
-        )
+        so_far = f"it {ended}{'' if note else _after_colon(last)}"
+        never = self._never(so_far, MEND if code else LONGER)
         return Ended("failed", never, code or 1, f"it {ended}{_after_colon(note or last)}")
 
     def _never(self, so_far: str, mend: str) -> str:
@@ -210,13 +203,6 @@ class Flight:
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
-
-
-def _failed(outcome: str, reason: str, own: bool = False) -> Ended:
-    """What a process says of its own end."""
-    if outcome == OVER:
-        return Ended("failed", reason, 0)
-    return Ended(outcome, reason, own=bool(own))
 
 
 def borrowed(feed: Feed) -> float:

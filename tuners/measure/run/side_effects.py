@@ -92,6 +92,5 @@ def hooked(modules: Sequence[nn.Module]) -> bool:
     """Whether the script has hooks that a call of these would run."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     parameters = (p for one in modules for p in one.parameters(recurse=False))
-    return any(getattr(one, table) for one in modules for table in tables) or any(
-        one._backward_hooks for one in parameters
-    )
+    there = (getattr(one, table) for one in modules for table in tables)
+    return any(there) or any(one._backward_hooks for one in parameters)

@@ -16,14 +16,15 @@ from advisor.tuners.decisions import KEPT_ELEMENTS, KEPT_PARAMETERS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parameter:
+    """Copies of what its next update is made of."""
+
     number: int
     value: Tensor
     gradient: Tensor
     state: dict[str, Any]
 
 
-_Groups = list[tuple[dict[str, Any], list[_Parameter]]]
-"""The settings of an optimizer's groups, and copies of what their next step is made of."""
+_Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, parameters
 
 
 class KeptUpdates:
@@ -78,8 +79,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
 
 
 def _fits(parameter: Tensor) -> bool:
-    gradient = parameter.grad
-    dense = gradient is not None and gradient.layout == torch.strided
+    dense = parameter.grad is not None and parameter.grad.layout == torch.strided
     return dense and parameter.numel() <= KEPT_ELEMENTS and parameter.is_floating_point()
 
 

@@ -14,11 +14,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 def program(words: Sequence[str]) -> str:
-    """The path of a command's program.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The path of a command's program; raises UsageError if there is none."""
     word = words[0]
     if found := shutil.which(word):
         return found
@@ -35,11 +31,8 @@ def program(words: Sequence[str]) -> str:
 
 
 def measurable(words: Sequence[str]) -> str:
-    """The path of the program of a command that a pilot gets into.
-
-    Raises:
-        UsageError: there is none, its Python is isolated, or a word cannot be typed on one line.
-    """
+    """The path of a command's program; raises UsageError if there is none, its Python is isolated,
+    or a word cannot be typed on one line."""
     path = program(words)
     check_open(words)
     if odd := next((word for word in words if not word.isprintable()), None):
