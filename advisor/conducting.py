@@ -25,7 +25,8 @@ from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners import knobs
 from advisor.tuners.decisions import WORTH
-from advisor.tuners.measure.run.inside import Inside, Joined
+from advisor.tuners.measure.run.command import AttachedScript
+from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
 
@@ -46,9 +47,9 @@ class _OfRunInside(OfRun):
         super().__init__(told["command"], given, plan, records, _Said())
         listening = socket.socket(fileno=told["socket"])
         log = Path(told["folder"]) / "log"
-        self.inside = Inside(Joined(listening), self._command, log=log)
+        self.inside = AttachedRun(AttachedScript(listening), self._command, log=log)
 
-    def begun(self) -> Inside:
+    def begun(self) -> AttachedRun:
         return self.inside
 
     def space(self, situation: knobs.Situation) -> Space:

@@ -23,8 +23,9 @@ from torch.nn import functional
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.measure.compare import Overflow, References, Sample, move, plain_of, sampled
+from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.run.updates import KeptUpdates
+from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ("fp32", "tf32", "bf16", "fp16") if DEVICE == "cuda" else ("fp32", "bf16")

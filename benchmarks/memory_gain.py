@@ -28,7 +28,6 @@ from advisor.cache.config import Config, Value
 from advisor.cache.task import Task
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import OPTIMIZERS, Workload
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +78,7 @@ def measure(case: str, device: str) -> dict[str, Any]:
     config = Config({"precision": "bf16", "compile": "default", **changes}).at(task.batch)
     advice = Advice(config, device=device, batch_size=task.batch)
     begun = time.perf_counter()
-    workload = Workload(loaded, task, advice, Feed(batch=task.batch, seed=0))
+    workload = Workload(loaded, task, advice, batch=task.batch, seed=0)
 
     def steps(count: int) -> float:
         """Seconds of one."""

@@ -29,6 +29,7 @@ from typing import Any
 
 import optuna
 import record as results
+from replay import ReplayPlace
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,7 +38,6 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, RACED, Trial
 from advisor.tuners import knobs
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.measure.replay import ReplayPlace
 from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.plan import Progress
 from advisor.tuners.search.ratio import Ratio

@@ -22,9 +22,13 @@ from typing import Any
 
 from advisor import lookup, tune
 from advisor.client import Client, Job
-from advisor.tuners.measure.first_step import empty_caches
 
 ADVISOR = [sys.executable, "-m", "advisor"]
+
+
+def empty_caches(folder: str) -> dict[str, str]:
+    """Environment variables that have a process compile with empty caches, in an empty folder."""
+    return {f"{name}_CACHE_DIR": f"{folder}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
 
 
 def served(folder: Path) -> tuple[subprocess.Popen[str], str, str]:

@@ -158,7 +158,7 @@ class MadeUp:
             self._spend(math.inf, deadline_s)
         if outcome:
             self._spend(1.0, deadline_s)
-            raise ConfigFailed(outcome, f"it is made to have {outcome}", graphs=True)
+            raise ConfigFailed(outcome, f"it is made to have {outcome}")
         code = config.only("compile", "precision", "channels_last", "batch_size")
         mode = str(config.get("compile", "none"))
         first_s = 0.05 if code in self._built else BUILDS_S.get(mode, self.compiling_s)

@@ -27,7 +27,6 @@ from advisor.tuners.act import following
 from advisor.tuners.act.artifacts import Fetch, before_first_call, have_stable_keys, saved
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import FORMATS, strict
-from advisor.tuners.measure.first_step import empty_caches
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import Job
 from tests.cache.examples import choice
@@ -123,9 +122,10 @@ def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path
     assert found is not None and found[0] == tools()
     keep(found[1], purpose(record))
     (tmp_path / "train.py").write_text(SCRIPT)
+    empty = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TORCHINDUCTOR", "TRITON")}
     said = subprocess.run(
         [sys.executable, "train.py"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | empty_caches(str(tmp_path)),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | empty,
         capture_output=True,
         text=True,
         check=True,

@@ -24,9 +24,10 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
+from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import Guarded, how
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Ended, Flight, Session, borrowed
+from advisor.tuners.measure.run.session import Ended, Flight, borrowed
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of
@@ -315,7 +316,9 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(sessions, "END_S", 0.5)
     (folder / "both.sh").write_text("python -c 'from training import *; train(9)'; sleep 987")
-    session = Session(("bash", "both.sh"), injected=INJECTED, log=Path("log"), start_s=60)
+    log = Path("log")
+    command = Command(("bash", "both.sh"), injected=INJECTED, log=log)
+    session = Flight(command, 60, log, real=False)
     try:
         own = space_of(session.seen).default
         with pytest.raises(Ended, match="give the one that trains"):

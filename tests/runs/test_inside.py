@@ -30,7 +30,8 @@ from advisor.tuners.act.pilot.pilot import ANOTHER, ELSEWHERE, LOOKED, UNORDERED
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import noted
 from advisor.tuners.measure.run.calls import KeptCalls
-from advisor.tuners.measure.run.inside import Inside, Joined
+from advisor.tuners.measure.run.command import AttachedScript
+from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.search.plan import suffices
 from tests import forks
 from tests.runs.forked import left_behind, space_of
@@ -234,7 +235,9 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
     data, charge, found = torch.randn(40, 4, 6), InCharge(), []
 
     def search(listening: socket.socket) -> None:
-        inside = Inside(Joined(listening), ["python", "train.py"], log=tmp_path / "log")
+        inside = AttachedRun(
+            AttachedScript(listening), ["python", "train.py"], log=tmp_path / "log"
+        )
         inside.own = space_of(inside.describe()).default
         inside.tolerance = 0.02
         half = inside.own.replace(precision="bf16")

@@ -18,18 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.compare import (
-    Overflow,
-    References,
-    Sample,
-    move,
-    passes,
-    plain_of,
-    sampled,
-)
+from advisor.tuners.decisions import NUDGE, SAMPLED
+from advisor.tuners.measure.compare import References, passes, plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.updates import KeptUpdates
-from advisor.tuners.measure.samples import NUDGE, SAMPLED
+from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")
@@ -264,6 +257,15 @@ def test_without_time_nothing_is_verified(kind: str) -> None:
     found = references.compare(BF16, BF16, left_s=lambda: 0.0)
     assert found.outcome == UNVERIFIED
     assert references.compare(BF16, BF16, left_s=lambda: 1e9).ok
+
+
+def test_draws_go_on_where_the_time_was_over() -> None:
+    whole, cut = (References(Step("layers"), FP32, tolerance=0.02) for _ in range(2))
+    left = iter([1e9] * 15)
+    found = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
+    assert found.outcome == UNVERIFIED and found.reason.startswith("no time was left")
+    expected = whole.compare(BF16, BF16, left_s=lambda: 1e9)
+    assert cut.compare(BF16, BF16, left_s=lambda: 1e9) == expected
 
 
 def test_what_a_config_raises_is_its_outcome() -> None:

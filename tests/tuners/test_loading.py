@@ -127,7 +127,11 @@ make_dataset = Unequal
     [
         ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
         ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
-        ("def make_dataset(): raise OSError('no disk')", TargetFailed, r"OSError: no disk \(data\.py:"),
+        (
+            "def make_dataset(): raise OSError('no disk')",
+            TargetFailed,
+            r"OSError: no disk \(data\.py:",
+        ),
         (UNEQUAL, TargetFailed, r"not alike, .*stack expects each .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor.tuners import scratch
-from advisor.tuners.measure.first_step import inductor_folder
+from advisor.tuners.measure.run.guarded import inductor_folder
 from advisor.tuners.scratch import Scratch
 
 LEFT = """

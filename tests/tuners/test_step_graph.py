@@ -32,7 +32,6 @@ from advisor.tuners.act.capture.object_graph import ObjectGraph
 from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
-from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
 
@@ -798,7 +797,9 @@ def test_a_measured_workload_is_captured_once(tmp_path: Path, recorder: AtenReco
         target.load(target.parse(name), Config()),
         Task(target=name, shapes=((4, 3),)),
         Advice(Config(step_graph=True), device="cpu"),
-        Feed(batch=4, seed=0, count=3),
+        batch=4,
+        seed=0,
+        count=3,
     )
     workload.start()
     for _ in range(20):

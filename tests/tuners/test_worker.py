@@ -144,7 +144,7 @@ def test_a_mean_config_costs_itself_alone(
     worker: Worker, batch: int, outcome: str, reason: str
 ) -> None:
     found = failed(worker, batch)
-    assert found.outcome == outcome and not found.graphs
+    assert found.outcome == outcome
     assert reason in str(found)
     assert "\n" not in str(found)
     assert "nanobind" not in str(found), "what is said as an interpreter ends"
@@ -157,11 +157,6 @@ def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
     found = failed(worker, 6, deadline_s=1)
     assert (found.outcome, str(found)) == ("timed_out", "no answer within 1 s")
     assert block(worker, 4).steps == 2
-
-
-def test_what_fails_by_cuda_graphs_says_so(worker: Worker) -> None:
-    found = failed(worker, 17)
-    assert found.outcome == "failed" and found.graphs
 
 
 def test_first_steps_are_known_where_a_block_switches(worker: Worker) -> None:

@@ -4,275 +4,171 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from advisor.cache.config import Config
+from advisor.tuners import decisions as limits
 from advisor.tuners.knobs import described
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.measure.samples import (
-    COHERENT,
-    ERRORS,
-    FORMAT_SLOPE,
-    FORMAT_TENSOR,
-    NUDGE,
-    SENSITIVE,
-    SLOPE,
-    Named,
-    Sample,
-    Sampler,
-    dots,
-    fp32_not_finite,
-    label,
-    norms,
-    not_finite,
-)
-
-ROUNDINGS, ROUNDINGS_ALONE = 2.5, 10.0
-"""Times that an error may be as large as the format's, or as rounding, where a tensor is nothing
-but that. Two orders of summation of bf16 differ by up to 1.4 times, of fp32's rounding by two."""
-ALWAYS = 1e-3
-"""Part of a tensor that may always be off."""
-
-T = TypeVar("T")
-
-ALL = -1
-"""In place of a tensor's number: all gradients as one vector."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """fp32's sample at one point; of each tensor its size and what rounding alone does to it."""
-
-    sample: Sample
-    tensors: Named
-    size: list[float]
-    noise: list[float]
-    floor: list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Against:
-    """Another sample at that point, held against fp32's: of each tensor its slope and distance."""
-
-    slopes: list[float]
-    apart: list[float]
-    loss: float | None
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, self.apart))
+from advisor.tuners.measure.samples import FP32_NOT_FINITE, NOT_FINITE, Sampler, wrong
 
 
 @dataclass(frozen=True, slots=True)
-class _Fault:
-    """A tensor beyond its limit by this factor; of ALL the slope is `whole`."""
+class _Against:
+    """A config's samples against fp32's, by (point, tensor): slopes and L2 distances."""
 
-    factor: float
-    tensor: int
-    point: int
-    limit: float
-    whole: float = 1.0
+    slopes: Tensor
+    apart: Tensor
+    losses: list[float | None]
+
+
+_Fault = tuple[float, int, int, float]  # by what factor a tensor is beyond its limit, at a point
 
 
 class Exact:
-    """The Way of subjects that draw no random numbers: one sample each tells."""
+    """Compares one sample for each point."""
 
     def __init__(self, sampler: Sampler, fp32: Config, tolerance: float) -> None:
         self._sampler, self._fp32, self._tolerance = sampler, fp32, tolerance
-        self._points: list[_Point] = []
-        self._plain: dict[Config, list[_Against]] = {}
-        self._rounded: list[_Against] = []
+        self._half = sampler.subject.points // 2  # so many have the kept weights
+        self._groups = slice(self._half), slice(self._half, None)
+        # Of fp32, by point; of its tensors there the size, what rounding alone does to them, and
+        # what counts as nothing.
+        self._samples: list[tuple[Tensor, float | None]] = []
+        self._rounding: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._plain: dict[Config, _Against] = {}
+        self._coarse: _Against | None = None
 
     def check_format(self, plain: Config) -> Compared:
-        """See Way."""
-        count = self._sampler.subject.points
-        for point in range(len(self._points), count):
-            self._points.append(self._reference(point))
-        self._names = list(self._points[0].tensors)
-        if not all(map(math.isfinite, (s for one in self._points for s in one.size))):
-            return fp32_not_finite()
+        """Whether a number format trains as strict fp32 does."""
+        for point in range(len(self._rounding), self._sampler.subject.points):
+            self._add_reference(point)
+        self._size, self._noise, self._floor = map(torch.stack, zip(*self._rounding, strict=True))
+        if not bool(self._size.isfinite().all()):
+            return FP32_NOT_FINITE
         held = self._plain[plain] = self._held(plain)
-        if not all(one.finite for one in held):
-            return not_finite("format")
-        kept = held[: max(1, count // 2)]
-        faults = list(self._off_format(kept, None))
-        if faults:
-            faults = list(self._off_format(kept, self._coarse(len(kept))))
-        if worst := self._worst(iter(faults)):
-            return self._wrong(worst, plain, plain, "format")
+        if not bool(held.apart.isfinite().all()):
+            return wrong(NOT_FINITE, "format")
+        slope, limit = self._whole_slope(held), limits.FORMAT_SLOPE
+        if slope < 1 - limit:
+            if self._coarse is None:
+                offset = 2 * self._sampler.subject.points
+                self._coarse = self._held(self._fp32, offset, self._half)
+            # Rounded weights may take as much from fp32's own gradient.
+            limit += limits.SENSITIVE * max(0.0, 1 - self._whole_slope(self._coarse))
+        if abs(slope - 1) > limit:
+            said = f"all gradients together are {slope:.3f} times as large along fp32's"
+            return wrong(f"{said}; {limit:.0%} off allowed", "format")
         return self._loss(held, "format") or self._fine(held)
 
-    def _coarse(self, count: int) -> list[_Against]:
-        """fp32 at weights that are rounded about as a number format does."""
-        offset = 2 * self._sampler.subject.points
-        if not self._rounded:
-            samples = [self._sampler.sample(self._fp32, at + offset, at) for at in range(count)]
-            self._rounded = [
-                self._against(sample, point)
-                for sample, point in zip(samples, self._points, strict=False)
-            ]
-        return self._rounded
-
-    def _off_format(
-        self, kept: Sequence[_Against], coarse: Sequence[_Against] | None
-    ) -> Iterator[_Fault]:
-        """Slopes at the kept weights that a format may not have: of all gradients together, and of
-        each tensor. `coarse`: what rounded weights do to fp32's own."""
-        points = self._points[: len(kept)]
-        whole = statistics.fmean(map(self._whole_slope, kept, points))
-        lost = 1 - statistics.fmean(map(self._whole_slope, coarse, points)) if coarse else 0.0
-        least = 1 - FORMAT_SLOPE - SENSITIVE * max(0.0, lost)
-        if whole > 1 + FORMAT_SLOPE or whole < least:
-            factor = abs(whole - 1) / FORMAT_SLOPE
-            yield _Fault(factor, ALL, 0, 1 - least if whole < 1 else FORMAT_SLOPE, whole)
-        for tensor in range(len(self._names)):
-            share = max(
-                self._shares(one, point)[tensor] for one, point in zip(kept, points, strict=True)
-            )
-            if share > 0.5:
-                continue
-            slope = statistics.fmean(one.slopes[tensor] for one in kept)
-            lost = 1 - statistics.fmean(one.slopes[tensor] for one in coarse) if coarse else 0.0
-            allowed = FORMAT_TENSOR + SENSITIVE * abs(lost)
-            if abs(slope - 1) > allowed:
-                yield _Fault(abs(slope - 1) / allowed, tensor, 0, allowed)
-
-    @staticmethod
-    def _whole_slope(one: _Against, point: _Point) -> float:
-        """The slope of all gradients as one vector."""
-        first = len(point.sample.outputs)
-        pairs = list(zip(one.slopes, point.size, strict=True))[first:]
-        whole = math.fsum(size * size for _slope, size in pairs)
-        return math.fsum(slope * size * size for slope, size in pairs) / whole if whole else 1.0
-
     def check_code(self, candidate: Config, plain: Config) -> Compared:
-        """See Way."""
+        """Whether a config trains as its number format by itself does."""
         held, than = self._held(candidate), self._plain[plain]
-        if not all(one.finite for one in held):
-            return not_finite("code")
-        apart = [self._apart(held, than, at) for at in range(len(held))]
-        if worst := self._worst(self._off(held, than)) or self._worst(self._lasting(apart)):
-            return self._wrong(worst, candidate, plain, "code")
+        if not bool(held.apart.isfinite().all()):
+            return wrong(NOT_FINITE, "code")
+        shares = self._shares(than)
+        if faults := self._off(held, than, shares) or self._apart(held, than, shares):
+            return self._wrong(faults, candidate, plain)
         return self._loss(held, "code") or self._fine(held)
 
-    def _reference(self, point: int) -> _Point:
-        sample = self._sampler.sample(self._fp32, point, point)
-        tensors = sample.tensors
-        nudged = self._sampler.sample(self._fp32, point + self._sampler.subject.points, point)
-        size = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
-        noise = norms(nudged.tensors, tensors).tolist()
-        counts = [tensor.numel() for tensor in tensors.values()]
-        # What is nothing at all in fp32 is held against the usual element.
-        usual = math.hypot(*size) / math.sqrt(sum(counts))
-        floor = [NUDGE * usual * math.sqrt(count) for count in counts]
-        return _Point(sample=sample, tensors=tensors, size=size, noise=noise, floor=floor)
+    def _add_reference(self, point: int) -> None:
+        sampler = self._sampler
+        vector, loss = sampler.sample(self._fp32, point, point)
+        nudged, _ = sampler.sample(self._fp32, point + sampler.subject.points, point)
+        self._counts = torch.tensor(sampler.sizes)
+        size = sampler.norms(vector)
+        usual = float(size.norm()) / math.sqrt(len(vector))
+        floor = limits.NUDGE * usual * self._counts.double().sqrt()
+        self._samples.append((vector, loss))
+        self._rounding.append((size, sampler.norms(nudged - vector), floor))
 
-    def _held(self, config: Config) -> list[_Against]:
-        """A config's samples, held against fp32's."""
-        found = []
-        for at, point in enumerate(self._points):
-            own = config == self._fp32
-            sample = point.sample if own else self._sampler.sample(config, at, at)
-            found.append(self._against(sample, point))
-        return found
+    def _held(self, config: Config, offset: int = 0, points: int | None = None) -> _Against:
+        """Samples of a config at the first points, against fp32's."""
+        slopes, apart, losses = [], [], []
+        for point, fp32 in enumerate(self._samples[:points]):
+            own = config == self._fp32 and not offset
+            vector, loss = fp32 if own else self._sampler.sample(config, point + offset, point)
+            size = self._size[point]
+            slope = self._sampler.dots(vector, fp32[0]) / size.square()
+            slopes.append(slope.where(size > 0, 1.0))
+            apart.append(self._sampler.norms(vector - fp32[0]))
+            losses.append(loss)
+        return _Against(torch.stack(slopes), torch.stack(apart), losses)
 
-    @staticmethod
-    def _against(sample: Sample, point: _Point) -> _Against:
-        apart = [0.0] * len(point.size)
-        if sample is not point.sample:
-            apart = norms(sample.tensors, point.tensors).tolist()
-        along = dots(sample.tensors, point.tensors).tolist()
-        slopes = [
-            dot / size**2 if size else 1.0 for dot, size in zip(along, point.size, strict=True)
-        ]
-        return _Against(slopes=slopes, apart=apart, loss=sample.loss)
+    def _shares(self, than: _Against) -> Tensor:
+        """The format's or rounding's error in each tensor as a share of it, at each point: at least
+        the usual share, except in tensors that are nothing but rounding."""
+        shares = than.apart.fmax(self._noise) / self._size
+        shares = shares.where(self._size > 0, math.inf)
+        usual = torch.tensor([[min(statistics.median(row), 0.5)] for row in shares.tolist()])
+        return shares.maximum(usual)
 
-    def _shares(self, than: _Against, point: _Point) -> list[float]:
-        """What the format, or rounding, does to each tensor, as parts of its size: at least the
-        usual one, unless it is nothing but that."""
-        pairs = zip(than.apart, point.noise, point.size, strict=True)
-        shares = [max(apart, noise) / size if size else math.inf for apart, noise, size in pairs]
-        usual = statistics.median(shares)
-        return [max(share, min(usual, 0.5)) for share in shares]
+    def _whole_slope(self, held: _Against) -> float:
+        """The slope of all gradients as one vector, in the mean over the kept weights' points."""
+        half, first = self._half, self._sampler.outputs
+        energy = self._size[:half, first:].square()
+        slope = (held.slopes[:half, first:] * energy).sum(1) / energy.sum(1)
+        return float(slope.where(energy.sum(1) > 0, 1.0).mean())
 
-    def _off(self, held: Sequence[_Against], than: Sequence[_Against]) -> Iterator[_Fault]:
-        """Tensors whose slopes are off from others: over all points, at the kept weights or at the
-        disturbed ones, as one of these alone shows what is stale."""
-        every = list(range(len(held)))
-        shares = [self._shares(than[at], self._points[at]) for at in every]
-        for group in (every, *_halves(every)):
-            for tensor, name in enumerate(self._names):
-                share = max(shares[at][tensor] for at in group)
-                if share > 0.5:
-                    continue
-                off = [held[at].slopes[tensor] - than[at].slopes[tensor] for at in group]
-                # Rounding has a part along the gradient by chance, the larger the fewer elements.
-                elements = self._points[0].tensors[name].numel() * len(group)
-                limit = SLOPE + COHERENT * share
-                allowed = limit + ERRORS * share * math.sqrt(2 / elements)
-                if (mean := abs(statistics.fmean(off))) > allowed:
-                    worst = max(group, key=lambda at: abs(off[group.index(at)]))
-                    yield _Fault(mean / allowed, tensor, worst, allowed)
+    def _off(self, held: _Against, than: _Against, shares: Tensor) -> list[_Fault]:
+        """Tensors whose slopes differ from the format's: over all points, at the kept weights or at
+        the disturbed ones, since a stale value shows at one of these alone."""
+        faults = []
+        for group in (slice(None), *self._groups):
+            off, share = (held.slopes - than.slopes)[group], shares[group].amax(0)
+            # Rounding has a part along the gradient by chance, the larger the fewer elements.
+            chance = limits.STANDARD_ERRORS * share * (2 / (self._counts * len(off))).sqrt()
+            allowed = limits.CODE_SLOPE + limits.COHERENT * share + chance
+            mean = off.mean(0).abs()
+            for at in ((share <= 0.5) & (mean > allowed)).nonzero().flatten().tolist():
+                point = (group.start or 0) + int(off[:, at].abs().argmax())
+                factor = float(mean[at] / allowed[at])
+                faults.append((factor, at, point, float(allowed[at])))
+        return faults
 
-    def _apart(
-        self, held: Sequence[_Against], than: Sequence[_Against], at: int
-    ) -> dict[int, _Fault]:
-        """Tensors that are farther from fp32's than the format takes them."""
-        point = self._points[at]
-        found = {}
-        for tensor, share in enumerate(self._shares(than[at], point)):
-            size, apart = point.size[tensor], held[at].apart[tensor]
-            allowed = ROUNDINGS * share * size + ALWAYS * size
-            if share > 0.5:
-                most = max(than[at].apart[tensor], point.noise[tensor], point.floor[tensor])
-                allowed = ROUNDINGS_ALONE * most
-            if apart > allowed:
-                limit = allowed / size if size else 0.0
-                found[tensor] = _Fault(apart / allowed, tensor, at, limit)
-        return found
+    def _apart(self, held: _Against, than: _Against, shares: Tensor) -> list[_Fault]:
+        """Tensors farther from fp32's than the format takes them, at all points of the kept weights
+        or at all of the disturbed ones."""
+        alone = than.apart.fmax(self._noise).fmax(self._floor)
+        allowed = (limits.ROUNDINGS * shares + limits.ALWAYS_OFF) * self._size
+        allowed = allowed.where(shares <= 0.5, limits.ROUNDINGS_ALONE * alone)
+        beyond, factors = held.apart > allowed, held.apart / allowed
+        faults = []
+        for group in self._groups:
+            for at in beyond[group].all(0).nonzero().flatten().tolist():
+                point = (group.start or 0) + int(factors[group, at].argmin())
+                size = float(self._size[point, at])
+                limit = float(allowed[point, at]) / size if size else 0.0
+                faults.append((float(factors[point, at]), at, point, limit))
+        return faults
 
-    def _lasting(self, faults: Sequence[dict[int, _Fault]]) -> Iterator[_Fault]:
-        """Faults that all points of the kept weights have, or all of the disturbed ones."""
-        for group in _halves(faults):
-            for tensor in group[0]:
-                if all(tensor in one for one in group):
-                    yield min((one[tensor] for one in group), key=lambda one: one.factor)
-
-    def _worst(self, faults: Iterator[_Fault]) -> _Fault | None:
+    def _wrong(self, faults: Sequence[_Fault], candidate: Config, plain: Config) -> Compared:
+        """The verdict on the worst fault, with the distances of the three from each other."""
         # A gradient names the parameter; what it did to the outputs does not.
-        outputs = len(self._points[0].sample.outputs)
-        return max(faults, key=lambda one: (one.tensor >= outputs, one.factor), default=None)
-
-    def _wrong(self, fault: _Fault, candidate: Config, plain: Config, blames: str) -> Compared:
-        """A verdict with the distances of the three from each other."""
-        if fault.tensor == ALL:
-            said = f"all gradients together are {fault.whole:.3f} times as large along fp32's"
-            return Compared("wrong", f"{said}; {fault.limit:.0%} off allowed", blames)
-        name, point = self._names[fault.tensor], self._points[fault.point]
+        sampler = self._sampler
+        _, tensor, point, limit = max(faults, key=lambda one: (one[1] >= sampler.outputs, one[0]))
+        name, size = sampler.names[tensor], float(self._size[point, tensor]) or 1.0
+        fp32 = self._samples[point][0].split(sampler.sizes)[tensor]
         theirs, ours = (
-            self._sampler.subject.sample(one, fault.point, fault.point).tensors[name]
-            for one in (plain, candidate)
+            sampler.subject.sample(one, point, point).tensors[name] for one in (plain, candidate)
         )
-        size = point.size[fault.tensor] or 1.0
-        fp32 = point.tensors[name]
-        between = [float((a - b).norm()) / size for a, b in ((ours, fp32), (theirs, fp32))]
+        pairs = ((ours, fp32), (theirs, fp32), (ours, theirs))
+        of_fp32, alone, between = (float((a - b).norm()) / size for a, b in pairs)
         format_ = described(plain.changed(self._fp32), nothing="fp32")
-        reason = f"{label(name, point.sample)} is {between[0]:.2%} off fp32"
-        if candidate != plain:
-            apart = float((ours - theirs).norm()) / size
-            reason += f", {format_} alone {between[1]:.2%}, {apart:.2%} between these two"
         slope = float(torch.dot(ours, fp32)) / size**2
-        reason += f"; {slope:.3f} times as large along it; {fault.limit:.2%} allowed"
-        return Compared(outcome="wrong", reason=reason, blames=blames)
+        reason = (
+            f"{sampler.label(tensor)} is {of_fp32:.2%} off fp32, {format_} alone {alone:.2%}, "
+            f"{between:.2%} between these two; {slope:.3f} times as large along it; "
+            f"{limit:.2%} allowed"
+        )
+        return wrong(reason, "code")
 
-    def _loss(self, held: Sequence[_Against], blames: str) -> Compared | None:
-        pairs = [
-            (one.loss, point.sample.loss) for one, point in zip(held, self._points, strict=True)
-        ]
+    def _loss(self, held: _Against, blames: str) -> Compared | None:
+        pairs = zip(held.losses, (loss for _, loss in self._samples), strict=True)
         known = [(ours, own) for ours, own in pairs if ours is not None and own is not None]
         if not known:
             return None
@@ -280,23 +176,13 @@ class Exact:
         off = abs(ours - own) / (abs(own) or 1.0)
         if off <= self._tolerance:
             return None
-        reason = f"its loss is {off:.2%} off fp32's, {self._tolerance:.2%} allowed"
-        return Compared(outcome="wrong", reason=reason, blames=blames)
+        return wrong(f"its loss is {off:.2%} off fp32's, {self._tolerance:.2%} allowed", blames)
 
-    def _fine(self, held: Sequence[_Against]) -> Compared:
-        shares = {
-            self._names[tensor]: apart / size
-            for one, point in zip(held, self._points, strict=True)
-            for tensor, (apart, size) in enumerate(zip(one.apart, point.size, strict=True))
-            if point.noise[tensor] < size / 2 and size > 100 * point.floor[tensor]
-        }
-        worst = max(shares, key=lambda name: shares[name], default="")
-        if not worst:
+    def _fine(self, held: _Against) -> Compared:
+        known = (self._noise < self._size / 2) & (self._size > 100 * self._floor)
+        shares = (held.apart / self._size).where(known, -1.0).amax(0)
+        worst = int(shares.argmax())
+        if shares[worst] < 0:
             return Compared(outcome="ok", reason="nothing but rounding")
-        said = label(worst, self._points[0].sample)
-        return Compared(outcome="ok", reason=f"at most {shares[worst]:.1%} off fp32 ({said})")
-
-
-def _halves(points: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Those at the kept weights, those at the disturbed ones."""
-    return points[: len(points) // 2], points[len(points) // 2 :]
+        off, name = float(shares[worst]), self._sampler.label(worst)
+        return Compared(outcome="ok", reason=f"at most {off:.1%} off fp32 ({name})")

@@ -8,39 +8,25 @@ from typing import Protocol
 
 from advisor.cache.config import Config
 
-UNVERIFIED = "unverified"
-"""Outcome of a comparison that could not tell."""
-LEAST = 1e-3
-"""Share of a block's samples, or of its time, that counts at least: a rate has a logarithm."""
+UNVERIFIED = "unverified"  # what a comparison is that could not tell
+LEAST = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Some steps in a row with one config, as all processes of a job saw them.
+    """Some steps in a row with one config, over all processes of a job."""
 
-    Attributes:
-        steps: that were timed.
-        samples: of all processes in these steps.
-        seconds: wall clock of the slowest process, the device synchronized at both ends.
-        first_s: seconds of the untimed steps before them where this block switched to the config:
-            building, compiling and graph capture; 0 where nothing was switched.
-        waited_s: of `seconds`, what the steps waited for their data.
-        gpu_s: of `seconds`, by the device's clock; 0 where that is not known.
-        peak_bytes: of device memory since the config was switched to.
-        compiled: graphs that torch.compile made within the timed steps.
-        borrowed: share of the batches that these steps took from a loader's queue and that its busy
-            workers did not refill meanwhile, from 0 to 1.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    first_s: float = 0.0
-    waited_s: float = 0.0
-    gpu_s: float = 0.0
-    peak_bytes: int = 0
-    compiled: int = 0
-    borrowed: float = 0.0
+    steps: int  # that were timed
+    samples: int  # of all processes in these steps
+    seconds: float  # wall clock of the slowest process, the device synchronized at both ends
+    first_s: float = 0.0  # untimed steps before them, with building, if the config was switched to
+    waited_s: float = 0.0  # of `seconds`, waiting for data
+    gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
+    peak_bytes: int = 0  # of device memory since the config was switched to
+    compiled: int = 0  # graphs that torch.compile made within the timed steps
+    borrowed: float = (
+        0.0  # share of batches from a loader's queue that busy workers did not replace
+    )
 
     @property
     def step_s(self) -> float:
@@ -49,7 +35,7 @@ class Block:
 
     @property
     def rate(self) -> float:
-        """Samples per second that can be kept up: without batches borrowed from a queue."""
+        """Sustained samples per second: without borrowed batches."""
         return self.samples * max(1 - self.borrowed, LEAST) / self.seconds
 
     @property
@@ -60,19 +46,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How a config's training compares with strict fp32.
+    """How a config's training compares with strict fp32."""
 
-    Attributes:
-        outcome: 'ok', 'wrong', UNVERIFIED where the draws or the time did not allow a verdict, or
-            an outcome of `Measurement` where the comparison itself failed.
-        reason: one line with the figures that decided.
-        blames: the part of the config that a 'wrong' strikes out: 'format' for the number format,
-            'code' for what compiled or captured it, 'optimizer' for the optimizer's kernels.
-    """
-
-    outcome: str
-    reason: str
-    blames: str = ""
+    outcome: str  # 'ok', 'wrong', UNVERIFIED, or as in `Measurement` if comparing failed
+    reason: str  # one line with the figures that decided
+    blames: str = ""  # 'format' (the number format), 'code' (compiled or captured) or 'optimizer'
 
     @property
     def ok(self) -> bool:
@@ -81,17 +59,11 @@ class Compared:
 
 
 class ConfigFailed(Exception):
-    """A config failed; the place goes on without it.
+    """A config failed; the place goes on without it."""
 
-    Attributes:
-        outcome: as in `Measurement`: 'out_of_memory', 'failed', 'crashed' or 'timed_out'.
-        graphs: whether CUDA graphs were the reason, so that code without them may do.
-    """
-
-    def __init__(self, outcome: str, reason: str, *, graphs: bool = False) -> None:
+    def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
-        self.outcome = outcome
-        self.graphs = graphs
+        self.outcome = outcome  # as in `Measurement`: 'out_of_memory', 'failed', 'crashed', ...
 
 
 class Place(Protocol):
@@ -99,7 +71,7 @@ class Place(Protocol):
 
     @property
     def baseline(self) -> Config:
-        """What all others are measured against: the unmodified script, or torch's default."""
+        """What all others are compared with: the unmodified script, or torch's default."""
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`.
@@ -110,14 +82,10 @@ class Place(Protocol):
         """
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """Compare the very code that `block` timed with strict fp32.
-
-        Raises:
-            TargetFailed, WorkerError: as `block`.
-        """
+        """Compare the very code that `block` timed with strict fp32; raises as `block`."""
 
     def forget(self, config: Config) -> None:
         """Free what was built for a config."""
 
     def save(self, config: Config, file: Path) -> None:
-        """Save what torch.compile made for a config; no file where that is nothing."""
+        """Save what torch.compile made for a config; no file if that is nothing."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
@@ -13,45 +15,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.task import Task
-from advisor.errors import TargetFailed
+from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.measure.made_up import Feed, make_batch, outputs_of, random_targets
 from advisor.tuners.measure.samples import sampled
-from advisor.tuners.target import Loaded, build
+from advisor.tuners.target import Loaded, build, failed
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
-_NO_LOSS = torch.zeros(())
-PATIENCE = 100
-"""Steps within which a captured step must come to its first replay."""
+PATIENCE = 100  # steps within which a captured step must come to its first replay
 
 
 class _Step:
-    """Forward, loss, backward and optimizer step of one batch, as a script has them.
-
-    Attributes:
-        outputs: samples of the model's, of the last step that kept them.
-        keeps: whether steps keep their outputs.
-    """
+    """One step on a batch, as a script has it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[..., Tensor] | None,
-        advice: Advice,
-        optimizer: torch.optim.Optimizer | None,
+        self, model: nn.Module, loss: Callable[..., Tensor] | None, advice: Advice, optimizer: Any
     ) -> None:
         self._model, self._loss = model, loss or _loss
         self._advice, self._optimizer = advice, optimizer
-        self.outputs: list[Tensor] = []
         self.keeps = False
+        self.outputs: list[Tensor] = []  # samples of the model's, of the last step that kept them
 
     def train(self, batch: Any) -> Tensor:
-        """Train on a batch; its loss."""
-        assert self._optimizer is not None
+        """Forward, loss, backward and optimizer step; the loss."""
         inputs, target = batch
         with self._advice.autocast():
             output = self.forward(inputs)
@@ -61,16 +50,14 @@ class _Step:
         self._advice.step(loss, self._optimizer)
         return loss.detach()
 
-    def infer(self, batch: Any) -> Tensor:
-        """A forward pass; there is no loss of it."""
+    def infer(self, batch: Any) -> None:
+        """A forward pass."""
         with torch.inference_mode(), self._advice.autocast():
             output = self.forward(batch[0])
         if self.keeps:
             self._keep(output)
-        return _NO_LOSS
 
     def forward(self, inputs: Any) -> Any:
-        """What the model makes of the inputs of a batch."""
         if isinstance(inputs, Mapping):
             return self._model(**inputs)
         if isinstance(inputs, tuple | list):
@@ -79,7 +66,7 @@ class _Step:
 
     def _keep(self, output: Any) -> None:
         # In place, so that a captured step does it too.
-        found = [sampled(one) for one in outputs_of(output)]
+        found = [sampled(one) for one in _outputs_of(output)]
         if [one.shape for one in found] == [one.shape for one in self.outputs]:
             for held, seen in zip(self.outputs, found, strict=True):
                 held.copy_(seen)
@@ -88,60 +75,70 @@ class _Step:
 
 
 class Workload:
-    """One training or inference step on one config, built as a script would build it."""
+    """One training or inference step on one config, built as a script would build it.
 
-    def __init__(self, loaded: Loaded, task: Task, advice: Advice, feed: Feed) -> None:
-        """A step is a pass through the shapes of the task's mix, where there are any."""
-        torch.manual_seed(feed.seed)
+    Args:
+        task: if it has a mix of shapes, a step is a pass through all of them.
+        count: different batches of each shape, which are cycled through.
+        given: batches to use instead of made-up ones.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        task: Task,
+        advice: Advice,
+        *,
+        batch: int,
+        seed: int,
+        count: int = 1,
+        given: Sequence[Any] = (),
+    ) -> None:
+        torch.manual_seed(seed)
         advice.set_flags()
-        self.advice = advice
-        self._loaded, self._task = loaded, task
+        self.advice, self._loaded, self._task = advice, loaded, task
         training = task.mode == "train"
         self.model = advice.prepare(build(loaded))
         self.model.train(training)
         self.loss: Tensor | None = None
-        self._plain_optimizer = OPTIMIZERS[task.optimizer]
+        self.plain_optimizer = OPTIMIZERS[task.optimizer]  # without advice
         self.optimizer = self._optimizer() if training else None
         self._own = _Step(self.model, loaded.loss, advice, self.optimizer)
-        made = self._made_batches(feed)
+        made = list(given) or self._made_batches(batch, seed + 1, count)
         self._passes = max(1, len(task.mix))
         plain = self._own.train if training else self._own.infer
         self._step = advice.capture(plain, made[0]) if training else plain
-        # A replay runs no Python, so that a captured step keeps its outputs always.
+        # A replay runs no Python, so a captured step always keeps its outputs.
         self._own.keeps = isinstance(self._step, StepGraph)
         self._placed = [advice.place(one) for one in made]
         self.rewind()
-        torch.manual_seed(feed.seed + 1000)
+        torch.manual_seed(seed + 1000)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not parameters:
             name = self._loaded.spec.name
             raise TargetFailed(f"target {name!r}: it has no trainable parameter; use --mode infer")
-        return self._plain_optimizer(parameters, **self.advice.optimizer)
+        return self.plain_optimizer(parameters, **self.advice.optimizer)
 
-    def _made_batches(self, feed: Feed) -> list[tuple[Any, Any]]:
-        if feed.given:
-            return list(feed.given)
+    def _made_batches(self, batch: int, seed: int, count: int) -> list[tuple[Any, Any]]:
         made = []
         outputs: dict[tuple[int, ...], Any] = {}
-        for number in range(feed.count):
+        for number in range(count):
             # The same numbers for every config, whatever a model's dropout has drawn before.
-            torch.manual_seed(feed.seed + 1 + number)
-            for shape in self._task.mix or ((feed.batch, *self._task.sample),):
-                inputs, target = make_batch(self._loaded, self._task, shape)
+            torch.manual_seed(seed + number)
+            for shape in self._task.mix or ((batch, *self._task.sample),):
+                inputs, target = _make_batch(self._loaded, self._task, shape)
                 if target is None and self.optimizer is not None:
                     if shape not in outputs:
                         outputs[shape] = self._output(inputs)
-                    torch.manual_seed(feed.seed + 1 + number)
-                    # A list where there are several outputs: a `loss` gets a tensor for a tensor.
-                    target = random_targets(outputs[shape])
+                    torch.manual_seed(seed + number)
+                    target = _random_targets(outputs[shape])
                 made.append((inputs, target))
         return made
 
     def _output(self, inputs: Any) -> Any:
-        """What the model makes of inputs, without compiling: it is no part of a step."""
-        with torch.no_grad(), self.advice.autocast(), _uncompiled(self.model), _unchosen():
+        with torch.no_grad(), self.advice.autocast(), _plainly(self.model):
             return self._own.forward(self.advice.place(inputs))
 
     def rewind(self, first: int = 0) -> None:
@@ -149,39 +146,30 @@ class Workload:
         at = first * self._passes % len(self._placed)
         self._source = self.advice.batches(cycle(self._placed[at:] + self._placed[:at]))
 
-    def plain_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer without advice, for other parameters."""
-        return self._plain_optimizer(parameters)
-
     def feed(self, batches: Iterator[Any]) -> None:
         """Take the batches of the next steps from here, until `rewind`."""
         self._source = self.advice.batches(batches)
 
     def under(self, advice: Advice) -> Workload:
-        """The same model and optimizer, whose batches another advice places: nothing is compiled
-        again."""
+        """The same step, with batches that another advice places; nothing is compiled again."""
         other = copy.copy(self)
         other.advice = advice
         return other
 
     def step(self) -> None:
-        """One step, exactly as in a script: batch, autocast, forward, loss, advice.step.
-
-        Raises:
-            RuntimeError: it was to be captured as a CUDA graph and cannot be.
-        """
-        losses = [self._one_step(next(self._source)) for _ in range(self._passes)]
+        """One step, exactly as in a script; raises RuntimeError if it cannot be captured as the
+        config asks."""
+        step: Callable[[Any], Any] = self._step
+        losses: list[Tensor] = []
+        for _ in range(self._passes):
+            losses.append(step(next(self._source)))
+            if isinstance(self._step, StepGraph) and self._step.failure:
+                raise RuntimeError(f"no CUDA graph: {self._step.failure}")
         if self.optimizer is not None:
             self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _one_step(self, batch: Any) -> Tensor:
-        loss: Tensor = self._step(batch)
-        if isinstance(self._step, StepGraph) and self._step.failure:
-            raise RuntimeError(f"no CUDA graph: {self._step.failure}")
-        return loss
-
     def observed_step(self) -> list[Tensor]:
-        """Take a step; samples of the model's outputs in it, which the next one writes over."""
+        """Take a step; samples of the model's outputs, valid until the next one."""
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
@@ -190,11 +178,7 @@ class Workload:
         return self._own.outputs
 
     def start(self) -> None:
-        """The first step, and those before the first that a captured step replays.
-
-        Raises:
-            RuntimeError: it is never replayed, or as `step`.
-        """
+        """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
         self.step()
         for _ in range(PATIENCE):
             if not isinstance(self._step, StepGraph) or self._step.ready:
@@ -204,38 +188,84 @@ class Workload:
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Without what was compiled in the place of a model, which counts what it is called with."""
+def _plainly(model: nn.Module) -> Iterator[None]:
+    """Call a model without the compiled code in its place, which counts the inputs of its calls,
+    and without cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to
+    be timed with the first step."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
-    for one in compiled:
-        one._compiled_call_impl = None
+    cudnn = torch.backends.cudnn
+    enabled = cudnn.enabled
     try:
+        for one in compiled:
+            one._compiled_call_impl = None
+        cudnn.enabled = enabled and not cudnn.benchmark
         yield
     finally:
+        cudnn.enabled = enabled
         for one, call in compiled.items():
             one._compiled_call_impl = call
 
 
-@contextmanager
-def _unchosen() -> Iterator[None]:
-    """Without cuDNN where it searches: a process keeps what it chose first, which is to be what the
-    first step finds, in seconds of its own."""
-    cudnn = torch.backends.cudnn
-    enabled = cudnn.enabled
-    cudnn.enabled = enabled and not cudnn.benchmark
+def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it;
+    raises TargetFailed if that raises, or does not fit the task."""
+    hook, batch = loaded.make_batch, shape[0]
+    if hook is None:
+        dtype = getattr(torch, task.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(shape).to(dtype), None
+        return torch.randint(0, task.vocab, shape).to(dtype), None
+    more = (shape[1:],) if len(inspect.signature(hook).parameters) > 2 else ()
+    if task.mix and not more:
+        raise TargetFailed(
+            f"target {loaded.spec.name!r}: for several shapes make_batch must take a "
+            "third parameter, the shape of a sample: make_batch(batch_size, device, shape)"
+        )
     try:
-        yield
-    finally:
-        cudnn.enabled = enabled
+        made = hook(batch, torch.device("cpu"), *more)
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        raise failed(loaded.spec, f"make_batch({batch}, 'cpu') raised", exc) from exc
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TargetFailed(f"target {loaded.spec.name!r}: make_batch must return (inputs, target)")
+    return made
+
+
+def _outputs_of(output: Any) -> list[Tensor]:
+    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    mapping = isinstance(output, Mapping)
+    logits = output.get("logits") if mapping else getattr(output, "logits", None)
+    # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
+    if isinstance(logits, Tensor) and not isinstance(output, tuple):
+        return [logits]
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if mapping:
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return [tensor for part in output for tensor in _outputs_of(part)]
+    return []
+
+
+def _random_targets(output: Any) -> Tensor | list[Tensor]:
+    """Labels for outputs with two dimensions, else values; a list where there are several."""
+    found = []
+    for one in _outputs_of(output):
+        labels = one.dim() == 2
+        found.append(
+            torch.randint(one.shape[1], one.shape[:1]) if labels else torch.randn(one.shape)
+        )
+    if not found:
+        raise TargetError(
+            f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
+            "define loss(output, target) in the target's file"
+        )
+    return found[0] if len(found) == 1 else found
 
 
 def _loss(output: Any, target: Any) -> Tensor:
     targets = [target] if isinstance(target, Tensor) else list(target)
-    parts = [
-        _one_loss(tensor, wanted)
-        for tensor, wanted in zip(outputs_of(output), targets, strict=False)
-    ]
-    return torch.stack([part.float() for part in parts]).sum()
+    pairs = zip(_outputs_of(output), targets, strict=False)
+    return torch.stack([_one_loss(tensor, wanted).float() for tensor, wanted in pairs]).sum()
 
 
 def _one_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -244,39 +274,19 @@ def _one_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target.to(output.dtype))
 
 
-class Layers:
-    """While active, knows which layer of a model is running: for 'which layer rejected it'."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {module: name for name, module in model.named_modules()}
-        self._stack: list[tuple[str, nn.Module, str]] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Layers:
-        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
-        after = nn.modules.module.register_module_forward_hook(self._leave)
-        self._handles = [before, after]
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
+    """As "layer 'fc', Linear(in_features=3, ...), got 64x512 float32", or '' where none did."""
+    names = {module: name for name, module in model.named_modules()}
+    for frame, _line in reversed(list(traceback.walk_tb(exc.__traceback__))):
+        if frame.f_code.co_name != "_call_impl":  # of every module
+            continue
+        module = frame.f_locals["self"]
+        name = names.get(module, "?")
         got = ", ".join(
             f"{'x'.join(map(str, part.shape))} {str(part.dtype).removeprefix('torch.')}"
-            for part in inputs
+            for part in frame.f_locals["args"]
             if isinstance(part, Tensor)
         )
-        self._stack.append((self._names.get(module, "?"), module, got))
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._stack.pop()
-
-    def innermost(self) -> str:
-        """'layer fc, Linear(in_features=3, ...), got 64x512 float32', or '' outside any."""
-        if not self._stack:
-            return ""
-        name, module, got = self._stack[-1]
         shown = f"{type(module).__name__}({module.extra_repr()})"
         return f"layer {name!r}, {shown}, got {got}" if name else f"the model itself, got {got}"
+    return ""

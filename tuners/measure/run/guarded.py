@@ -1,10 +1,12 @@
-"""A command of which nothing is left when it is over, or when the one who started it is gone."""
+"""A command that leaves no process behind, even if the process that started it dies."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,11 +72,11 @@ class Guarded:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over by itself."""
+        """It has ended by itself."""
         return self._process.poll() is not None
 
     def obituary(self) -> tuple[int, str]:
-        """(Exit code, the last line of words that it printed) of a command that is over."""
+        """(Exit code, the last line with words that it printed) of a command that is over."""
         assert self._process.stdout is not None
         try:
             self._process.wait(timeout=END_S)
@@ -87,9 +89,10 @@ class Guarded:
         return report["code"], lines[-1][:300] if lines else ""
 
     def end(self) -> None:
-        """End it, and all that it started."""
+        """End it, and everything that it started."""
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
+        self._lifeline = -1  # the number may be another file's by now
         try:
             self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -107,3 +110,14 @@ def how(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # one of those for real time, which have no names
         return f"signal {-code}"
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiles, if TMPDIR stays: as in
+    torch._inductor.runtime.cache_dir_utils, which takes seconds to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    safe = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return f"{tempfile.gettempdir()}/torchinductor_{safe}"

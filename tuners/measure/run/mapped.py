@@ -1,7 +1,4 @@
-"""Options of a command that set knobs: what they are given, and the words that give them otherwise.
-
-What only a start anew can change, as the batch, is changed in the words of the command.
-"""
+"""Options of a command that set knobs: their numbers in its words, and words with others."""
 
 from __future__ import annotations
 
@@ -13,14 +10,8 @@ from advisor.tuners import knobs
 
 
 class Mapped:
-    """A command, and which of its options set knobs.
-
-    Args:
-        words: of the command.
-        options: by what `--map` calls the knob.
-
-    Attributes:
-        names: of the knobs.
+    """A command, and which of its options set knobs, by what `--map` calls these. What needs a new
+    start, as the batch, is set in the words.
 
     Raises:
         UsageError: such an option is given no whole number in the command.
@@ -31,60 +22,60 @@ class Mapped:
         self._options = {
             knob.name: str(options[knob.mapped]) for knob in knobs.KNOBS if knob.mapped in options
         }
-        self.names = tuple(self._options)
-        for name in self.names:
-            self._typed(name)
+        self.names = tuple(self._options)  # of the knobs
+        self._given = {name: self._number(option) for name, option in self._options.items()}
 
     def at(self, config: Config, own: Config, processes: int) -> tuple[str, ...]:
-        """The command that starts with what its options set of a config; see `numbers`."""
+        """The command with its options set for a config; see `numbers`."""
         numbers = self.numbers(config, own, processes)
         return self.put({name: numbers[name] for name in self.changed(config, own)})
 
     def put(self, numbers: Mapping[str, int]) -> tuple[str, ...]:
-        """The command with its options given these, by knob."""
-        words = self._words
+        """The command with its options given these numbers, by knob."""
+        words = list(self._words)
         for name, number in numbers.items():
-            words = _with(words, self._options[name], number)
-        return words
+            option = self._options[name]
+            places = list(_places(words, option))
+            for at, text in places:
+                if text is None:
+                    words[at + 1] = str(number)
+                else:
+                    words[at] = f"{option}={number}"
+            if not places:
+                words += [option, str(number)]
+        return tuple(words)
 
     def numbers(self, config: Config, own: Config, processes: int) -> dict[str, int]:
-        """What its options are given for a config, by knob.
-
-        A number of samples is set in proportion: it may be one process's, or a micro-batch's.
-
-        Args:
-            own: what the command as it is comes to, in all processes together.
-        """
+        """What its options are given for a config, by knob; `own`: of all processes together."""
         found = {}
         for name in self.names:
-            value = config.get(name)
+            value, given = config.get(name), self._given[name]
             if type(value) is int:
                 found[name] = value
+                # In proportion: the option may count one process's samples, or a micro-batch's.
                 if name == BATCH:
-                    typed = self._typed(name)
-                    at_own = own.batch // processes if typed is None else typed
+                    at_own = own.batch // processes if given is None else given
                     found[name] = at_own * value // own.batch
         return found
 
     def changed(self, config: Config, own: Config) -> tuple[str, ...]:
-        """The knobs that the options must set otherwise."""
+        """The knobs that the options must change."""
         return tuple(name for name in self.names if config.get(name) != own.get(name))
 
     def within(self, config: Config, own: Config) -> Config:
-        """What of a config is for the pilot: of what options set the script's own."""
+        """The pilot's part of a config: what options set is the script's own there."""
         return config.replace(**{name: own[name] for name in self.names if name in own})
 
     def given(self, name: str) -> bool:
         """Whether the command itself gives the option of a knob."""
-        return self._typed(name) is not None
+        return self._given[name] is not None
 
     def described(self, numbers: Mapping[str, int]) -> str:
         """'--batch-size 128', of numbers by knob."""
         return ", ".join(f"{self._options[name]} {number}" for name, number in numbers.items())
 
-    def _typed(self, name: str) -> int | None:
-        """The number that the command gives an option, the last where there are several."""
-        option = self._options[name]
+    def _number(self, option: str) -> int | None:
+        """What the command gives an option; the last one counts."""
         found = None
         for at, word in _places(self._words, option):
             text = self._words[at + 1] if word is None else word
@@ -95,20 +86,9 @@ class Mapped:
 
 
 def _places(words: Sequence[str], option: str) -> Iterator[tuple[int, str | None]]:
-    """Where a command gives an option: (place, what is given in that word; None for the next)."""
+    """Where a command gives an option: (place, its value in that word; None for the next word)."""
     for at, word in enumerate(words):
         if word == option and at + 1 < len(words):
             yield at, None
         elif word.startswith(f"{option}="):
             yield at, word.partition("=")[2]
-
-
-def _with(words: tuple[str, ...], option: str, value: int) -> tuple[str, ...]:
-    """A command with an option given a value where it was given one, else at its end."""
-    found = list(words)
-    places = list(_places(words, option))
-    for at, text in places:
-        found[at if text is not None else at + 1] = (
-            str(value) if text is None else f"{option}={value}"
-        )
-    return tuple(found if places else (*found, option, str(value)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,42 +14,28 @@ from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.decisions import MOST_STARTS, NEAR_BATCH, RESTARTS, SHARED_MEMORY, START_S
+from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import Shown
+from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.session import Ended, Flight, Session
+from advisor.tuners.measure.run.session import Ended, Flight
 
-START_S = 1800.0
-"""Until a command's first steps: it may read its data first. Later starts have what is left of the
-budget."""
-RESTARTS = 3
-"""Starts in a row of which none comes through a block: the command is over too soon."""
-TOGETHER = 0.7
-"""Of the device's memory that starts may take at once."""
-MOST_TOGETHER = 3
-"""Starts that wait for their turns at once: what an option of the script sets takes one each."""
-NEAR_BATCH = 0.25
-"""A batch that differs by a smaller share is the one that was asked for: an epoch's last is less.
-"""
+SAVE_S, PATIENT_S = 30.0, 3600.0
+"""For saving what was compiled; for the steps of a config in a script that is not interrupted."""
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A command that is measured, started anew where it ended.
+    """A Place: a command that is measured, and started anew where it ended.
 
     Args:
-        command: its words; `log` for what it prints.
+        command: its words; `log` is for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
-        notice: told what the user should know.
-
-    Attributes:
-        own: what the script does itself; set once its space is known.
-        tolerance: of comparisons with fp32, as in a `Task`.
-        memory: bytes of the device, 0 where that is not known.
     """
 
     def __init__(
@@ -62,21 +48,19 @@ class Run:
         options: Mapping[str, Value] | None = None,
     ) -> None:
         self._command = Mapped(command, options or {})
+        self.mapped = self._command.names  # knobs that options of the command set
         self._injected, self._log = injected, log
-        self.own = Config()
-        self.tolerance = 0.0
-        self.memory = 0
+        self.own = Config()  # what the script does itself; set once its space is known
+        self.tolerance = 0.0  # of comparisons with fp32, as in a `Task`
+        self.memory = 0  # bytes of the device, 0 where that is not known
+        # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], Flight] = {}
-        """By the words of the command, the one that was used last at the end."""
         self._processes = 1
-        self._survived = 0
-        """Steps that the command has made unmodified, after one that failed."""
-        self._reasons: set[str] = set()
-        """Why it failed."""
-        self._peak_bytes = 0
-        """Of a step at the script's own batch."""
+        self._survived = 0  # steps, unmodified, after a start that failed
+        self._reasons: set[str] = set()  # why starts failed
+        self._peak_bytes = 0  # of a step at the script's own batch
         self._shown = show is not None
-        self._showing: AbstractContextManager[object] = Shown(log, show) if show else nullcontext()
+        self._showing: AbstractContextManager[None] = shown(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
         self._showing.__enter__()
@@ -88,16 +72,11 @@ class Run:
 
     @property
     def baseline(self) -> Config:
-        """As `Place.baseline`: the unmodified script."""
         return self.own
 
     def describe(self) -> Seen:
-        """Start the command, and wait for its first steps.
-
-        Raises:
-            TargetFailed: it ended before.
-            WorkerError: none came in time.
-        """
+        """Start the command, and wait for its first steps; raises TargetFailed if it ends before,
+        WorkerError if they do not come in time."""
         try:
             seen = self._ensured(self.own, time.monotonic() + START_S).seen
         except Ended as exc:
@@ -108,42 +87,30 @@ class Run:
         return seen
 
     def try_option(self, name: str, value: Value) -> None:
-        """See that an option of the command sets a knob to a value.
-
-        Raises:
-            UsageError: it does not, or the command does not take it.
-        """
+        """Raise UsageError unless an option of the command sets a knob to a value."""
         config = self.own.replace(**{name: value})
         try:
             self._ensured(config, time.monotonic() + START_S)
         except Ended as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
-            numbers = self._command.numbers(config, self.own, self._processes)
-            said = self._command.described({name: numbers[name]})
+            number = self._command.numbers(config, self.own, self._processes)[name]
+            said = self._command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
-
-    @property
-    def mapped(self) -> tuple[str, ...]:
-        """Knobs that options of the command set."""
-        return self._command.names
 
     def gives(self, name: str) -> bool:
         """Whether the command itself gives the option that sets a knob."""
         return self._command.given(name)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As `Place.block`."""
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(RESTARTS):
-            before = last
             try:
                 flight = self._ensured(config, until)
                 block = flight.block(self._within(config), self.own, steps, warm, until)
             except Ended as exc:
-                last = exc
-                made = self._end(config)
+                made, before, last = self._end(self._words(config)), last, exc
                 if exc.outcome == "timed_out":
                     raise self._timed_out(config, exc, before) from exc
                 self._check_own(exc, made, until)
@@ -159,8 +126,7 @@ class Run:
         raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
 
     def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
-        """What to raise where no time is left; `before`: how the start before this one ended, which
-        says more of an unmodified script than that another one had no time."""
+        """What to raise where no time is left; `before`: how the start before this one ended."""
         if before is None:
             return ConfigFailed("timed_out", str(ended))
         if config != self.own:
@@ -170,77 +136,64 @@ class Run:
         return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As `Place.compare`; the four steps that it needs are the script's next."""
-        until = time.monotonic() + deadline_s
+        until, last = time.monotonic() + deadline_s, ""
         asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
         for _ in range(RESTARTS):
             try:
                 return self._ensured(config, until).compare(asked, self.own, until)
             except Ended as exc:
-                self._check_own(exc, self._end(config), until)
+                self._check_own(exc, self._end(self._words(config)), until)
                 if exc.outcome == "timed_out":
                     return Compared(UNVERIFIED, "the budget was over before it was compared")
                 last = str(exc)
         return Compared(UNVERIFIED, f"the command ended while it was compared: {last}")
 
     def forget(self, config: Config) -> None:
-        """As `Place.forget`."""
         if (session := self._sessions.get(self._words(config))) is not None:
             session.forget(self._within(config))
 
     def save(self, config: Config, file: Path) -> None:
-        """As `Place.save`, by one step more of a start that runs."""
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
-            with suppress(Ended, ConfigFailed):
+            with suppress(Ended):
                 session.save(file, self.own, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
-        """End the command and everything it started."""
+        """End the command, and everything it started."""
         while self._sessions:
-            self._end_one(next(iter(self._sessions)))
+            self._end(next(iter(self._sessions)))
 
-    def _end(self, config: Config) -> int:
-        """End the start of the command that a config takes; the steps that it was told to make."""
-        return self._end_one(self._words(config))
-
-    def _end_one(self, words: tuple[str, ...]) -> int:
-        session = self._sessions.pop(words, None)
-        if session is None:
+    def _end(self, words: tuple[str, ...]) -> int:
+        """End a start of the command; the steps that it was told to make."""
+        if (session := self._sessions.pop(words, None)) is None:
             return 0
         session.end()
         return session.made
 
     def _check_own(self, ended: Ended, made: int, until: float) -> None:
-        """See whether the unmodified command goes on for as many steps as one that failed with what
-        a script rather raises by itself, or that another config had failed with.
-
-        Raises:
-            TargetFailed: it fails too.
-        """
+        """Where a start failed as scripts do by themselves, or as another config did: raise
+        TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
+        words = self._words(self.own)
         try:
-            self._end(self.own)
+            self._end(words)
             flight = self._ensured(self.own, until)
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
                 flight.block(self.own, self.own, steps, 0, until)
+            self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
         except Ended as exc:
-            self._end(self.own)
+            self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
-                within = f"within {max(1, made)} steps"
-                raise TargetFailed(
-                    f"the script fails by itself {within} ({exc}): {MEND}", ""
-                ) from exc
-        else:
-            self._survived = max(self._survived, flight.made)
+                why = f"within {max(1, made)} steps ({exc}): {MEND}"
+                raise TargetFailed(f"the script fails by itself {why}", "") from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self._command.at(config, self.own, self._processes)
@@ -249,18 +202,15 @@ class Run:
         return self._command.within(config, self.own)
 
     def _ensured(self, config: Config, until: float) -> Flight:
-        """The command at its first steps, as its options set it for a config.
-
-        Raises:
-            Ended: it did not come so far, or its options set something else.
-        """
+        """The command at its first steps, with its options set for a config; raises Ended if it
+        does not come so far, or its options set something else."""
         words = self._words(config)
+        if words in self._sessions and self._sessions[words].over:
+            self._end(words)
         session = self._sessions.pop(words, None)
-        if session is not None and session.over:
-            session.end()
-            session = None
         if session is None:
-            self._make_room(config)
+            while self._sessions and not self._has_room(config):
+                self._end(next(iter(self._sessions)))
             session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
         for name in self._command.changed(config, self.own):
@@ -268,49 +218,80 @@ class Run:
         return session
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
-        return Session(
-            words, injected=self._injected, log=self._log, shown=self._shown, start_s=start_s
-        )
-
-    def _make_room(self, config: Config) -> None:
-        """End the starts, what was not used for longest first, that may not run beside another."""
-        while self._sessions and not self._has_room(config):
-            self._end_one(next(iter(self._sessions)))
+        command = Command(words, injected=self._injected, log=self._log)
+        return Flight(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
-        """Whether one more start may run: a launcher of several processes holds a port, and the
-        device's memory is for all."""
-        if self._processes > 1 or len(self._sessions) >= MOST_TOGETHER:
+        """Whether one more start may run beside those that do."""
+        # A launcher of several processes holds a port.
+        if self._processes > 1 or len(self._sessions) >= MOST_STARTS:
             return False
         own = self.own.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
-        return not self.memory or taken <= TOGETHER * self.memory
-
-
-SAVE_S = 30.0
-"""For putting what was compiled into a file."""
+        return not self.memory or taken <= SHARED_MEMORY * self.memory
 
 
 def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> Comparison:
     """What compares a config with strict fp32."""
     fp32 = knobs.strict(own)
-    plain = fp32.replace(**config.only(*knobs.FORMATS))
+    plain = plain_of(config, fp32)
     return Comparison(fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s)
 
 
 def _check_shown(seen: Seen, name: str, value: Value) -> None:
-    """See that a start has what an option was to set.
-
-    Raises:
-        Ended: it has something else.
-    """
+    """Raise Ended unless a start has what an option was to set."""
     assert isinstance(value, int)
     if name == BATCH:
         if abs(seen.shape[0] / value - 1) >= NEAR_BATCH:
             raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
         raise Ended("failed", f"the script has {knobs.described(Config({name: has}))}, not {value}")
+
+
+class AttachedRun(Run):
+    """A script that goes on after its tuning: a config that fails costs a step of it, no more. Once
+    it is over, `block` and `compare` raise WorkerError."""
+
+    def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
+        super().__init__(command, injected=Path(), log=log)
+        self._script = script
+        self._flight: Flight | None = None
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """As Place; the script computes, so the deadline cannot be kept."""
+        del deadline_s
+        with self._running(config) as (flight, until):
+            return flight.block(config, self.own, steps, warm, until)
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        """As Place; unverified where the run might not be the same afterwards."""
+        asked = comparison(config, self.own, self.tolerance, deadline_s)
+        with self._running(config) as (flight, until):
+            found = flight.compare(asked, self.own, until)
+        return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
+
+    def leave(self, config: Config, found: str) -> None:
+        """Have the script train on with a config, as long as it likes."""
+        self._ensured(config, time.monotonic() + PATIENT_S).leave(config, self.own, found)
+
+    def stop(self) -> None:
+        """The script waits for what it is to go on with: see `leave`."""
+
+    @contextmanager
+    def _running(self, config: Config) -> Iterator[tuple[Flight, float]]:
+        until = time.monotonic() + PATIENT_S
+        try:
+            yield self._ensured(config, until), until
+        except Ended as exc:
+            raise WorkerError(f"the script is over: {exc}") from exc
+
+    def _ensured(self, config: Config, until: float) -> Flight:
+        if self._flight is None:
+            start_s = until - time.monotonic()
+            self._flight = Flight(self._script, start_s, self._log, real=True)
+            self._sessions[self._words(config)] = self._flight
+        return self._flight
 
 
 _: type[Place] = Run

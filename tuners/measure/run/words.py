@@ -14,35 +14,25 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 def program(words: Sequence[str]) -> str:
-    """The path of a command's program.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = shutil.which(words[0])
-    if found is None:
-        raise UsageError(f"command {words[0]!r}: {_why_none(words[0])}")
-    return found
-
-
-def _why_none(word: str) -> str:
-    """Why a command's first word is no program, and what to do."""
+    """The path of a command's program; raises UsageError if there is none."""
+    word = words[0]
+    if found := shutil.which(word):
+        return found
     if _VARIABLE.fullmatch(word):
-        return "a variable is set by a shell; put env before it"
-    if Path(word).is_dir():
-        return "a folder is no program; give the command as you would type it"
-    if not Path(word).is_file():
-        return "no such program; give the command as you would type it"
-    by = "python" if word.endswith(".py") else "the program that runs it, as bash,"
-    return f"this file is no program; put {by} before it"
+        why = "a variable is set by a shell; put env before it"
+    elif Path(word).is_dir():
+        why = "a folder is no program; give the command as you would type it"
+    elif not Path(word).is_file():
+        why = "no such program; give the command as you would type it"
+    else:
+        by = "python" if word.endswith(".py") else "the program that runs it, as bash,"
+        why = f"this file is no program; put {by} before it"
+    raise UsageError(f"command {word!r}: {why}")
 
 
 def measurable(words: Sequence[str]) -> str:
-    """The path of the program of a command that a pilot gets into.
-
-    Raises:
-        UsageError: there is none, its Python is isolated, or a word cannot be typed on one line.
-    """
+    """The path of a command's program; raises UsageError if there is none, its Python is isolated,
+    or a word cannot be typed on one line."""
     path = program(words)
     check_open(words)
     if odd := next((word for word in words if not word.isprintable()), None):
@@ -51,13 +41,13 @@ def measurable(words: Sequence[str]) -> str:
 
 
 def check_open(words: Sequence[str]) -> None:
-    """Raise UsageError where no pilot gets into a command, as its Python is isolated."""
+    """Raise UsageError where a command's Python is isolated, so that no pilot gets in."""
     if option := isolated(words):
         raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
 
 
 def isolated(words: Sequence[str]) -> str:
-    """The option with which a command's Python looks into no folder of advisor's; '' for none."""
+    """The option that has a command's Python ignore PYTHONPATH; '' for none."""
     for at, word in enumerate(words):
         if Path(word).name.startswith("python"):
             options = iter(words[at + 1 :])

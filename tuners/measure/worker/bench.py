@@ -33,9 +33,8 @@ from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
-from advisor.tuners.measure.made_up import Feed
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import clock_of, warm_up
+from advisor.tuners.measure.timing import Clock, warm_up
 from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
@@ -63,7 +62,7 @@ class Bench:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
-        self._clock = clock_of(self.device)
+        self._clock = Clock(self.device)
         self._built: dict[Config, _Built] = {}
         self._peak_bytes = 0
         self._at_work: Config | None = None
@@ -160,7 +159,7 @@ class Bench:
         except Exception as exc:  # a config may fail in any way; its frames hold memory
             outcome, reason = orders.told(exc)
             reason = told(exc) if self._loads(config) else reason
-            failed = ConfigFailed(outcome, reason, graphs=orders.of_graphs(exc))
+            failed = ConfigFailed(outcome, reason)
         if failed.outcome != "out_of_memory" or not self._built.keys() - {config.without(*INPUTS)}:
             raise failed
         self.release()
@@ -264,8 +263,15 @@ class Bench:
         own = batch == self._task.batch
         given = self.loading.batches if self._task.data and own and not made_up else ()
         # At other batches nothing is compared.
-        feed = Feed(batch=batch, seed=self.job.seed, count=POINTS if own else 1, given=given)
-        return Workload(self.loaded, self._task, self._advice(config), feed)
+        return Workload(
+            self.loaded,
+            self._task,
+            self._advice(config),
+            batch=batch,
+            seed=self.job.seed,
+            count=POINTS if own else 1,
+            given=given,
+        )
 
     def _advice(self, config: Config) -> Advice:
         batch = self._batch(config)

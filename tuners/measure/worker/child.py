@@ -25,10 +25,10 @@ from advisor.tuners.act.pilot.seen import convolves
 from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.timing import clock_of
+from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.bench import Bench, draws
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
-from advisor.tuners.measure.workload import Layers, Workload
+from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
 def describe(bench: Bench) -> Facts:
@@ -59,7 +59,7 @@ def describe(bench: Bench) -> Facts:
     workload = _first_step(bench, built)
     began = time.perf_counter()
     drew = draws(workload.step)
-    clock_of(device).synchronize()
+    Clock(device).synchronize()
     return Facts(
         name=loaded.spec.name,
         model=model,
@@ -86,31 +86,30 @@ def recognise(job: Job, name: str, *found: str) -> None:
 def _first_step(bench: Bench, built: nn.Module) -> Workload:
     """Take a step at the user's batch; errors name the layer that raised them."""
     task, spec = bench.job.task, bench.loaded.spec
-    # The layers are known by the model that is run, so it is built before they are watched.
+    # The model that is run must be the one whose layers have names here.
     bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
-    with Layers(built) as layers:
-        try:
-            workload = bench.workload(plain(task, bench.job.device), made_up=True)
-            workload.step()
-            clock_of(bench.device).synchronize()
-            return workload
-        except AdvisorError:
-            raise
-        except Exception as exc:  # the user's code may raise anything; it is reported whole
-            if of_memory(exc):
-                raise TargetFailed(
-                    f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
-                    "settings: out of memory; give a smaller batch"
-                ) from exc
-            at = f" at {where}" if (where := layers.innermost()) else ""
-            message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-            shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
-            raise TargetError(
-                f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
-                target.failed(spec, "", exc).details,
+    try:
+        workload = bench.workload(plain(task, bench.job.device), made_up=True)
+        workload.step()
+        Clock(bench.device).synchronize()
+        return workload
+    except AdvisorError:
+        raise
+    except Exception as exc:  # the user's code may raise anything; it is reported whole
+        if of_memory(exc):
+            raise TargetFailed(
+                f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
+                "settings: out of memory; give a smaller batch"
             ) from exc
-        finally:
-            bench.loaded = loaded
+        at = f" at {where}" if (where := layer_that_raised(built, exc)) else ""
+        message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
+        raise TargetError(
+            f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
+            target.failed(spec, "", exc).details,
+        ) from exc
+    finally:
+        bench.loaded = loaded
 
 
 def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
     try:
         reply = {"answer": to_plain(act(bench, **given))}
     except ConfigFailed as failed:
-        reply = {"outcome": failed.outcome, "reason": str(failed), "graphs": failed.graphs}
+        reply = {"outcome": failed.outcome, "reason": str(failed)}
     return reply | {"healthy": bench.healthy}
 
 

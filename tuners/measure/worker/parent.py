@@ -17,9 +17,8 @@ from advisor.cache.shown import size
 from advisor.errors import RecordDamaged, TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.knobs import KNOBS, compiles, plain, strict
-from advisor.tuners.measure.first_step import inductor_folder
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.guarded import Guarded, how
+from advisor.tuners.measure.run.guarded import Guarded, how, inductor_folder
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
 from advisor.tuners.scratch import Scratch
 
@@ -151,7 +150,7 @@ class Worker:
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
-                raise ConfigFailed(reply["outcome"], reply["reason"], graphs=reply["graphs"])
+                raise ConfigFailed(reply["outcome"], reply["reason"])
             self._built.add(config)
             return from_plain(kind, reply["answer"])
         except _Gone as exc:

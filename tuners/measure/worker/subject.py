@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.measure import samples
-from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, sampled
+from advisor.tuners.decisions import SAMPLED
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, sampled
 from advisor.tuners.measure.workload import Workload
 
 POINTS = 4
@@ -100,7 +100,7 @@ class WorkloadSubject:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        samples.move([weight for _, weight in _trained(workload)], point, POINTS)
+        move([weight for _, weight in _trained(workload)], point, POINTS)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
@@ -126,7 +126,7 @@ def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
 def _part(tensor: Tensor) -> Tensor:
     """As `sampled`, in its own number format."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.contiguous().flatten()[:: dense.numel() // samples.SAMPLED | 1]
+    return dense.contiguous().flatten()[:: dense.numel() // SAMPLED | 1]
 
 
 @torch.no_grad()

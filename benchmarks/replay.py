@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from advisor.cache.config import Config
-from advisor.errors import UsageError
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 
 COMPARED_STEPS = 12
@@ -20,65 +19,46 @@ COMPARED_STEPS = 12
 class ReplayPlace:
     """Plays back a table, JSON lines as in `advisor show KEY --json`'s trials.
 
-    Each row has `config` and `samples_per_s`, or `ok: false`; the first one of a config counts.
+    Each row has `config` and `samples_per_s`, or `ok: false`; the first one of a config counts,
+    and the first of all is the baseline.
 
     Args:
         table: the file.
-        baseline: the first row's config where it is None.
         noise: standard deviation of the logarithm of a block's samples/s.
-
-    Attributes:
-        visited: the config of each block, in order.
-
-    Raises:
-        UsageError: the table cannot be read.
     """
 
-    def __init__(
-        self, table: Path, *, baseline: Config | None = None, noise: float = 0.005, seed: int = 0
-    ) -> None:
+    def __init__(self, table: Path, *, noise: float, seed: int) -> None:
         self._rows: dict[Config, Mapping[str, Any]] = {}
-        try:
-            for line in table.read_text().splitlines():
-                row = json.loads(line)
-                self._rows.setdefault(Config(row["config"]), row)
-            self._baseline = baseline or next(iter(self._rows))
-        except (OSError, ValueError, KeyError, TypeError, StopIteration) as exc:
-            raise UsageError(f"table {str(table)!r} cannot be replayed: {exc}") from exc
+        for line in table.read_text().splitlines():
+            row = json.loads(line)
+            self._rows.setdefault(Config(row["config"]), row)
         self._noise = noise
         self._random = random.Random(seed)
         self._now_s = 0.0
         self._built: set[Config] = set()
         self._at_work: Config | None = None
-        self.visited: list[Config] = []
 
     @property
     def baseline(self) -> Config:
         """See Place."""
-        return self._baseline
+        return next(iter(self._rows))
 
     def now(self) -> float:
         """Seconds that all visits so far would have taken."""
         return self._now_s
 
-    def configs(self) -> list[Config]:
-        """All of the table."""
-        return list(self._rows)
-
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """See Place."""
-        self.visited.append(config)
-        first_s, step_s = self._first_s(config), self._step_s(config)
-        switched = config != self._at_work
+        step_s, row = self._step_s(config), self._rows[config]
+        first_s = 0.0 if config in self._built else float(row.get("first_step_s", 0.0))
         before_s = first_s + warm * step_s
         seconds = steps * step_s * math.exp(self._random.gauss(0.0, self._noise))
         if before_s + seconds > deadline_s:
             self._now_s += deadline_s
             raise ConfigFailed("timed_out", f"no answer within {deadline_s:.0f} s")
         self._now_s += before_s + seconds
+        switched, self._at_work = config != self._at_work, config
         self._built.add(config)
-        self._at_work = config
-        row = self._rows[config]
         return Block(
             steps=steps,
             samples=steps * config.batch,
@@ -90,7 +70,7 @@ class ReplayPlace:
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """See Place: all that a table has was measured right."""
-        self._now_s += min(deadline_s, COMPARED_STEPS * self._step_s(self._baseline))
+        self._now_s += min(deadline_s, COMPARED_STEPS * self._step_s(self.baseline))
         self._at_work = None
         return Compared(outcome="ok", reason="as measured")
 
@@ -101,17 +81,7 @@ class ReplayPlace:
     def save(self, config: Config, file: Path) -> None:
         """See Place: nothing was compiled."""
 
-    def _first_s(self, config: Config) -> float:
-        if config in self._built:
-            return 0.0
-        return float(self._rows.get(config, {}).get("first_step_s", 0.0))
-
     def _step_s(self, config: Config) -> float:
-        """Seconds of a step.
-
-        Raises:
-            ConfigFailed: the table has none.
-        """
         row = self._rows.get(config)
         if row is None:
             raise ConfigFailed("failed", "not in the table")
