@@ -1,10 +1,11 @@
-"""Sets configs in a running script, at the boundary of a step, through the knobs' rows."""
+"""Sets configs in a running script between two steps, through the knobs' rows."""
 
 from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,47 +19,76 @@ from advisor.tuners.act.artifacts import have_own_keys, have_stable_keys
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, fallbacks, free
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.orders import of_config
-from advisor.tuners.act.pilot.parts import NONE, Parts
 from advisor.tuners.act.pilot.trees import mapped, returned
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
+from advisor.tuners.decisions import LEAST_FREE
 
-LEAST_FREE = 0.1
-"""Of a device's memory: with less of it free, what PyTorch keeps in reserve goes back at a switch.
-That waits for the device, and later steps allocate anew."""
+Told = Callable[[Exception], None]
+Layout = tuple[tuple[str, Any], ...]
+"""What of a config decides the memory format of weights."""
+
+
+class Parts:
+    """The compiled calls of modules within a model, taken out of it; `set` puts them in again."""
+
+    def __init__(self, outer: nn.Module) -> None:
+        found = {m: vars(m).get("_compiled_call_impl") for m in outer.modules() if m is not outer}
+        self._calls = {module: call for module, call in found.items() if call is not None}
+        self.set_back()
+
+    def set(self) -> None:
+        """Call the modules through their compiled code."""
+        self._set = True
+        for module, call in self._calls.items():
+            hooks.through(module, call)
+
+    def set_back(self) -> None:
+        """Call them uncompiled."""
+        self._set = False
+        for module in self._calls:
+            hooks.through(module, None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Call them uncompiled meanwhile."""
+        was_set = self._set
+        self.set_back()
+        try:
+            yield
+        finally:
+            if was_set:
+                self.set()
+
+
+NONE = Parts(nn.Identity())
 
 
 class Call:
-    """What a trained model is called through: it counts, and acts where a config says so.
+    """Replaces the call of a trained model: counts it, and makes training calls through `act`.
 
-    Evaluation is left to the script, as it is. What a backward pass calls again is called as it
-    was, and counted once; what that raises is told by the backward pass.
+    Evaluation stays the script's own. What a backward pass recomputes is called as it was the first
+    time, and not counted again; the backward pass tells what that raises.
 
     Attributes:
-        failed: told at once of what `act` raises: the script may catch it, and go on.
-        struck: told of it instead, and has `act` be `plain` from then on; None: it is raised. Not
-            told of what `plain` raises too: that is the script's own.
-        parts: of the model, which a config has compiled for training calls.
+        struck: told what `act` raises, and then has `act` be `plain`; not told what `plain` raises
+            too, which is the script's own. None: it is raised.
+        parts: of the model, compiled for training calls.
     """
 
-    def __init__(
-        self,
-        one: Trained,
-        plain: Callable[..., Any],
-        failed: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, one: Trained, plain: Callable[..., Any]) -> None:
         self.one = one
-        self._failed = failed
         self.plain = plain
         self.act = plain
-        self.struck: Callable[[Exception], None] | None = None
+        self.struck: Told | None = None
         self.parts = NONE
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """The call without what is compiled."""
+        """The uncompiled call."""
         with self.parts.aside():
             return self.plain(*args, **kwargs)
 
@@ -76,7 +106,6 @@ class Call:
             return self.act(*args, **kwargs)
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
             if self.struck is None:
-                self._failed(exc)
                 raise
             raised = exc.with_traceback(None)  # its frames hold what the call has taken
         if of_config(raised):
@@ -90,7 +119,7 @@ class Call:
 def _again(
     plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
-    """What raised under a config, done without it; what that raises is the script's own."""
+    """Do without a config what raised under it; if it raises again, that is the script's own."""
     try:
         return plainly(*args, **kwargs)
     except Exception as own:
@@ -99,15 +128,14 @@ def _again(
 
 
 class Switch:
-    """One script's models and optimizers, and what is set in them.
+    """One script's models and optimizers, and the config that is set in them.
 
     Args:
-        own: the config that the script itself has: what it sets is set back to that.
-        feed: has its loaders work by these keyword arguments; by none as they are.
-        failed: told of what a model's call raises under another config.
+        own: the script's own config; setting it restores the script.
+        feed: has the script's loaders work by these keyword arguments, or unchanged by none.
 
     Attributes:
-        counts_steps: whether what is set must be told where a step begins.
+        counts_steps: whether the config must be told where a step begins.
     """
 
     def __init__(
@@ -117,28 +145,21 @@ class Switch:
         own: Config,
         device: torch.device,
         feed: Callable[[Mapping[str, Any]], None],
-        failed: Callable[[BaseException], None],
     ) -> None:
         self.own = self.config = own
         self._feed = feed
-        self._failed = failed
         self._device = device
-        self._optimizers = list(optimizers)
+        self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._unprotect: list[hooks.Remove] = []
         laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
-        self._formatted = [
-            tensor
-            for one in laid_out
-            for tensor in (*one.model.parameters(), *one.model.buffers())
-            if tensor.dim() > 3
-        ]
-        self._strides: dict[Layout, list[tuple[int, ...]]] = {
-            (): [tensor.stride() for tensor in self._formatted]
-        }
-        self._storages = Storages()
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
         self._outers = [one.outer for one in laid_out]
+        weights = (w for one in laid_out for w in (*one.model.parameters(), *one.model.buffers()))
+        self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
+        own_strides = [tensor.stride() for tensor in self._formatted]
+        self._strides: dict[Layout, list[tuple[int, ...]]] = {(): own_strides}
+        self._storages = Storages()
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -156,33 +177,38 @@ class Switch:
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
         self._calls: dict[nn.Module, Call] = {}
-        self._unwatch: hooks.Remove = _nothing
+        self._unwatch: hooks.Remove | None = None
         for one in trained:
             seat = callable_module(one.outer)
             if seat is not None:
                 there = vars(seat).get("_compiled_call_impl")
-                call = Call(one, seat._call_impl if there is None else there, failed)
+                call = Call(one, seat._call_impl if there is None else there)
                 self._calls[seat] = call
                 hooks.through(seat, call)
 
-    def set(
-        self,
-        config: Config,
-        struck: Callable[[Exception], None] | None = None,
-        lost: Callable[[Exception], None] | None = None,
-    ) -> None:
+    @property
+    def calls(self) -> list[Call]:
+        """What the trained models are called through."""
+        return list(self._calls.values())
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether torch.compile has given up on the config that is set."""
+        return self._fallbacks is not None and fallbacks() > self._fallbacks
+
+    def set(self, config: Config, struck: Told | None = None, lost: Told | None = None) -> None:
         """Have the script train with a config from here on.
 
         Args:
-            struck: told what the config raises in a model's call; the call is then made without it.
-            lost: told what backward raises, which the script then has.
+            struck: told what the config raises in a model's call, or in a step, which is then made
+                without it. None: it is raised.
+            lost: told what the config raises where nothing can be made again; the script gets it.
         """
         self._claim()
-        self._unwatch()
-        self._unwatch = _nothing if lost is None else hooks.on_failing_backward(lost)
+        self._watch_backward(lost)
         acting = self._seen[config] = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
-        self._flags = _flags(acting)
+        self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
         IN_FORCE.put(self._flags)
         self._feed(acting.loader())
         with torch.no_grad():
@@ -200,22 +226,21 @@ class Switch:
         self._make_room()
 
     def forget(self, config: Config) -> None:
-        """Free what was compiled and laid out for a config alone, which is not the one that is set.
-        Set again, it is compiled again."""
+        """Free what only this config has compiled and laid out, unless it is set. If it is set
+        again, it is compiled again."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
-        acting = self._seen.pop(config)
-        code, layout = _code(acting), _layout(acting)
+        code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
             self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
             free(self._code_of.pop(code, set()), self._replays_of.pop(code, set()))
-        if layout not in map(_layout, self._seen.values()):
-            self._forget_layout(layout)
+        if not any(map(_layout, self._seen.values())):
+            self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
     def _claim(self) -> None:
-        """What was compiled since this was called last is the code of the config that is set."""
+        """What was compiled since the last call is the code of the config that is set."""
         code = _code(self._seen[self.config])
         codes, replays = self._compiled_code.claim()
         self._code_of.setdefault(code, set()).update(codes)
@@ -227,15 +252,10 @@ class Switch:
             if available < LEAST_FREE * memory:
                 torch.cuda.empty_cache()
 
-    @property
-    def fell_back(self) -> bool:
-        """Whether the config that is set compiles, and no longer does."""
-        return self._fallbacks is not None and fallbacks() > self._fallbacks
-
     def give_up(self) -> None:
-        """Within a step: have models called as they are, and forget what was compiled for it.
-        Weights stay laid out until the next `set`: the step may still need what it kept of them."""
-        self._unwatch()
+        """Within a step: call models uncompiled, and drop what was compiled for the config. Weights
+        stay laid out until the next `set`: the step may still need what it kept of them."""
+        self._watch_backward(None)
         IN_FORCE.release(self._flags)
         spent = [call.act for call in self._calls.values()]
         self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
@@ -244,15 +264,10 @@ class Switch:
             call.parts.set_back()
             call.act, call.parts, call.struck = call.plain, NONE, None
 
-    @property
-    def calls(self) -> list[Call]:
-        """What the trained models are called through."""
-        return list(self._calls.values())
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The script's optimizers."""
-        return self._optimizers
+    def _watch_backward(self, lost: Told | None) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+        self._unwatch = None if lost is None else hooks.on_failing_backward(lost)
 
     def began(self) -> None:
         """A step begins."""
@@ -260,21 +275,21 @@ class Switch:
             self._replays.begin()
 
     def spent(self) -> None:
-        """The gradients that are there are of a step that is over; the script lets go of them."""
+        """The present gradients are of a step that is over; the script lets go of them."""
         if self.counts_steps:
-            self._replays.let_go(self._optimizers)
+            self._replays.let_go(self.optimizers)
 
     def stay(self) -> None:
-        """No other config will be set: what acts on no call is out of its way."""
+        """No other config will be set: leave the models that the config calls unchanged."""
         for seat, call in self._calls.items():
             if call.act is call.plain:
-                self._leave(seat, call)
+                _leave(seat, call)
 
     def release(self) -> None:
         """Leave the script as it was found."""
         self.set(self.own)
         for seat, call in self._calls.items():
-            self._leave(seat, call)
+            _leave(seat, call)
         for handle in self._unsave:
             handle.remove()
         self._recompile_limit.restore()
@@ -283,9 +298,7 @@ class Switch:
         self._kept.clear()
         self._storages = Storages()
 
-    @staticmethod
-    def _leave(seat: nn.Module, call: Call) -> None:
-        hooks.leave(seat, call, None if call.plain == seat._call_impl else call.plain)
+    # Weights.
 
     def _lay_out(self, acting: Acting) -> None:
         layout = _layout(acting)
@@ -302,7 +315,7 @@ class Switch:
             return
         for outer in self._outers:
             buckets.rebuild(outer)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -318,60 +331,41 @@ class Switch:
             if tensor.stride() != stride:
                 tensor.data = laid_out
 
-    def _forget_layout(self, layout: Layout) -> None:
-        if not layout:
-            return
-        left = [strides for known, strides in self._strides.items() if known != layout]
-        del self._strides[layout]
-        for n, tensor in enumerate(self._formatted):
-            keep = {strides[n] for strides in left} | {tensor.stride()}
-            self._storages.forget(id(tensor), keep)
-            states = (one.state.get(tensor, {}) for one in self._optimizers)
-            for name in {name for state in states for name in state}:
-                self._storages.forget((id(tensor), name), keep)
+    # Optimizers.
 
     def _set_optimizers(
-        self,
-        found: dict[str, Any],
-        struck: Callable[[Exception], None] | None = None,
-        lost: Callable[[Exception], None] | None = None,
+        self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
     ) -> None:
+        """Set these keyword arguments in every parameter group, beside the script's own."""
         for remove in self._unprotect:
             remove()
         self._unprotect.clear()
-        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            changes = bool(found) and _takes_fused(optimizer)
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            changes = bool(given) and _takes_fused(optimizer)
             for group, own in zip(optimizer.param_groups, groups, strict=False):
-                group |= {n: own[n] for n in ("fused", "foreach") if n in own}
+                group |= _kernels(own)
                 if changes and "fused" in own:
-                    group |= found | {"foreach": False}
+                    group |= given | {"foreach": False}
             for parameter, state in optimizer.state.items():
                 step = state.get("step")
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if changes else "cpu")
-            if changes:
+            if changes and struck is not None:
                 self._protect(optimizer, struck, lost)
 
-    def _protect(
-        self,
-        optimizer: torch.optim.Optimizer,
-        struck: Callable[[Exception], None] | None,
-        lost: Callable[[Exception], None] | None,
-    ) -> None:
-        """Have the rest of a step that fails under the config made without it."""
+    def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
+        """If a step fails under the config, have the rest of it made without."""
 
         def around(step: Callable[..., Any]) -> Callable[..., Any]:
             def protected(*args: Any, **kwargs: Any) -> Any:
-                counters = [_version(group, optimizer) for group in optimizer.param_groups]
+                groups = optimizer.param_groups
+                counts = [_count_version(group, optimizer) for group in groups]
                 try:
                     return step(*args, **kwargs)
                 except Exception as exc:  # whatever a config raises: see Call
-                    if struck is None:
-                        self._failed(exc)
-                        raise
                     done = _groups_done(optimizer, exc)
                     if done is not None:
-                        _uncount(optimizer.param_groups[done], optimizer, counters[done])
+                        _uncount(groups[done], optimizer, counts[done])
                     self._set_optimizers({})
                     if done is None:
                         if lost is not None:
@@ -388,24 +382,24 @@ class Switch:
 
             return protected
 
-        self._unprotect.append(hooks.around_step(optimizer, around))
+        self._unprotect.append(Patch(optimizer, "step", around).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has of an optimizer: as the script's own, whatever is set in it now.
-
-        What `saved` shares with the optimizer is copied before it is changed.
-        """
+        """A checkpoint of an optimizer as the script's own, whatever is set in it now. What `saved`
+        shares with the optimizer is copied before it is changed."""
+        own_groups = self._groups[self.optimizers.index(optimizer)]
         groups = [dict(group) for group in saved["param_groups"]]
-        own_groups = self._groups[self._optimizers.index(optimizer)]
         for group, own in zip(groups, own_groups, strict=False):
-            group |= {n: own[n] for n in ("fused", "foreach") if n in own}
+            group |= _kernels(own)
         state = saved["state"]
         if self._steps_on_host:
             state = {index: _step_on_host(kept) for index, kept in state.items()}
         return saved | {"param_groups": groups, "state": state}
 
+    # Calls.
+
     def _act(self, seat: nn.Module, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
-        """What a model's training calls go through under a config, and parts of it."""
+        """What a model's training calls go through under a config, and compiled parts of it."""
         code = _code(acting)
         if not code:
             return call.plain, NONE
@@ -433,26 +427,27 @@ class Switch:
         hooks.through(seat, call)
         sizes, seen = not acting.any_size, call.one.signatures
         gate = Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
-        return gate, Parts.taken_out(seat)
-
-
-Layout = tuple[tuple[str, Any], ...]
-"""What of a config decides the memory format of weights."""
+        return gate, Parts(seat)
 
 
 def _layout(acting: Acting) -> Layout:
     return tuple((k.name, value) for k, value in acting.rows if k.layout and k.model)
 
 
-def _flags(acting: Acting) -> Config:
-    return Config({knob.name: value for knob, value in acting.rows if knob.flag})
-
-
 def _code(acting: Acting) -> Config:
-    """What of a config decides the code that a model's call runs."""
-    called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
-    # What is compiled, or replayed, has the flags in it that were set then.
-    return Config(called | _flags(acting)) if acting.compiles else called
+    """What of a config decides the code that a model's call runs. Compiled code and CUDA graphs
+    have the flags in them that were set when they were made."""
+    decides = (
+        (knob.name, value)
+        for knob, value in acting.rows
+        if knob.model or knob.autocast or (knob.flag and acting.compiles)
+    )
+    return Config(dict(decides))
+
+
+def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of the kernels of its steps."""
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
 
 
 def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -468,8 +463,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
-    """How many of an optimizer's groups have made their step when one raised this; None where that
-    one may have changed a part of its weights: fused kernels count no versions of them."""
+    """How many groups have made their step when one raised this; None if that one may have changed
+    some of its weights, of which fused kernels count no versions."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
         # All of torch.optim go through their groups so.
         at = frame.f_locals.get("group")
@@ -481,23 +476,18 @@ def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None
     return None
 
 
-def _counted(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The counters of steps of a group's weights."""
-    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
-    return [one for state in states if isinstance(one := state.get("step"), Tensor)]
-
-
-def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
-    """How often the counter of a group's first weight was changed."""
+def _count_version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
+    """How often the step counter of a group's first weight was changed."""
     first = next((one for one in group["params"] if one.grad is not None), None)
     step = None if first is None else optimizer.state.get(first, {}).get("step")
     return step._version if isinstance(step, Tensor) else 0
 
 
 def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Take a step off a group's counters where it was counted since they had that version."""
-    counters = _counted(group, optimizer)
-    if counters and counters[0]._version != version:
+    """Take a step off a group's counters, if it was counted since they had that version."""
+    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
+    counters = [one for state in states if isinstance(one := state.get("step"), Tensor)]
+    if counters and _count_version(group, optimizer) != version:
         with torch.no_grad():
             torch._foreach_sub_(counters, 1)
 
@@ -508,17 +498,16 @@ def _step_on_host(kept: Any) -> Any:
     return kept | {"step": step.cpu()} if isinstance(step, Tensor) else kept
 
 
-def _nothing() -> None:
-    """What takes no hook away."""
+def _leave(seat: nn.Module, call: Call) -> None:
+    """Call a module as before the pilot came, unless it has been compiled since."""
+    if vars(seat).get("_compiled_call_impl") is call:
+        hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:
-    """The module whose call is the pilot's: the user's own under DistributedDataParallel.
-
-    What the script compiled itself is called as compiled. None where replicas are made of a
-    module at each call, as DataParallel does on several devices: what is set in it would be in
-    none of them.
-    """
+    """The module whose call is the pilot's: the user's own under DistributedDataParallel, and as
+    compiled if the script compiles it. None where each call replicates a module over devices, as
+    DataParallel does: the replicas would lack what is set in it."""
     while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
         if replicates(outer):
             return None
@@ -532,7 +521,7 @@ def replicates(outer: nn.Module) -> bool:
 
 
 def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of what the script has compiled itself, uncompiled."""
+    """Call uncompiled what the script has compiled itself."""
     with torch.compiler.set_stance("force_eager"):
         return call(*args, **kwargs)
 
@@ -540,8 +529,8 @@ def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32.
 
-    The loss is the script's and stays outside: over all of a script autocast reaches into losses
-    that forbid it, as BCELoss (so do Accelerate's prepared models).
+    The script's loss stays outside: autocast over a whole script reaches into losses that forbid
+    it, as BCELoss (Accelerate's prepared models do the same).
     """
     dtype, layouts = acting.autocast, acting.layouts
 

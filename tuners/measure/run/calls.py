@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.drawn import Drawn
+from advisor.tuners.act.pilot.crew import Drawn, Trained
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
