@@ -58,8 +58,8 @@ class Redirection:
         for owner in (torch, torch.serialization):
             self._patch(owner, "save", self._writes)
             self._patch(owner, "load", self._reads)
-        for owner, name in ((os, "replace"), (os, "rename")):
-            self._patch(owner, name, self._moves)
+        self._patch(os, "replace", self._moves)
+        self._patch(os, "rename", self._moves)
         for owner, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
             self._patch(owner, name, self._removes)
         self._patch(shutil, "copyfile", self._copies)
@@ -101,8 +101,6 @@ class Redirection:
         if hasattr(owner, name):
             self._patches.append(Patch(owner, name, wrap))
 
-    # Libraries.
-
     def _safetensors(self, _module: ModuleType) -> None:
         """Its own modules import these two by name."""
         names = ("safetensors", "safetensors.torch", "safetensors.numpy")
@@ -112,7 +110,7 @@ class Redirection:
 
     def _lightning(self, module: ModuleType) -> None:
         """It writes and reads through file objects of fsspec's."""
-        self._patch(module, "_atomic_save", self._saves_by_torch)
+        self._patch(module, "_atomic_save", self._writes)
         self._patch(module, "_load", self._reads)
 
     def _distributed(self, module: ModuleType) -> None:
@@ -121,8 +119,6 @@ class Redirection:
         self._patch(files, "create_stream", self._streams)
         self._patch(files, "exists", _rerouted(1, lambda path: Path(self._to_read(path))))
         self._patch(files, "mkdir", _rerouted(1, lambda path: self._scratch(path) or path))
-
-    # Paths.
 
     def _scratch(self, path: Any) -> Path | None:
         """The scratch path for a path of the user's; None for anything else."""
@@ -157,17 +153,13 @@ class Redirection:
 
     def _is_users(self, path: Any) -> bool:
         """Whether a file, or one below a folder, is a checkpoint from before this process."""
-        below = ((folder, name) for folder, _, names in os.walk(path) for name in names)
-        files = [Path(path), *(Path(folder) / name for folder, name in below)]
+        below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
         with contextlib.suppress(OSError):
             return any(
-                one.name.endswith(SUFFIXES) and one.stat().st_mtime < self._began
-                for one in files
-                if one.is_file()
+                one.name.endswith(SUFFIXES) and one.is_file() and one.stat().st_mtime < self._began
+                for one in (Path(path), *below)
             )
         return False
-
-    # What takes the place of functions.
 
     def _moves(self, plain: Any) -> Any:
         """Move a scratch copy, or over a checkpoint of the user's, which stays."""
@@ -215,23 +207,12 @@ class Redirection:
     def _skips(self, plain: Any) -> Any:
         return lambda src, dst, **kwargs: None if self._there(src) else plain(src, dst, **kwargs)
 
-    def _saves_by_torch(self, plain: Any) -> Any:
-        def save(checkpoint: Any, filepath: Any) -> Any:
-            to = self._scratch(filepath)
-            if to is None or "://" in str(filepath):
-                return plain(checkpoint, filepath)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            return torch.save(checkpoint, str(to))
-
-        return save
-
     def _streams(self, plain: Any) -> Any:
         def create_stream(files: Any, path: Any, mode: str) -> Any:
-            to = self._scratch(path)
-            if mode != "wb" or to is None:
-                return plain(files, Path(self._to_read(path)), mode)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            return plain(files, to, mode)
+            to = self._scratch(path) if mode == "wb" else None
+            if to is not None:
+                to.parent.mkdir(parents=True, exist_ok=True)
+            return plain(files, to or Path(self._to_read(path)), mode)
 
         return create_stream
 

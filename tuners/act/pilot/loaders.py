@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 _NONE = object()
 """No batch."""
 
-Place = tuple[tuple[CodeType, int], ...]
-"""Lines of code, from the innermost one."""
-
 
 class _Ours(DataLoader[Any]):
     """A loader whose workers fetch ahead of a script's."""
@@ -50,14 +47,15 @@ class _Epoch:
 
     Attributes:
         loader: None if its own workers are at work, which may hold on to it.
-        own: if the pilot has taken over the script's workers, how these work, as keyword arguments
-            of a DataLoader.
-        why: a loader's workers may not be taken over, if that was asked for.
+        place: the lines of code that began it, from the innermost one. A loader that is made anew
+            at each epoch is begun there too.
+        own: if its workers were taken over, how they work, as a DataLoader's keyword arguments.
+        why: they were not, though that was asked for.
         decided: whether it gets workers of advisor's, which are `ahead`'s.
     """
 
     loader: DataLoader[Any] | None
-    place: Place
+    place: tuple[tuple[CodeType, int], ...]
     workers: int
     pinned: bool
     own: dict[str, Any]
@@ -88,8 +86,8 @@ class Loaders:
         self._failed = failed
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
-        self._places: set[Place] = set()
-        self._ways: set[tuple[int, bool, str, int]] = set()
+        self._places: set[tuple[tuple[CodeType, int], ...]] = set()
+        self._way: tuple[int, bool, str, int] | None = None
         self._batch_bytes = 0
         self._most = 0
         self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
@@ -100,28 +98,22 @@ class Loaders:
         """What was fetched so far fed no step: it was for a sanity check of evaluation, say."""
         self._feeding.clear()
         self._places.clear()
-        self._ways.clear()
+        self._way = None
 
     def seen(self) -> Loading:
-        """What has fed the steps; no more is looked at."""
+        """What has fed the steps; it is looked at no more."""
         from advisor.tuners.knobs import Loading
 
         self._looking = False
-        if not self._ways:
+        if self._way is None:
             return Loading()
-        workers, pinned, why, ahead = max(self._ways)
-        most = room.workers(self._batch_bytes)
+        workers, pinned, why, ahead = self._way
+        there = room.workers(self._batch_bytes)
         tuned = not why and (ahead or not workers)
+        most = there if tuned else 0
         # What the script's own workers do stays possible.
         self._most = max(most, workers) if tuned else 0
-        return Loading(
-            workers=workers,
-            pinned=pinned,
-            ahead=ahead,
-            most=most if tuned else 0,
-            room=most,
-            why=why,
-        )
+        return Loading(workers=workers, pinned=pinned, ahead=ahead, most=most, room=there, why=why)
 
     def begin_lap(self) -> None:
         """Count `taken` and `lent` from here on."""
@@ -129,8 +121,8 @@ class Loaders:
 
     @property
     def lent(self) -> int:
-        """How many more batches wait for a free worker than when the lap began. What an iterator
-        asks for as it begins does not count: no step has outrun its workers then."""
+        """How many more batches wait for a free worker than when the lap began, without those that
+        an iterator asks for as it begins: no step has outrun its workers then."""
         return max(0, self._queued() - self._queued_before)
 
     def _queued(self) -> int:
@@ -143,10 +135,8 @@ class Loaders:
 
     def set(self, given: Mapping[str, Any]) -> None:
         """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
-        without workers among them, by itself.
-
-        Workers start anew, because they have fetched ahead under another config.
-        """
+        by itself if they name no workers. Workers start anew: they have fetched ahead under another
+        config."""
         self._given = {}
         for epoch in list(self._epochs.values()):
             epoch.decided = False
@@ -227,14 +217,16 @@ class Loaders:
 
     def _saw(self, epoch: _Epoch, batch: Any) -> None:
         loader, why = epoch.loader, epoch.why
-        self._batch_bytes = max(self._batch_bytes, _bytes(batch))
+        size = sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, Tensor))
+        self._batch_bytes = max(self._batch_bytes, size)
         if loader is not None:
             if loader in self._feeding:
                 return
             self._feeding.add(loader)
             self._places.add(epoch.place)
             why = _why_alone(loader)
-        self._ways.add((epoch.workers, epoch.pinned, why, epoch.own.get("prefetch_factor", 0)))
+        way = (epoch.workers, epoch.pinned, why, epoch.own.get("prefetch_factor", 0))
+        self._way = max(self._way or way, way)
 
     def _decide(self, iterator: Any, epoch: _Epoch) -> None:
         """Start workers for an iterator, unless it feeds no steps or stays unchanged.
@@ -343,8 +335,7 @@ def _queued(iterator: Any, workers: int) -> int:
     return max(0, hooks.unfinished(iterator) - workers)
 
 
-def _place() -> Place:
-    """Where the script is: a loader that is made anew at each epoch is begun there too."""
+def _place() -> tuple[tuple[CodeType, int], ...]:
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -377,7 +368,3 @@ def _why_kept(loader: DataLoader[Any]) -> str:
     if loader.persistent_workers:  # begun once, they draw once from what its sampler draws from
         return "the loader: its workers stay from one epoch to the next"
     return _why_alone(loader)
-
-
-def _bytes(batch: Any) -> int:
-    return sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, Tensor))

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
 
 P = ParamSpec("P")
+Verdict = tuple[str, str, str]
+"""Outcome, reason, and what is blamed."""
+OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
 _UNSEEN = "no module whose parameters the optimizer holds ran"
@@ -51,7 +54,7 @@ FELL_BACK = "torch.compile has given up: shapes vary too much"
 
 
 class RecompileLimit(Exception):
-    """A model's shapes vary more than can be compiled for."""
+    """torch.compile has given up on a model."""
 
 
 class Watch(Protocol):
@@ -59,37 +62,26 @@ class Watch(Protocol):
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
-    ) -> bool:
-        """Whether the comparison is over at once, because all steps that it needs were seen before.
-        Else it looks at the script's next steps, which stay unmodified."""
+    ) -> Verdict | None:
+        """The verdict, if all steps that it needs were seen before; else it looks at the script's
+        next steps, which stay unmodified."""
 
-    def stepped(self) -> bool:
-        """A step is over; whether the comparison is."""
-
-    def verdict(self) -> tuple[str, str, str]:
-        """(Outcome, reason, what is blamed); the script is unmodified again."""
+    def stepped(self) -> Verdict | None:
+        """A step is over; the verdict, if that was the last that was needed."""
 
     def close(self) -> None:
         """Free all that was kept."""
 
 
 class Pilot:
-    """Attached to a script, until `release`.
+    """Attached to a script, until `release`."""
 
-    Args:
-        another: attaches the next pilot, once this one has left because its models train no more
-            and a model like them does.
-    """
-
-    def __init__(
-        self,
-        guide: Guide,
-        watch: Watch | None = None,
-        another: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
         self._guide = guide
         self._watch = watch
-        self._another = another
+        self._attach()
+
+    def _attach(self) -> None:
         self._comparing = False
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
@@ -100,7 +92,7 @@ class Pilot:
         self._elsewhere = self._unadvised = self._cuts = self._own_peak = 0
         self._began = self._first_s = self._waited_s = self._switched = 0.0
         self._fresh = self._released = self._of_graphs = False
-        self._outcome, self._reason, self._blames = "ok", "", ""
+        self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
             self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
@@ -118,7 +110,6 @@ class Pilot:
         """The same, except for hooks that the script has compiled into a function of its own."""
         self._released = True
         self._calls.rest()
-        self._comparing = False
         if self._watch is not None:
             self._watch.close()
         if self._switch is not None:
@@ -130,6 +121,11 @@ class Pilot:
         self._count_no_more()
         self._unhook_failure()
         atexit.unregister(self._at_exit)
+
+    def _look_anew(self) -> None:
+        """Other models train now than were seen first."""
+        self._leave()
+        self._attach()
 
     def _leave_because(self, exc: Exception) -> None:
         self._guide.failed(exc)
@@ -149,8 +145,6 @@ class Pilot:
 
         return guarded
 
-    # The end of the script.
-
     def _ended(self, exc: BaseException) -> None:
         atexit.unregister(self._at_exit)
         self._guide.failed(exc)
@@ -165,8 +159,6 @@ class Pilot:
         elif self._looked and self._switch is None:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
             self._guide.failed(Brief(f"the script ended after {steps}"))
-
-    # Steps of optimizers.
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
@@ -188,18 +180,14 @@ class Pilot:
         if self._order.steps:
             if self._elsewhere >= ELSEWHERE:
                 self._leave_because(Over(ANOTHER))
-        elif self._another is None:
-            return
         elif self._crew.joins(optimizer):
-            self._leave()
-            self._another()
+            self._look_anew()
         elif optimizer in LET_GO:
             return
         elif self._crew.is_like(optimizer):
             if self._elsewhere >= ANEW:
                 LET_GO.update(self._crew.optimizers)
-                self._leave()
-                self._another()
+                self._look_anew()
         else:
             self._unadvised += 1
             if self._unadvised == ANEW:
@@ -252,12 +240,13 @@ class Pilot:
         if self._comparing:
             assert self._watch is not None
             self._done += 1
-            if self._watch.stepped():
-                self._outcome, self._reason, self._blames = self._watch.verdict()
+            if verdict := self._watch.stepped():
+                self._verdict = verdict
                 self._finish(switch)
             return
-        # Of several processes one that stopped before the others would have them wait in backward.
-        cut_short = self._outcome != "ok" and self._processes == 1
+        # All processes of a job must end a lap with the same step, or some wait in backward.
+        alone = self._processes == 1
+        cut_short = alone and self._verdict is not OK
         if self._warm and not cut_short:
             self._warm -= 1
             if not self._warm:
@@ -266,7 +255,7 @@ class Pilot:
                 self._begin_lap()
             return
         self._done += 1
-        if self._evaluated() and self._cuts < MOST_CUTS:
+        if alone and self._cuts < MOST_CUTS and any(one.evaluated for one in self._trained):
             self._cuts += 1
             self._begin_lap()
         elif self._done >= self._order.steps or cut_short:
@@ -275,13 +264,6 @@ class Pilot:
                 switch.give_up()
                 self._fails(RecompileLimit(FELL_BACK))
             self._finish(switch)
-
-    def _evaluated(self) -> bool:
-        """Whether the script has evaluated since the lap began, which is no part of a step. Other
-        processes may not have, and all must end a lap with the same step."""
-        return self._processes == 1 and any(one.evaluated for one in self._trained)
-
-    # Orders.
 
     def _finish(self, switch: Switch) -> None:
         """Report on the order that is over, and begin the next one."""
@@ -303,9 +285,9 @@ class Pilot:
             compiled=graphs_compiled() - self._graphs,
             taken=self._loaders.taken,
             lent=self._loaders.lent,
-            outcome=self._outcome,
-            reason=self._reason,
-            blames=self._blames,
+            outcome=self._verdict[0],
+            reason=self._verdict[1],
+            blames=self._verdict[2],
             graphs=self._of_graphs,
         )
 
@@ -325,7 +307,7 @@ class Pilot:
     def _begin(self, switch: Switch, order: Order) -> bool:
         """Begin an order; whether it is over at once."""
         self._fresh = order.config != switch.config
-        self._outcome, self._reason, self._blames, self._of_graphs = "ok", "", "", False
+        self._verdict, self._of_graphs = OK, False
         self._switched = time.perf_counter()
         self._order, self._first_s, self._cuts = order, 0.0, 0
         if order.forget is not None:
@@ -352,7 +334,7 @@ class Pilot:
             switch.set(order.config, struck, lost)
         else:
             switch.set(switch.own)
-            self._outcome, self._reason = "out_of_memory", LITTLE
+            self._verdict = ("out_of_memory", LITTLE, "")
 
     def _stay(self, switch: Switch, order: Order) -> None:
         """No order comes after this one: remove the hooks that nothing needs any more."""
@@ -361,8 +343,6 @@ class Pilot:
             self._watch.close()
         if not self._loaders.at_work:
             self._loaders.remove()
-        if not (switch.counts_steps or self._another):
-            self._count_no_more()
         if order.config == switch.own:
             self._unhook_failure()
 
@@ -371,18 +351,15 @@ class Pilot:
         cuda = self._device.type == "cuda"
         roomy = self._has_room(COMPARES) if cuda else host.free_bytes() >= host.peak_bytes()
         if order.needs_room and not roomy:
-            self._outcome, self._reason = "out_of_memory", "little memory is free"
+            self._verdict = ("out_of_memory", "little memory is free", "")
             return True
         assert self._watch is not None, "a guide that compares comes with a watch"
-        self._comparing = not self._watch.begin(switch, self._trained, self._device, asked)
-        if not self._comparing:
-            self._outcome, self._reason, self._blames = self._watch.verdict()
+        verdict = self._watch.begin(switch, self._trained, self._device, asked)
+        self._verdict, self._comparing = verdict or OK, verdict is None
         return not self._comparing
 
-    # Failures.
-
     def _fails(self, exc: Exception) -> None:
-        self._outcome, self._reason = told(exc)
+        self._verdict = (*told(exc), "")
         self._of_graphs = of_graphs(exc)
 
     def _gave_up(self, exc: Exception) -> None:
@@ -407,8 +384,6 @@ class Pilot:
             # Told now, as the script may end of it; of several processes the others wait in theirs.
             self._obey(switch, self._guide.next(self._lap()))
 
-    # The device.
-
     def _has_room(self, times: float) -> bool:
         """Whether so many times what a step takes beyond what it holds is free on the device."""
         if self._device.type != "cuda":
@@ -432,10 +407,7 @@ class InCharge:
     def bring(self, guide: Guide, watch: Watch | None = None) -> None:
         """Attach a pilot, unless there is one."""
         if self._pilot is None:
-            self._begin(guide, watch)
-
-    def _begin(self, guide: Guide, watch: Watch | None) -> None:
-        self._pilot = Pilot(guide, watch, functools.partial(self._begin, guide, watch))
+            self._pilot = Pilot(guide, watch)
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, including the flags of an advice."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
 
 Told = Callable[[Exception], None]
-Layout = tuple[tuple[str, Any], ...]
-"""What of a config decides the memory format of weights."""
 
 
 class Parts:
@@ -71,21 +68,28 @@ NONE = Parts(nn.Identity())
 class Call:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
 
-    Evaluation stays the script's own. What a backward pass recomputes is called as it was the first
-    time, and not counted again; the backward pass tells what that raises.
+    Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
 
     Attributes:
-        struck: told what `act` raises, and then has `act` be `plain`; not told what `plain` raises
-            too, which is the script's own. None: it is raised.
+        seat: the module whose call it replaces.
+        struck: told what `act` raises, unless `plain` raises too, which is the script's own. None:
+            it is raised.
         parts: of the model, compiled for training calls.
     """
 
-    def __init__(self, one: Trained, plain: Callable[..., Any]) -> None:
-        self.one = one
-        self.plain = plain
-        self.act = plain
+    def __init__(self, one: Trained, seat: nn.Module) -> None:
+        self.one, self.seat = one, seat
+        there = vars(seat).get("_compiled_call_impl")
+        self.plain: Callable[..., Any] = seat._call_impl if there is None else there
+        self.act = self.plain
         self.struck: Told | None = None
         self.parts = NONE
+
+    def leave(self) -> None:
+        """Call the model as before, unless it has been compiled since."""
+        if vars(self.seat).get("_compiled_call_impl") is self:
+            own = self.plain == self.seat._call_impl
+            hooks.through(self.seat, None if own else self.plain)
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
@@ -135,6 +139,7 @@ class Switch:
         feed: has the script's loaders work by these keyword arguments, or unchanged by none.
 
     Attributes:
+        calls: what the trained models are called through.
         counts_steps: whether the config must be told where a step begins.
     """
 
@@ -157,8 +162,7 @@ class Switch:
         self._outers = [one.outer for one in laid_out]
         weights = (w for one in laid_out for w in (*one.model.parameters(), *one.model.buffers()))
         self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
-        own_strides = [tensor.stride() for tensor in self._formatted]
-        self._strides: dict[Layout, list[tuple[int, ...]]] = {(): own_strides}
+        self._strides = {Config(): [tensor.stride() for tensor in self._formatted]}
         self._storages = Storages()
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
@@ -176,20 +180,13 @@ class Switch:
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
-        self._calls: dict[nn.Module, Call] = {}
+        self.calls: list[Call] = []
         self._unwatch: hooks.Remove | None = None
         for one in trained:
             seat = callable_module(one.outer)
-            if seat is not None:
-                there = vars(seat).get("_compiled_call_impl")
-                call = Call(one, seat._call_impl if there is None else there)
-                self._calls[seat] = call
-                hooks.through(seat, call)
-
-    @property
-    def calls(self) -> list[Call]:
-        """What the trained models are called through."""
-        return list(self._calls.values())
+            if seat is not None and all(call.seat is not seat for call in self.calls):
+                self.calls.append(Call(one, seat))
+                hooks.through(seat, self.calls[-1])
 
     @property
     def fell_back(self) -> bool:
@@ -214,9 +211,9 @@ class Switch:
         with torch.no_grad():
             self._lay_out(acting)
             self._set_optimizers(acting.optimizer(), struck, lost)
-        for seat, call in self._calls.items():
+        for call in self.calls:
             call.parts.set_back()
-            call.act, call.parts = self._act(seat, call, acting)
+            call.act, call.parts = self._act(call, acting)
             call.parts.set()
             call.struck = struck
         self.config = config
@@ -226,8 +223,7 @@ class Switch:
         self._make_room()
 
     def forget(self, config: Config) -> None:
-        """Free what only this config has compiled and laid out, unless it is set. If it is set
-        again, it is compiled again."""
+        """Free what only this config has compiled and laid out, unless it is set."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
@@ -240,7 +236,7 @@ class Switch:
         self._make_room()
 
     def _claim(self) -> None:
-        """What was compiled since the last call is the code of the config that is set."""
+        """What was compiled since the last call belongs to the config that is set."""
         code = _code(self._seen[self.config])
         codes, replays = self._compiled_code.claim()
         self._code_of.setdefault(code, set()).update(codes)
@@ -257,10 +253,10 @@ class Switch:
         stay laid out until the next `set`: the step may still need what it kept of them."""
         self._watch_backward(None)
         IN_FORCE.release(self._flags)
-        spent = [call.act for call in self._calls.values()]
+        spent = [call.act for call in self.calls]
         self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
         self._set_optimizers({})
-        for call in self._calls.values():
+        for call in self.calls:
             call.parts.set_back()
             call.act, call.parts, call.struck = call.plain, NONE, None
 
@@ -281,30 +277,28 @@ class Switch:
 
     def stay(self) -> None:
         """No other config will be set: leave the models that the config calls unchanged."""
-        for seat, call in self._calls.items():
+        for call in self.calls:
             if call.act is call.plain:
-                _leave(seat, call)
+                call.leave()
 
     def release(self) -> None:
         """Leave the script as it was found."""
         self.set(self.own)
-        for seat, call in self._calls.items():
-            _leave(seat, call)
+        for call in self.calls:
+            call.leave()
         for handle in self._unsave:
             handle.remove()
         self._recompile_limit.restore()
         have_own_keys()
-        self._calls.clear()
+        self.calls.clear()
         self._kept.clear()
         self._storages = Storages()
-
-    # Weights.
 
     def _lay_out(self, acting: Acting) -> None:
         layout = _layout(acting)
         before = [tensor.stride() for tensor in self._formatted]
         if layout not in self._strides:
-            self._restride(self._strides[()])
+            self._restride(self._strides[Config()])
             for model in self._laid_out:
                 for knob, value in acting.rows:
                     if knob.layout is not None and knob.model is not None:
@@ -330,8 +324,6 @@ class Switch:
             laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
             if tensor.stride() != stride:
                 tensor.data = laid_out
-
-    # Optimizers.
 
     def _set_optimizers(
         self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
@@ -373,7 +365,6 @@ class Switch:
                         raise
                     raised = exc.with_traceback(None)
                 struck(raised)  # before the step is over, where another config may be set
-                groups = optimizer.param_groups
                 optimizer.param_groups = groups[done:]
                 try:
                     return _again(step, args, kwargs, raised)
@@ -385,58 +376,54 @@ class Switch:
         self._unprotect.append(Patch(optimizer, "step", around).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of an optimizer as the script's own, whatever is set in it now. What `saved`
-        shares with the optimizer is copied before it is changed."""
+        """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
         own_groups = self._groups[self.optimizers.index(optimizer)]
-        groups = [dict(group) for group in saved["param_groups"]]
-        for group, own in zip(groups, own_groups, strict=False):
-            group |= _kernels(own)
-        state = saved["state"]
-        if self._steps_on_host:
-            state = {index: _step_on_host(kept) for index, kept in state.items()}
-        return saved | {"param_groups": groups, "state": state}
+        pairs = zip(saved["param_groups"], own_groups, strict=False)
+        state = dict(saved["state"])
+        for index, kept in state.items() if self._steps_on_host else ():
+            step = kept.get("step") if isinstance(kept, dict) else None
+            if isinstance(step, Tensor):
+                state[index] = kept | {"step": step.cpu()}
+        return saved | {"param_groups": [one | _kernels(own) for one, own in pairs], "state": state}
 
-    # Calls.
-
-    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
+    def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
         """What a model's training calls go through under a config, and compiled parts of it."""
         code = _code(acting)
         if not code:
             return call.plain, NONE
-        if (seat, code) not in self._kept:
-            inner, parts = self._compiled(seat, call, acting)
-            self._kept[seat, code] = _around(inner, acting, self._device), parts
-        return self._kept[seat, code]
+        if (call.seat, code) not in self._kept:
+            inner, parts = call.plain, NONE
+            if acting.undoes_compile:
+                inner = torch.compiler.set_stance("force_eager")(call.plain)
+            elif acting.compiles:
+                inner = self._compiled(call, acting)
+                parts = Parts(call.seat)
+            self._kept[call.seat, code] = _around(inner, acting, self._device), parts
+        return self._kept[call.seat, code]
 
-    def _compiled(
-        self, seat: nn.Module, call: Call, acting: Acting
-    ) -> tuple[Callable[..., Any], Parts]:
-        compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
-        if acting.undoes_compile:
-            return functools.partial(_eagerly, call.plain), NONE
-        if not compiles:
-            return call.plain, NONE
+    def _compiled(self, call: Call, acting: Acting) -> Gate:
+        seat = call.seat
         self._recompile_limit.raise_it()
         have_stable_keys()
         hooks.through(seat, None)
-        for compile_, value in compiles:
-            compile_(seat, value)
+        for knob, value in acting.rows:
+            if knob.model is not None and not knob.layout:
+                knob.model(seat, value)
         if acting.graphs:
             self._replays.attach(seat)
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         sizes, seen = not acting.any_size, call.one.signatures
-        gate = Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
-        return gate, Parts(seat)
+        return Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
 
 
-def _layout(acting: Acting) -> Layout:
-    return tuple((k.name, value) for k, value in acting.rows if k.layout and k.model)
+def _layout(acting: Acting) -> Config:
+    """What of a config decides the memory format of weights."""
+    return Config({k.name: value for k, value in acting.rows if k.layout and k.model})
 
 
 def _code(acting: Acting) -> Config:
-    """What of a config decides the code that a model's call runs. Compiled code and CUDA graphs
-    have the flags in them that were set when they were made."""
+    """What of a config decides the code of a model's call. Flags are part of compiled code."""
     decides = (
         (knob.name, value)
         for knob, value in acting.rows
@@ -492,18 +479,6 @@ def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: i
             torch._foreach_sub_(counters, 1)
 
 
-def _step_on_host(kept: Any) -> Any:
-    """One parameter's state, its step on the CPU."""
-    step = kept.get("step") if isinstance(kept, dict) else None
-    return kept | {"step": step.cpu()} if isinstance(step, Tensor) else kept
-
-
-def _leave(seat: nn.Module, call: Call) -> None:
-    """Call a module as before the pilot came, unless it has been compiled since."""
-    if vars(seat).get("_compiled_call_impl") is call:
-        hooks.through(seat, None if call.plain == seat._call_impl else call.plain)
-
-
 def callable_module(outer: nn.Module) -> nn.Module | None:
     """The module whose call is the pilot's: the user's own under DistributedDataParallel, and as
     compiled if the script compiles it. None where each call replicates a module over devices, as
@@ -520,18 +495,9 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call uncompiled what the script has compiled itself."""
-    with torch.compiler.set_stance("force_eager"):
-        return call(*args, **kwargs)
-
-
 def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
-    """A call with its inputs laid out, in autocast, its outputs in float32.
-
-    The script's loss stays outside: autocast over a whole script reaches into losses that forbid
-    it, as BCELoss (Accelerate's prepared models do the same).
-    """
+    """A call with its inputs laid out, in autocast, its outputs in float32. The script's loss stays
+    outside, because some losses forbid autocast, as BCELoss does."""
     dtype, layouts = acting.autocast, acting.layouts
 
     def placed(tensor: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class KeptCalls:
         trained: Sequence[Trained],
         device: torch.device,
         asked: Comparison,
-    ) -> bool:
+    ) -> tuple[str, str, str] | None:
         """As `Watch.begin`: the script makes its next steps unmodified, unless they are kept."""
         self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
@@ -185,14 +185,14 @@ class KeptCalls:
         if not self.ready:
             self._set(switch.own)
             self._look()
-        return self.ready
+        return self._verdict()
 
-    def stepped(self) -> bool:
+    def stepped(self) -> tuple[str, str, str] | None:
         """As `Watch.stepped`."""
         if not self.ready:
             self._step_over()
             (self._rest if self.ready else self._look)()
-        return self.ready
+        return self._verdict()
 
     def _step_over(self) -> None:
         self._unhook()
@@ -204,8 +204,10 @@ class KeptCalls:
                 self._updates = KeptUpdates(self._of_switch.optimizers)
         self._calls = []
 
-    def verdict(self) -> tuple[str, str, str]:
-        """As `Watch.verdict`."""
+    def _verdict(self) -> tuple[str, str, str] | None:
+        """None while steps are missing."""
+        if not self.ready:
+            return None
         ends = self._began + self._asked.left_s
         found = self.compare(self._asked, lambda: ends - time.monotonic())
         if self._careful and torch.cuda.is_initialized():
