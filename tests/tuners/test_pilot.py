@@ -32,7 +32,7 @@ from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, pe
 from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Parts, Switch, callable_module
+from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
 from advisor.tuners.act.pilot.trees import returned
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
@@ -537,8 +537,8 @@ def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly
 
     for block in net.blocks:
         hooks.through(block, breaks)
-    switch.calls[0].parts = Parts(net)
-    switch.calls[0].parts.set()
+    switch.calls[0].parts = _taken_out(net)
+    switch.calls[0].put(True)
     net(x)
     assert net.ran == ["plainly"] * 4
     assert [str(one) for one in struck] == ["a wrong kernel"]

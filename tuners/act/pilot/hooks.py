@@ -11,8 +11,8 @@
 - `_worker_pids_set` of advisor's own workers: if one dies, PyTorch raises in the middle of whatever
   runs; that it is missed when its batch is due is enough.
 - The default of `_try_get_data`, where loaders are measured: how often dead workers are looked for.
-- `Tensor.backward`, in comparisons: the loss is what it is called on.
-- `torch.autograd.backward` while a config is set: no hook is told that it raises.
+- `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
+  hook is told which loss it begins at, or what it raises.
 - `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: whether backward runs.
 - `step` of an optimizer whose kernels are not the script's: no hook is told that it raises.
 - `sys.excepthook`: why a script ends.
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -145,16 +145,16 @@ def without_workers(loader: DataLoader[Any]) -> Iterator[None]:
         loader.num_workers, loader.timeout = workers, timeout
 
 
-def unfinished(iterator: Any) -> int:
-    """Batches that a DataLoader's iterator has asked its workers for, and that are not there yet.
-    If memory is pinned, a thread with a queue of its own does that."""
+def queued(iterator: Any, workers: int) -> int:
+    """Batches that a DataLoader's iterator has asked for, and that no worker has begun. If memory
+    is pinned, finished ones wait in a second queue."""
     from torch.utils.data import dataloader
 
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) or iterator._shutdown:
         return 0
     queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
     ready: int = sum(one.qsize() for one in queues)
-    return max(0, iterator._tasks_outstanding - ready)
+    return max(0, iterator._tasks_outstanding - ready - workers)
 
 
 @contextlib.contextmanager
@@ -177,33 +177,25 @@ def send_away(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
-def on_backward(begins: Callable[[Tensor], None]) -> Remove:
-    """Report what `backward` is called on, before it runs."""
+def on_backward(
+    begins: Callable[[Any], None] | None = None, failed: Callable[[Exception], None] | None = None
+) -> Remove:
+    """Report what a backward pass begins at, and what it raises, before the script gets that."""
 
-    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            begins(loss)
-            return plain(loss, *args, **kwargs)
-
-        return backward
-
-    return Patch(Tensor, "backward", telling).remove
-
-
-def on_failing_backward(failed: Callable[[Exception], None]) -> Remove:
-    """Report what a backward pass raises, before the script gets it."""
-
-    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> None:
+    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if begins is not None:
+                begins(tensors)
             try:
-                plain(*args, **kwargs)
+                plain(tensors, *args, **kwargs)
             except Exception as exc:  # whatever it is: the script's, once it was told
-                failed(exc)
+                if failed is not None:
+                    failed(exc)
                 raise
 
         return backward
 
-    return Patch(torch.autograd, "backward", telling).remove
+    return Patch(torch.autograd, "backward", around).remove
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:

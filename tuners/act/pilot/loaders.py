@@ -12,11 +12,12 @@ import multiprocessing
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,7 +127,7 @@ class Loaders:
         return max(0, self._queued() - self._queued_before)
 
     def _queued(self) -> int:
-        return sum(_queued(one, epoch.workers) for one, epoch in list(self._epochs.items()))
+        return sum(hooks.queued(one, epoch.workers) for one, epoch in list(self._epochs.items()))
 
     @property
     def at_work(self) -> bool:
@@ -165,9 +166,11 @@ class Loaders:
         with hooks.without_workers(loader) if own else contextlib.nullcontext():
             iterator = plain(loader)
         known = loader if own or not workers else None
-        epoch = _Epoch(known, _place(), workers, loader.pin_memory, own, why)
+        stack = traceback.walk_stack(sys._getframe())
+        place = tuple((frame.f_code, line) for frame, line in stack)
+        epoch = _Epoch(known, place, workers, loader.pin_memory, own, why)
         self._epochs[iterator] = epoch
-        self._queued_before += _queued(iterator, workers)
+        self._queued_before += hooks.queued(iterator, workers)
         return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
@@ -328,20 +331,6 @@ class Ahead:
             self._batches = None
         self._back.extendleft(reversed(self._out))
         self._out.clear()
-
-
-def _queued(iterator: Any, workers: int) -> int:
-    """Batches that an iterator has asked for, and that wait until one of its workers is free."""
-    return max(0, hooks.unfinished(iterator) - workers)
-
-
-def _place() -> tuple[tuple[CodeType, int], ...]:
-    found = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(found)
 
 
 def _why_alone(loader: DataLoader[Any]) -> str:

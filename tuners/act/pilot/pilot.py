@@ -50,11 +50,7 @@ UNORDERED = (
     "told; what can be tuned has all of its optimizers step in turn"
 )
 LITTLE = "not tried: little of the device's memory is free"
-FELL_BACK = "torch.compile has given up: shapes vary too much"
-
-
-class RecompileLimit(Exception):
-    """torch.compile has given up on a model."""
+FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 
 class Watch(Protocol):
@@ -262,7 +258,7 @@ class Pilot:
             self._synchronize()
             if switch.fell_back:  # what was timed is not what the config says
                 switch.give_up()
-                self._fails(RecompileLimit(FELL_BACK))
+                self._verdict = ("failed", FELL_BACK, "")
             self._finish(switch)
 
     def _finish(self, switch: Switch) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,41 +27,8 @@ from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
 
 Told = Callable[[Exception], None]
-
-
-class Parts:
-    """The compiled calls of modules within a model, taken out of it; `set` puts them in again."""
-
-    def __init__(self, outer: nn.Module) -> None:
-        found = {m: vars(m).get("_compiled_call_impl") for m in outer.modules() if m is not outer}
-        self._calls = {module: call for module, call in found.items() if call is not None}
-        self.set_back()
-
-    def set(self) -> None:
-        """Call the modules through their compiled code."""
-        self._set = True
-        for module, call in self._calls.items():
-            hooks.through(module, call)
-
-    def set_back(self) -> None:
-        """Call them uncompiled."""
-        self._set = False
-        for module in self._calls:
-            hooks.through(module, None)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Call them uncompiled meanwhile."""
-        was_set = self._set
-        self.set_back()
-        try:
-            yield
-        finally:
-            if was_set:
-                self.set()
-
-
-NONE = Parts(nn.Identity())
+Parts = dict[nn.Module, Callable[..., Any]]
+"""The compiled calls of modules within a model."""
 
 
 class Call:
@@ -74,7 +40,7 @@ class Call:
         seat: the module whose call it replaces.
         struck: told what `act` raises, unless `plain` raises too, which is the script's own. None:
             it is raised.
-        parts: of the model, compiled for training calls.
+        parts: of the model, which training calls go through while they are `put`.
     """
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
@@ -83,7 +49,8 @@ class Call:
         self.plain: Callable[..., Any] = seat._call_impl if there is None else there
         self.act = self.plain
         self.struck: Told | None = None
-        self.parts = NONE
+        self.parts: Parts = {}
+        self._compiled = False
 
     def leave(self) -> None:
         """Call the model as before, unless it has been compiled since."""
@@ -91,10 +58,20 @@ class Call:
             own = self.plain == self.seat._call_impl
             hooks.through(self.seat, None if own else self.plain)
 
+    def put(self, compiled: bool) -> None:
+        """Call the model's parts through their compiled code, or not."""
+        self._compiled = compiled
+        for module, call in self.parts.items():
+            hooks.through(module, call if compiled else None)
+
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
-        with self.parts.aside():
+        compiled = self._compiled
+        self.put(False)
+        try:
             return self.plain(*args, **kwargs)
+        finally:
+            self.put(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
@@ -212,9 +189,9 @@ class Switch:
             self._lay_out(acting)
             self._set_optimizers(acting.optimizer(), struck, lost)
         for call in self.calls:
-            call.parts.set_back()
+            call.put(False)
             call.act, call.parts = self._act(call, acting)
-            call.parts.set()
+            call.put(True)
             call.struck = struck
         self.config = config
         self.counts_steps = acting.graphs
@@ -257,13 +234,13 @@ class Switch:
         self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
         self._set_optimizers({})
         for call in self.calls:
-            call.parts.set_back()
-            call.act, call.parts, call.struck = call.plain, NONE, None
+            call.put(False)
+            call.act, call.parts, call.struck = call.plain, {}, None
 
     def _watch_backward(self, lost: Told | None) -> None:
         if self._unwatch is not None:
             self._unwatch()
-        self._unwatch = None if lost is None else hooks.on_failing_backward(lost)
+        self._unwatch = None if lost is None else hooks.on_backward(failed=lost)
 
     def began(self) -> None:
         """A step begins."""
@@ -390,14 +367,15 @@ class Switch:
         """What a model's training calls go through under a config, and compiled parts of it."""
         code = _code(acting)
         if not code:
-            return call.plain, NONE
+            return call.plain, {}
         if (call.seat, code) not in self._kept:
-            inner, parts = call.plain, NONE
+            inner: Callable[..., Any] = call.plain
+            parts: Parts = {}
             if acting.undoes_compile:
                 inner = torch.compiler.set_stance("force_eager")(call.plain)
             elif acting.compiles:
                 inner = self._compiled(call, acting)
-                parts = Parts(call.seat)
+                parts = _taken_out(call.seat)
             self._kept[call.seat, code] = _around(inner, acting, self._device), parts
         return self._kept[call.seat, code]
 
@@ -415,6 +393,15 @@ class Switch:
         hooks.through(seat, call)
         sizes, seen = not acting.any_size, call.one.signatures
         return Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
+
+
+def _taken_out(outer: nn.Module) -> Parts:
+    """What was just compiled within a model, which is called uncompiled again."""
+    inner = (module for module in outer.modules() if module is not outer)
+    found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
+    for module in found:
+        hooks.through(module, None)
+    return found
 
 
 def _layout(acting: Acting) -> Config:

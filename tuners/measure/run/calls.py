@@ -387,8 +387,8 @@ class KeptCalls:
         self._calls.clear()
         self._steps.clear()
 
-    def _saw_loss(self, loss: Tensor) -> None:
-        if loss.numel() == 1:
+    def _saw_loss(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
