@@ -1,11 +1,9 @@
 """Checkpoints of a run that is being tuned: written to a scratch folder, and read from there.
 
-A tuning ends the user's script in the middle: what the script saves is worthless, and must not
-replace what the user has saved before. So the writers of PyTorch, safetensors,
-torch.distributed.checkpoint and Lightning write a file to the same path below a scratch folder, and
-their readers look there first. What the script then does with the file by `os` and `shutil` is done
-there as well. All else is untouched: `open`, folders, file objects.
-
+What a tuned script saves is worthless, and must not replace what the user has saved before. So
+PyTorch, safetensors, torch.distributed.checkpoint and Lightning write a file to the same path below
+a scratch folder, and look there first when they read. What the script then does with the file by
+`os` and `shutil` is done there as well. All else is untouched: `open`, folders, file objects.
 Processes of one job share the folder, so its content decides, and no table in memory.
 """
 
@@ -33,8 +31,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Redirection:
-    """Patches what writes, reads, moves and removes checkpoints; it finds libraries as an import
-    hook, to patch them once they are imported.
+    """Patches what writes, reads, moves and removes checkpoints; libraries once they are imported.
 
     Args:
         folder: the scratch folder; whoever made it removes it.

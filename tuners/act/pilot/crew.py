@@ -21,12 +21,12 @@ MOST_COUNTED = 256
 """Optimizer steps whose samples are kept."""
 VARIES = 0
 LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers of models that another one took over from, as in a cross-validation. None is taken up
-again, so that models which train in turn are not set over and over."""
+"""Optimizers of earlier folds. None is taken up again, or models that train in turn would be set
+over and over."""
 
 
 class Unclear(Exception):
-    """What trains in a script, or where its steps end, is not clear: it is left alone."""
+    """What trains, or where a step ends, is not clear: the script is left alone."""
 
 
 class Untrained(Exception):
@@ -43,11 +43,8 @@ class Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor that a model is called with: its place among the arguments, shape and dtype.
-
-    A list of similar tensors is one input, whose first dimension is the list's length. A dimension
-    beyond the first is VARIES if calls differ in it.
-    """
+    """A tensor that a model is called with, or a list of similar ones, whose length is then the
+    first dimension. Another dimension is VARIES if calls differ in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,9 +101,8 @@ class Trained:
         return max(1, round(samples / max(1, most[0][0]))) if most else 1
 
     def batch(self, period: int) -> int:
-        """The most frequent number of samples in a step of the script, which has `period` optimizer
-        steps. Others come from a last short batch, an extra call, or a step that a GradScaler left
-        out."""
+        """The most frequent number of samples in `period` optimizer steps. Others come from a short
+        batch, an extra call, or a step that a GradScaler left out."""
         period = max(1, period)
         ends = range(len(self.steps), period - 1, -period)
         found = Counter(sum(self.steps[end - period : end]) for end in ends)
@@ -204,20 +200,19 @@ class Crew:
         return any(first is p for one in self.trained() for p in one.model.parameters())
 
     def is_like(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it holds parameters of the same shapes as one of these: its model was made anew,
-        as for each fold of a cross-validation."""
+        """Whether it holds parameters of the same shapes as one of these, as for the next fold of a
+        cross-validation."""
         shapes = [weight.shape for weight in _weights(optimizer)]
         return any([weight.shape for weight in _weights(one)] == shapes for one in self.optimizers)
 
     def period(self) -> int:
-        """Optimizer steps that make one step of the script; 0 while that is not known."""
+        """Optimizer steps that make one step of the script; 0 if not known yet."""
         if len(self._order) < LEAST_STEPS or self._awaits():
             return 0
         return period(self._order, len(self.optimizers))
 
     def _awaits(self) -> bool:
-        """Whether an optimizer has yet to make its first step, as a generator's if the critic makes
-        several for one of it."""
+        """Whether an optimizer has yet to make its first step, as that of a generator may."""
         if self._awaited is None:
             # There is no other list of the optimizers that a script has.
             found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
@@ -268,8 +263,7 @@ def period(order: Sequence[int], kinds: int) -> int:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...]:
-    """The tensors of a call: '0' is the first positional argument, 'mask' that keyword, '0.x' what
-    lies deeper."""
+    """The tensors of a call, named '0' as first argument, 'mask' as that keyword, '0.x' within."""
     named = [*enumerate(args), *kwargs.items()]
     return tuple(one for name, value in named for one in _inputs(str(name), value))
 
@@ -313,8 +307,7 @@ def _varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input,
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples of a call: the first dimension of its first tensor, or the length of the list that
-    this tensor lies in."""
+    """Samples of a call: the length of its first tensor, or of the list that it lies in."""
     # At each call: what is taken apart only if need be.
     found = _batch((*args, *kwargs.values()))
     if found is None:

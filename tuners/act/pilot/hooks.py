@@ -46,11 +46,8 @@ Remove = Callable[[], None]
 
 
 class Calls:
-    """Reports outermost calls of modules, once they are over, and every call before it is made. It
-    reports no call that raises or that backward recomputes.
-
-    It slows the call of every module: for the first steps only.
-    """
+    """Reports outermost calls of modules, once they are over, and every call before it is made, but
+    none that raises or is recomputed. It slows every call: for the first steps only."""
 
     def __init__(
         self,
@@ -85,8 +82,8 @@ class Calls:
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def rest(self) -> None:
-        """Report no more. The hooks go, unless the script has compiled code that they are part of:
-        that would be compiled again without them."""
+        """Report no more. Hooks stay that are part of the script's compiled code, which would be
+        compiled again without them."""
         self._resting = True
         if graphs_compiled() == self._compiled:
             self.remove()
@@ -100,8 +97,7 @@ class Calls:
 
 
 def recomputes() -> bool:
-    """Whether backward runs in this thread: what it calls was called before, as by a checkpoint,
-    which may also raise in it to stop early."""
+    """Whether backward runs: in it a checkpoint calls again, and may raise to stop early."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -117,8 +113,8 @@ def on_batches(
     begun: Callable[[DataLoader[Any], Callable[[Any], Any]], Any],
     fetch: Callable[[Any, Callable[[Any], Any]], Any],
 ) -> Remove:
-    """Make every iterator of a DataLoader by `begun(loader, plain)`, and fetch its batches by
-    `fetch(iterator, plain)`; `plain` is PyTorch's own function of the first argument."""
+    """Make iterators of DataLoaders by `begun(loader, plain)`, and batches by `fetch(iterator,
+    plain)`, where `plain` is PyTorch's own function."""
     from torch.utils.data import dataloader
 
     def passing(other: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
@@ -132,17 +128,6 @@ def on_batches(
         batches.remove()
 
     return remove
-
-
-@contextlib.contextmanager
-def without_workers(loader: DataLoader[Any]) -> Iterator[None]:
-    """An iterator that is made meanwhile fetches by itself."""
-    workers, timeout = loader.num_workers, loader.timeout
-    loader.num_workers, loader.timeout = 0, 0
-    try:
-        yield
-    finally:
-        loader.num_workers, loader.timeout = workers, timeout
 
 
 def queued(iterator: Any, workers: int) -> int:

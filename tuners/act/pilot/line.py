@@ -26,7 +26,7 @@ OVER = "over"
 
 
 class Line:
-    """A Guide that asks the tuning process; without that the script goes on unmodified.
+    """A Guide that asks the tuning process; without an answer the script goes on unmodified.
 
     Args:
         secret: that both sides know; None if the socket is in a folder of this user's alone.
@@ -51,16 +51,13 @@ class Line:
         return True
 
     def begin(self, seen: Seen) -> Order:
-        """As `Guide.begin`."""
         self._connect()
         return self._ask("seen", seen)
 
     def next(self, lap: Lap) -> Order:
-        """As `Guide.next`."""
         return self._ask("lap", lap)
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`."""
         from advisor.tuners import faults
 
         if isinstance(exc, Brief | Untrained):

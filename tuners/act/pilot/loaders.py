@@ -1,13 +1,12 @@
 """What feeds a script's steps: its DataLoaders, and workers that fetch ahead of them.
 
-A loader without workers gets some in the middle of an epoch, and loses them again: they fetch what
-its sampler has left, in the script's own order, and the loader itself fetches what they have not
-delivered when they are sent away or fail. No sample is left out or seen twice.
+A loader gets workers in the middle of an epoch, and loses them again: they fetch what its sampler
+has left, in the script's own order, and the loader itself fetches what they have not delivered when
+they are sent away or fail. No sample is left out or seen twice.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import sys
 import threading
@@ -34,8 +33,7 @@ from advisor.tuners.decisions import BATCH_S
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
 
-_NONE = object()
-"""No batch."""
+_NONE = object()  # no batch
 
 
 class _Ours(DataLoader[Any]):
@@ -66,14 +64,11 @@ class _Epoch:
 
 
 class Loaders:
-    """A script's loaders: which of them feed its steps, how long these wait, and their workers.
-
-    Only what the main thread fetches is seen.
+    """A script's loaders, their workers, and how long its main thread waits for them.
 
     Args:
-        failed: told an Unfed about what ended workers; the script has gone on without them by then.
-        override: whether to take over loaders' own workers too, which then work as the script's
-            would until told otherwise.
+        failed: told an Unfed about what ended workers, once the script goes on without them.
+        override: whether to take over loaders' own workers too, unchanged until told otherwise.
 
     Attributes:
         waited_s: seconds that the script has waited for batches.
@@ -158,13 +153,17 @@ class Loaders:
             self._remove()
 
     def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
-        workers, own, why = loader.num_workers, {}, ""
+        workers, timeout, own, why = loader.num_workers, loader.timeout, {}, ""
         if self._override and workers > 0 and not isinstance(loader, _Ours):
             why = _why_kept(loader)
             if not why:
                 own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
-        with hooks.without_workers(loader) if own else contextlib.nullcontext():
+                loader.num_workers, loader.timeout = 0, 0
+        try:
             iterator = plain(loader)
+        finally:
+            if own:
+                loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
         stack = traceback.walk_stack(sys._getframe())
         place = tuple((frame.f_code, line) for frame, line in stack)
@@ -195,8 +194,8 @@ class Loaders:
         return batch
 
     def _by_workers(self, iterator: Any, epoch: _Epoch, plain: Callable[[Any], Any]) -> Any:
-        """The next batch that workers have fetched ahead; _NONE if there are no workers, if they
-        fail, or if no batch is left, which the loader's own iterator then says."""
+        """The next batch that workers have fetched ahead; _NONE if there are none, if they fail, or
+        at the end, which the loader's own iterator then reaches too."""
         if not self._given and not epoch.own:
             return _NONE
         try:
@@ -232,11 +231,7 @@ class Loaders:
         self._way = max(self._way or way, way)
 
     def _decide(self, iterator: Any, epoch: _Epoch) -> None:
-        """Start workers for an iterator, unless it feeds no steps or stays unchanged.
-
-        Raises:
-            Unfed: it may have none any more.
-        """
+        """Start workers for an iterator that feeds steps and may have some."""
         loader = epoch.loader
         feeds = loader in self._feeding or epoch.place in self._places
         given = self._given if feeds and self._given else epoch.own

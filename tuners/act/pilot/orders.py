@@ -13,21 +13,14 @@ from advisor.cache.domain import Bytes, Count, Span
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
-MOST_SAID = 300
-"""Characters kept of an exception's message."""
+MOST_SAID = 300  # characters of an exception's message
 GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "capturing")
-"""Words in the messages of exceptions that CUDA graphs cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A config to compare with strict fp32.
-
-    Attributes:
-        plain: only the candidate's number format.
-        tolerance: fraction of fp32's loss that is always allowed.
-        left_s: seconds that the comparison may take.
-    """
+    """A candidate to compare with strict fp32, within `left_s` seconds. `plain` has only its number
+    format; `tolerance` is the fraction of fp32's loss that is always allowed."""
 
     fp32: Config
     plain: Config
@@ -42,9 +35,9 @@ class Order:
 
     Attributes:
         warm: untimed steps before them.
-        own: the config that the script itself has; empty: the script is left alone.
-        needs_room: set the config only if memory is free for it, because this is a real run.
-        compare: make this comparison, on unmodified steps of the script if it needs any.
+        own: the script's own config; empty: the script is left alone.
+        needs_room: set the config only if memory is free for it.
+        compare: make this comparison, if need be on unmodified steps.
         forget: a config whose compiled code is freed first.
         found: what was measured of the last order's config, as text.
         saves: a file for the artifacts of compilation; '' for none.
@@ -96,11 +89,11 @@ class Guide(Protocol):
     """Decides which config is next. All processes of a job get the same answers."""
 
     def takes_over(self) -> bool:
-        """Whether to act on the script. Not if it follows an advice by itself. Flags that advice
-        has set are taken back, so that the script is seen unmodified."""
+        """Whether to act on the script: not if it follows an advice by itself. Takes back flags
+        that advice has set."""
 
     def begin(self, seen: Seen) -> Order:
-        """The first order for a script."""
+        """The first order."""
 
     def next(self, lap: Lap) -> Order:
         """The next order, once the steps of the last are over."""
@@ -109,14 +102,13 @@ class Guide(Protocol):
         """The script, or the pilot, ends with this."""
 
     def ended(self, exc: BaseException, order: Order) -> None:
-        """The script has ended with this, which was printed, while an order's config was set."""
+        """The script has ended with this under an order's config, and it was printed."""
 
     def gave_up(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on without it."""
 
     def lost(self, exc: Exception, order: Order) -> None:
-        """Backward has raised this under an order's config. No step is repeated: the script gets
-        the exception, without the config, and most likely ends."""
+        """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
 class Unfed(Exception):
@@ -136,8 +128,7 @@ def of_graphs(exc: BaseException | str) -> bool:
 
 
 def plausible(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch also raises these two for what it cannot do,
-    while scripts mostly raise other classes."""
+    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
     return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 

@@ -37,10 +37,7 @@ class Call:
     Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
 
     Attributes:
-        seat: the module whose call it replaces.
-        struck: told what `act` raises, unless `plain` raises too, which is the script's own. None:
-            it is raised.
-        parts: of the model, which training calls go through while they are `put`.
+        struck: told what `act` raises, unless `plain` raises too; None: it is raised.
     """
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
@@ -152,8 +149,7 @@ class Switch:
         self._fallbacks: int | None = None
         self._recompile_limit = RecompileLimit()
         self._compiled_code = CompiledCode()
-        self._code_of: dict[Config, set[str]] = {}
-        self._replays_of: dict[Config, set[int]] = {}
+        self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
@@ -174,9 +170,8 @@ class Switch:
         """Have the script train with a config from here on.
 
         Args:
-            struck: told what the config raises in a model's call, or in a step, which is then made
-                without it. None: it is raised.
-            lost: told what the config raises where nothing can be made again; the script gets it.
+            struck: told what the config raises in a call or a step, which is made again without it.
+            lost: told what it raises where nothing can be made again; the script gets that.
         """
         self._claim()
         self._watch_backward(lost)
@@ -207,17 +202,17 @@ class Switch:
         code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
             self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
-            free(self._code_of.pop(code, set()), self._replays_of.pop(code, set()))
+            free(*self._made.pop(code, (set(), set())))
         if not any(map(_layout, self._seen.values())):
             self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
     def _claim(self) -> None:
         """What was compiled since the last call belongs to the config that is set."""
-        code = _code(self._seen[self.config])
+        made = self._made.setdefault(_code(self._seen[self.config]), (set(), set()))
         codes, replays = self._compiled_code.claim()
-        self._code_of.setdefault(code, set()).update(codes)
-        self._replays_of.setdefault(code, set()).update(replays)
+        made[0].update(codes)
+        made[1].update(replays)
 
     def _make_room(self) -> None:
         if self._device.type == "cuda":
@@ -226,8 +221,8 @@ class Switch:
                 torch.cuda.empty_cache()
 
     def give_up(self) -> None:
-        """Within a step: call models uncompiled, and drop what was compiled for the config. Weights
-        stay laid out until the next `set`: the step may still need what it kept of them."""
+        """Within a step: call models as the script does, and drop what the config compiled. Weights
+        stay laid out until the next `set`, because the step may still need them so."""
         self._watch_backward(None)
         IN_FORCE.release(self._flags)
         spent = [call.act for call in self.calls]
@@ -437,8 +432,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
-    """How many groups have made their step when one raised this; None if that one may have changed
-    some of its weights, of which fused kernels count no versions."""
+    """How many groups have made their step when one raised; None if that one may have changed some
+    of its weights, of which fused kernels count no versions."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
         # All of torch.optim go through their groups so.
         at = frame.f_locals.get("group")
@@ -467,9 +462,8 @@ def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: i
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:
-    """The module whose call is the pilot's: the user's own under DistributedDataParallel, and as
-    compiled if the script compiles it. None where each call replicates a module over devices, as
-    DataParallel does: the replicas would lack what is set in it."""
+    """The module whose call is the pilot's: the user's own under DistributedDataParallel. None if
+    calls replicate it over devices, as DataParallel's do: replicas lack what is set in it."""
     while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
         if replicates(outer):
             return None

@@ -1,5 +1,4 @@
-"""Maps over the tensors that models take and return: in PyTorch's trees, in dataclasses, and in any
-object that a model returns."""
+"""Maps over the tensors that models take and return."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def returned(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """What a model returns, with its tensors changed, including those within objects of any class,
-    of which only those that change are copied."""
+    """The same with its tensors changed, also within objects of any class; copies only these."""
     return _mapped(change, value, _held)
 
 
