@@ -370,7 +370,6 @@ SEEN = Seen(
     threads=1,
     workers=0,
     room=0,
-    draws=False,
 )
 OWN = Config(precision="default")
 HALF = Config(precision="bf16")

@@ -105,7 +105,7 @@ def test_the_group_of_optimizer_steps_that_repeats(
 
 
 def test_inputs_are_named_where_they_stand() -> None:
-    found = inputs_of((torch.zeros(2, 3), (torch.zeros(2),)), {"mask": torch.zeros(2).bool()})
+    found = [*inputs_of((torch.zeros(2, 3), (torch.zeros(2),)), {"mask": torch.zeros(2).bool()})]
     assert [one.name for one in found] == ["0", "1.0", "mask"]
     assert found[0].shape == (2, 3)
     assert found[2].dtype == "bool"

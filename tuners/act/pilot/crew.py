@@ -6,7 +6,7 @@ import gc
 import random
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from advisor.tuners.act.gate import Signatures, signature
 from advisor.tuners.decisions import LEAST_STEPS, MOST_AWAITED, MOST_PERIOD
 
-MOST_COUNTED = 256
-"""Optimizer steps whose samples are kept."""
+MOST_COUNTED = 256  # optimizer steps whose samples are kept
 VARIES = 0
 LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers of earlier folds. None is taken up again, or models that train in turn would be set
@@ -77,7 +76,7 @@ class Trained:
         """Look at a call with gradients, and count it."""
         one = signature(args, kwargs)
         if one not in self.signatures:
-            found = inputs_of(args, kwargs)
+            found = tuple(inputs_of(args, kwargs))
             self.inputs = _varying(self.inputs, found) if self.inputs else found
         self.signatures.add(one)
         self.count(args, kwargs)
@@ -137,7 +136,6 @@ class Crew:
     Attributes:
         called: every outermost module that was called with gradients, in order.
         autocast: the number format of the script's own autocast, seen within such a call.
-        draws: whether such a call drew random numbers.
         optimizers: in the order of their first steps.
         spends: whether the script frees gradients between two steps, as `zero_grad` does.
         sparse: whether a gradient was sparse.
@@ -146,7 +144,6 @@ class Crew:
     def __init__(self) -> None:
         self.called: dict[nn.Module, Trained] = {}
         self.autocast: torch.dtype | None = None
-        self.draws = False
         self.optimizers: list[torch.optim.Optimizer] = []
         self.spends = True
         self.sparse = False
@@ -154,12 +151,9 @@ class Crew:
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
-        self._before: Drawn | None = None
 
     def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module was called."""
-        before, self._before = self._before, None
-        self.draws = self.draws or (before is not None and before.passed())
         self._met.add(module)
         if not torch.is_grad_enabled() or not module.training:
             return
@@ -171,7 +165,6 @@ class Crew:
 
     def saw_within(self, module: nn.Module) -> None:
         """Any module is about to be called."""
-        self._before = self._before or Drawn()
         kind = next((p.device.type for p in module.parameters(recurse=False)), "")
         if kind and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
@@ -180,9 +173,9 @@ class Crew:
         """An optimizer made a step."""
         for one in self.called.values():
             one.stepped()
-        if not any(optimizer is one for one in self.optimizers):
+        if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-        at = next(n for n, one in enumerate(self.optimizers) if one is optimizer)
+        at = self.optimizers.index(optimizer)
         self._order.append(at)
         del self._order[: -2 * MOST_PERIOD]
         gradients = [p.grad for p in _weights(optimizer) if p.grad is not None]
@@ -194,7 +187,7 @@ class Crew:
 
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is one of these, or has taken over the parameters of one."""
-        if any(optimizer is one for one in self.optimizers):
+        if optimizer in self.optimizers:
             return True
         first = _weights(optimizer)[0]
         return any(first is p for one in self.trained() for p in one.model.parameters())
@@ -262,10 +255,10 @@ def period(order: Sequence[int], kinds: int) -> int:
     return 0
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Input, ...]:
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Input]:
     """The tensors of a call, named '0' as first argument, 'mask' as that keyword, '0.x' within."""
-    named = [*enumerate(args), *kwargs.items()]
-    return tuple(one for name, value in named for one in _inputs(str(name), value))
+    for name, value in (*enumerate(args), *kwargs.items()):
+        yield from _inputs(str(name), value)
 
 
 def _inputs(name: str, value: Any) -> Iterator[Input]:
@@ -307,24 +300,9 @@ def _varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input,
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples of a call: the length of its first tensor, or of the list that it lies in."""
-    # At each call: what is taken apart only if need be.
-    found = _batch((*args, *kwargs.values()))
-    if found is None:
-        found = _batch(one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-    return 1 if found is None else found
-
-
-def _batch(values: Iterable[Any]) -> int | None:
-    for value in values:
-        if isinstance(value, Tensor):
-            return int(value.shape[0]) if value.dim() else 1
-        if isinstance(value, list):
-            found = None if _batch(value[:1]) is None else len(value)
-        elif isinstance(value, tuple | Mapping):
-            found = _batch(value.values() if isinstance(value, Mapping) else value)
-        else:
-            continue
-        if found is not None:
-            return found
-    return None
+    """Samples of a call: the length of its first input."""
+    first: Input | Tensor | None = next(inputs_of(args, kwargs), None)
+    if first is None:
+        leaves = tree_leaves((args, kwargs))
+        first = next((one for one in leaves if isinstance(one, Tensor)), None)
+    return int(first.shape[0]) if first is not None and len(first.shape) else 1

@@ -122,11 +122,6 @@ def of_config(exc: BaseException) -> bool:
     return compiled or isinstance(exc, torch.OutOfMemoryError)
 
 
-def of_graphs(exc: BaseException | str) -> bool:
-    """Whether CUDA graphs caused an exception."""
-    return any(word in str(exc).lower() for word in GRAPHS)
-
-
 def plausible(exc: BaseException) -> bool:
     """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
     return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)

@@ -20,7 +20,7 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Unclear, Untrained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, of_graphs, told
+from advisor.tuners.act.pilot.orders import GRAPHS, Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.decisions import ANEW, COMPARES, ELSEWHERE, HEADROOM, LOOKED, MOST_CUTS
 
@@ -344,9 +344,7 @@ class Pilot:
 
     def _compare(self, switch: Switch, order: Order, asked: Comparison) -> bool:
         """Compare; whether that is over at once."""
-        cuda = self._device.type == "cuda"
-        roomy = self._has_room(COMPARES) if cuda else host.free_bytes() >= host.peak_bytes()
-        if order.needs_room and not roomy:
+        if order.needs_room and not self._has_room(COMPARES, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
         assert self._watch is not None, "a guide that compares comes with a watch"
@@ -356,7 +354,7 @@ class Pilot:
 
     def _fails(self, exc: Exception) -> None:
         self._verdict = (*told(exc), "")
-        self._of_graphs = of_graphs(exc)
+        self._of_graphs = any(word in str(exc).lower() for word in GRAPHS)
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
@@ -380,10 +378,10 @@ class Pilot:
             # Told now, as the script may end of it; of several processes the others wait in theirs.
             self._obey(switch, self._guide.next(self._lap()))
 
-    def _has_room(self, times: float) -> bool:
-        """Whether so many times what a step takes beyond what it holds is free on the device."""
+    def _has_room(self, times: float, host_bytes: int = 0) -> bool:
+        """Whether a GPU has so many times free what a step allocates, or the host so many bytes."""
         if self._device.type != "cuda":
-            return True
+            return host.free_bytes() >= host_bytes
         free, _all = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_allocated(self._device)
         free += torch.cuda.memory_reserved(self._device) - held

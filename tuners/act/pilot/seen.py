@@ -44,7 +44,6 @@ class Seen:
         limits: knobs that cannot be tuned here, and why, as text.
         rank, processes: of the job.
         workers: that its loader may be given; `room`: as in `Loading`.
-        draws: its models draw random numbers, as for dropout.
     """
 
     model: str
@@ -68,7 +67,6 @@ class Seen:
     threads: int
     workers: int
     room: int
-    draws: bool
 
     @classmethod
     def of(cls, crew: Crew, steps: int, loading: Loading) -> Seen:
@@ -106,7 +104,6 @@ class Seen:
             threads=torch.get_num_threads(),
             workers=loading.most,
             room=loading.room,
-            draws=crew.draws,
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
