@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Iterator
@@ -146,7 +147,8 @@ def test_it_leaves_what_was_patched_after_it(tmp_path: Path) -> None:
     plain, finders = torch.serialization.save, list(sys.meta_path)
     redirection = Redirection(tmp_path / "other" / "checkpoints")
     redirection.install()
-    assert torch.save is not plain is not torch.serialization.save
+    assert torch.save is torch.serialization.save is not plain
+    assert pickle.loads(pickle.dumps(torch.save)) is torch.save
     ours = torch.save
     torch.save = later = lambda *args, **kwargs: ours(*args, **kwargs)
     try:

@@ -179,6 +179,16 @@ def test_a_step_on_the_device_is_saved_on_the_host() -> None:
     switch.release()
 
 
+def test_a_group_that_came_later_is_saved_too(
+    flown: tuple[Net, torch.optim.Optimizer, Switch],
+) -> None:
+    _net, optimizer, switch = flown
+    switch.set(OWN.replace(fused_optimizer=True))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.1, 0.5]
+    switch.release()
+
+
 def test_a_compilation_that_is_given_up_is_noticed(
     flown: tuple[Net, torch.optim.Optimizer, Switch],
 ) -> None:

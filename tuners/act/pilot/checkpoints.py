@@ -10,6 +10,7 @@ Processes of one job share the folder, so its content decides, and no table in m
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -21,8 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
-from advisor.tuners.act.patch import Patch
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
 """Files that are taken for checkpoints if a script removes them."""
@@ -41,7 +40,7 @@ class Redirection:
         self._folder = folder
         self._own = str(folder.parent.resolve())
         self._began = time.time()
-        self._patches: list[Patch] = []
+        self._patched: list[tuple[Any, str, Any, Any]] = []
         self._writes, self._reads = _rerouted(1, self._to_write), _rerouted(0, self._to_read)
         self._libraries: dict[str, Callable[[ModuleType], None]] = {
             "safetensors": self._safetensors,
@@ -71,9 +70,10 @@ class Redirection:
         """Put back what nobody has patched since."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
-        for patch in reversed(self._patches):
-            patch.remove()
-        self._patches.clear()
+        for owner, name, ours, plain in reversed(self._patched):
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, plain)
+        self._patched.clear()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -95,8 +95,13 @@ class Redirection:
         return spec
 
     def _patch(self, owner: Any, name: str, wrap: Wrap) -> None:
-        if hasattr(owner, name):
-            self._patches.append(Patch(owner, name, wrap))
+        plain = vars(owner).get(name)
+        if plain is not None:
+            # One function under several names stays one: pickle looks it up by its own name.
+            same = (ours for _, _, ours, other in self._patched if other is plain)
+            ours = next(same, None) or functools.wraps(plain)(wrap(plain))
+            setattr(owner, name, ours)
+            self._patched.append((owner, name, ours, plain))
 
     def _safetensors(self, _module: ModuleType) -> None:
         """Its own modules import these two by name."""

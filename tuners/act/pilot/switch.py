@@ -350,13 +350,15 @@ class Switch:
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
         own_groups = self._groups[self.optimizers.index(optimizer)]
-        pairs = zip(saved["param_groups"], own_groups, strict=False)
+        groups = [dict(group) for group in saved["param_groups"]]
+        for group, own in zip(groups, own_groups, strict=False):  # others may have come since
+            group |= _kernels(own)
         state = dict(saved["state"])
         for index, kept in state.items() if self._steps_on_host else ():
             step = kept.get("step") if isinstance(kept, dict) else None
             if isinstance(step, Tensor):
                 state[index] = kept | {"step": step.cpu()}
-        return saved | {"param_groups": [one | _kernels(own) for one, own in pairs], "state": state}
+        return saved | {"param_groups": groups, "state": state}
 
     def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
         """What a model's training calls go through under a config, and compiled parts of it."""
