@@ -28,7 +28,7 @@ def attach() -> None:
         return
     from advisor.cache import settings
     from advisor.tuners.act.pilot import line
-    from advisor.tuners.act.pilot.in_charge import IN_CHARGE
+    from advisor.tuners.act.pilot.pilot import IN_CHARGE
 
     guide = line.from_environment()
     if guide is not None:

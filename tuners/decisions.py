@@ -202,3 +202,37 @@ SHARED_MEMORY, MOST_STARTS = 0.7, 3
 their turns: each value of an option of the script takes one."""
 NEAR_BATCH = 0.25
 """A batch that differs by a smaller share is the one asked for: an epoch's last is shorter."""
+
+# Looking at a run ------------------------------------------------------------------------------
+LEAST_STEPS = 4
+"""Optimizer steps before it is decided which of them make one step of the script."""
+MOST_PERIOD = 64
+"""Optimizer steps that one step of the script has at most."""
+MOST_AWAITED = 32
+"""Optimizer steps for which an optimizer that has made none yet is waited for: twice a period of up
+to 15 steps of a critic for one of a generator."""
+LOOKED = 256
+"""Optimizer steps after which a script whose steps cannot be told apart is left alone."""
+ELSEWHERE = 2 * MOST_PERIOD
+"""Steps in a row of other optimizers after which a trial is over: its model trains no more."""
+ANEW = 8
+"""Steps in a row of an optimizer like the advised one after which the advice is applied to its
+model; and steps of unlike ones after which the user is told, once. An optimizer that fits a few
+weights before the training makes fewer."""
+MOST_CUTS = 3
+"""Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
+its steps."""
+
+# Memory of a run -------------------------------------------------------------------------------
+HEADROOM = 1.5
+"""A config is tried in a real run if so many times what a step of the script allocates beyond what
+it holds is free."""
+COMPARES = 3.0
+"""The same for a comparison: strict fp32 takes twice what half precision does, and its gradients
+lie beside those of the script."""
+LEAST_FREE = 0.1
+"""Fraction of the device's memory; if less is free, PyTorch's reserve is given back at a switch.
+That waits for the device, and later steps allocate anew."""
+BATCH_S = 60.0
+"""Seconds that workers have for a batch: they may hang on a lock that was held when they were
+forked."""

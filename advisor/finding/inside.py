@@ -16,7 +16,7 @@ from advisor.finding.conducted import Conducted
 from advisor.finding.lookups import Lookup, looked_up_by, warn
 from advisor.finding.meant import folder
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.in_charge import IN_CHARGE
+from advisor.tuners.act.pilot.pilot import IN_CHARGE
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:

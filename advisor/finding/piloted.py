@@ -207,7 +207,7 @@ def in_force(
     line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
     say(line)
     give_way(line)
-    return Order(config=config, own=own, careful=True)
+    return Order(config=config, own=own)
 
 
 def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> None:

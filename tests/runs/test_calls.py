@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
+from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
@@ -33,7 +33,7 @@ class Asking:
 
     def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
         self.watch = KeptCalls(careful=careful)
-        self._asked, self._careful = list(asked), careful
+        self._asked = list(asked)
         self.found: list[Compared] = []
         self.compiled: list[int] = []
         self._own = Config()
@@ -47,7 +47,7 @@ class Asking:
 
     def next(self, lap: Lap) -> Order:
         self.found.append(Compared(lap.outcome, lap.reason, lap.blames))
-        self.compiled.append(hooks.compiled())
+        self.compiled.append(graphs_compiled())
         return self._order()
 
     def _order(self) -> Order:
@@ -59,7 +59,7 @@ class Asking:
         asked = Comparison(fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0)
         # What the first comparison has kept serves the next ones.
         steps = 1 if self.found else KEPT_STEPS
-        return Order(config=own, own=own, steps=steps, careful=self._careful, compare=asked)
+        return Order(config=own, own=own, steps=steps, compare=asked)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc

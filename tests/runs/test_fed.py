@@ -16,7 +16,7 @@ from advisor.finding.piloted import Found, Terms
 from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.tuners import host
-from advisor.tuners.act.pilot.in_charge import InCharge
+from advisor.tuners.act.pilot.pilot import InCharge
 from tests.runs.test_apply import Looks, record_of
 
 FED = """

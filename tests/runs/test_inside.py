@@ -23,12 +23,12 @@ from advisor.cache.config import Value
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
-from advisor.tuners.act.pilot.in_charge import InCharge
 from advisor.tuners.act.pilot.line import Line
 from advisor.tuners.act.pilot.orders import Lap, Order
-from advisor.tuners.act.pilot.pilot import ANOTHER, ELSEWHERE, LOOKED, UNORDERED, UNSEEN
+from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import noted
+from advisor.tuners.decisions import ELSEWHERE, LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
@@ -312,11 +312,11 @@ class Careful:
         self.seen, self.own = seen, space_of(seen).default
         there = self.own.replace(**self.there)
         room = self.needs_room
-        return Order(config=there, steps=3, own=self.own, careful=True, needs_room=room)
+        return Order(config=there, steps=3, own=self.own, needs_room=room)
 
     def next(self, lap: Lap) -> Order:
         self.laps.append(lap)
-        return Order(config=self.own, steps=2 if len(self.laps) == 1 else 0, careful=True)
+        return Order(config=self.own, steps=2 if len(self.laps) == 1 else 0)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError from exc
@@ -462,7 +462,7 @@ class Alone(Careful):
 
     def begin(self, seen: Seen) -> Order:
         self.own = space_of(seen).default
-        return Order(config=self.own, steps=10**6, own=self.own, careful=True)
+        return Order(config=self.own, steps=10**6, own=self.own)
 
     def failed(self, exc: BaseException) -> None:
         self.why.append(str(exc))
@@ -495,7 +495,7 @@ def test_what_cannot_be_timed_is_left_alone_with_the_reason(
     charge: InCharge, trains: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests of this process may have compiled something, which would be told here.
-    monkeypatch.setattr("advisor.tuners.act.pilot.hooks.compiled", lambda: False)
+    monkeypatch.setattr("advisor.tuners.act.pilot.pilot.graphs_compiled", lambda: False)
     guide = Alone()
     charge.bring(guide)
     trains()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from advisor.tuners import knobs
 from advisor.tuners.act.artifacts import before_first_call
-from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import BY_NAME
 
@@ -80,12 +80,12 @@ def test_they_are_compiled_once_and_the_model_is_not(monkeypatch: pytest.MonkeyP
     net.zero_grad()
 
     row(net, "blocks")
-    before = hooks.compiled()
+    before = graphs_compiled()
     told: list[int] = []
-    before_first_call(net, lambda: told.append(hooks.compiled() - before))
+    before_first_call(net, lambda: told.append(graphs_compiled() - before))
     net(x).sum().backward()
 
-    assert hooks.compiled() - before == 1
+    assert graphs_compiled() - before == 1
     assert told == [0, *(5 * [1])], "artifacts are there before the first is compiled"
     assert net._compiled_call_impl is None
     for weight, gradient in zip(net.parameters(), plain, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Iterator
@@ -122,11 +123,12 @@ def test_safetensors(out: Path) -> None:
     assert users(out) == BEFORE
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 def test_distributed_checkpoints(out: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(dict(TWO), checkpoint_id=out / "sharded", no_dist=True)
+    for saved in (ONE, TWO):  # the second one over the first
+        dcp.save(dict(saved), checkpoint_id=out / "sharded", no_dist=True)
     state = {"step": torch.zeros(1)}
     dcp.load(state, checkpoint_id=out / "sharded", no_dist=True)
     assert (float(state["step"]), users(out)) == (2.0, BEFORE)
@@ -146,6 +148,7 @@ def test_it_leaves_what_was_patched_after_it(tmp_path: Path) -> None:
     redirection = Redirection(tmp_path / "other" / "checkpoints")
     redirection.install()
     assert torch.save is torch.serialization.save is not plain
+    assert pickle.loads(pickle.dumps(torch.save)) is torch.save
     ours = torch.save
     torch.save = later = lambda *args, **kwargs: ours(*args, **kwargs)
     try:

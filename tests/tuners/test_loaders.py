@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Feed, Load
 from advisor.tuners.knobs import Loading
 
 
@@ -148,7 +147,7 @@ def test_what_workers_raise_is_fetched_by_the_script(
 def test_a_worker_that_is_killed_is_missed_when_its_batch_is_due(
     fed: Loaders, failures: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaders, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(loaders, "BATCH_S", 0.5)
     data = Numbered()
 
     def fetch(number: int) -> None:
@@ -385,22 +384,21 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
     def fetch(number: int) -> None:
         assert number < 2 or gate.wait(60)
 
-    def until(load: Load) -> None:
+    def until(queued: int) -> None:
         end = time.monotonic() + 60
-        while fed.fed().after != load:
-            assert time.monotonic() < end, fed.fed()
+        while fed._queued() != queued:
+            assert time.monotonic() < end, fed._queued()
 
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
-    until(Load(busy=2, queued=2))  # six were asked for, two are there
+    until(2)  # six were asked for, two are there, two are in hand
     next(batches)
-    asked = Load(busy=2, queued=4)
     # What was asked for in the meantime may be counted before or after.
-    assert fed.fed().taken == 1 and fed.fed().after == Load(busy=2, queued=3)
+    assert (fed.taken, fed.lent, fed._queued()) == (1, 0, 3)
     fed.begin_lap()
     next(batches)
-    assert fed.fed() == Feed(taken=1, before=Load(busy=2, queued=3), after=asked)
+    assert (fed.taken, fed.lent, fed._queued()) == (1, 1, 4)
     gate.set()
-    until(Load())
+    until(0)
     assert sum(1 for _batch in batches) == 22
-    assert (fed.fed().taken, fed.fed().after) == (23, Load())
+    assert (fed.taken, fed._queued()) == (23, 0)

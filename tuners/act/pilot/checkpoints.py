@@ -1,12 +1,10 @@
 """Checkpoints of a run that is being tuned: written to a scratch folder, and read from there.
 
-A tuning starts the user's script, and ends it somewhere in the middle: what it saves is worth
-nothing, and must not replace what the user has saved before. So the writers of PyTorch,
-safetensors, torch.distributed.checkpoint and Lightning write a path's file to the same path below
-a scratch folder, and their readers look there first. What the script then does with such a file by
-`os` and `shutil` is done there as well. All else is as it was: `open`, folders, file objects.
-
-Processes of one job share the folder, so that what is in it decides, and no table in memory.
+What a tuned script saves is worthless, and must not replace what the user has saved before. So
+PyTorch, safetensors, torch.distributed.checkpoint and Lightning write a file to the same path below
+a scratch folder, and look there first when they read. What the script then does with the file by
+`os` and `shutil` is done there as well. All else is untouched: `open`, folders, file objects.
+Processes of one job share the folder, so its content decides, and no table in memory.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from typing import Any
 
 import torch
 
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp")
-"""Of files that are taken for checkpoints where a script removes them."""
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
+"""Files that are taken for checkpoints if a script removes them."""
 
-Wrap = Callable[[Any], Any]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Checkpoints:
-    """Where the files of checkpoints are.
+class Redirection:
+    """Patches what writes, reads, moves and removes checkpoints; libraries once they are imported.
 
     Args:
         folder: the scratch folder; whoever made it removes it.
@@ -42,9 +40,90 @@ class Checkpoints:
         self._folder = folder
         self._own = str(folder.parent.resolve())
         self._began = time.time()
+        self._patched: list[tuple[Any, str, Any, Any]] = []
+        self._writes, self._reads = _rerouted(1, self._to_write), _rerouted(0, self._to_read)
+        self._libraries: dict[str, Callable[[ModuleType], None]] = {
+            "safetensors": self._safetensors,
+            "torch.distributed.checkpoint.filesystem": self._distributed,
+            "lightning.fabric.utilities.cloud_io": self._lightning,
+            "lightning_fabric.utilities.cloud_io": self._lightning,
+        }
 
-    def scratch(self, path: Any) -> Path | None:
-        """Where what is saved under a path lies; None for what is no path of the user's."""
+    def install(self) -> None:
+        """Patch what is imported, and the rest once it is."""
+        for owner in (torch, torch.serialization):
+            self._patch(owner, "save", self._writes)
+            self._patch(owner, "load", self._reads)
+        self._patch(os, "replace", self._moves)
+        self._patch(os, "rename", self._moves)
+        for owner, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
+            self._patch(owner, name, self._removes)
+        self._patch(shutil, "copyfile", self._copies)
+        for name in ("copymode", "copystat"):
+            self._patch(shutil, name, self._skips)
+        for name, patch in self._libraries.items():
+            if (module := sys.modules.get(name)) is not None:
+                patch(module)
+        sys.meta_path.insert(0, self)
+
+    def uninstall(self) -> None:
+        """Put back what nobody has patched since."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        for owner, name, ours, plain in reversed(self._patched):
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, plain)
+        self._patched.clear()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As of a finder: what the others find, and patches once it is executed."""
+        if name not in self._libraries:
+            return None
+        others = (one for one in sys.meta_path if one is not self)
+        found = (one.find_spec(name, path, target) for one in others)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                self._libraries[name](module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+    def _patch(self, owner: Any, name: str, wrap: Wrap) -> None:
+        plain = vars(owner).get(name)
+        if plain is not None:
+            # One function under several names stays one: pickle looks it up by its own name.
+            same = (ours for _, _, ours, other in self._patched if other is plain)
+            ours = next(same, None) or functools.wraps(plain)(wrap(plain))
+            setattr(owner, name, ours)
+            self._patched.append((owner, name, ours, plain))
+
+    def _safetensors(self, _module: ModuleType) -> None:
+        """Its own modules import these two by name."""
+        names = ("safetensors", "safetensors.torch", "safetensors.numpy")
+        for there in (sys.modules[name] for name in names if name in sys.modules):
+            self._patch(there, "serialize_file", self._writes)
+            self._patch(there, "safe_open", self._reads)
+
+    def _lightning(self, module: ModuleType) -> None:
+        """It writes and reads through file objects of fsspec's."""
+        self._patch(module, "_atomic_save", self._writes)
+        self._patch(module, "_load", self._reads)
+
+    def _distributed(self, module: ModuleType) -> None:
+        """It renames and removes by pathlib, which does so by os."""
+        files = module.FileSystem
+        self._patch(files, "create_stream", self._streams)
+        self._patch(files, "exists", _rerouted(1, lambda path: Path(self._to_read(path))))
+        self._patch(files, "mkdir", _rerouted(1, lambda path: self._scratch(path) or path))
+
+    def _scratch(self, path: Any) -> Path | None:
+        """The scratch path for a path of the user's; None for anything else."""
         if not isinstance(path, str | os.PathLike):
             return None
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -53,220 +132,97 @@ class Checkpoints:
                 return self._folder / real.lstrip("/")
         return None
 
-    def there(self, path: Any) -> Path | None:
-        """Its scratch copy, if there is one."""
-        found = self.scratch(path)
+    def _there(self, path: Any) -> Path | None:
+        """The scratch copy of a path, if there is one."""
+        found = self._scratch(path)
         return found if found is not None and found.exists() else None
 
-    def to_write(self, path: Any) -> Any:
-        """Where to save; what cannot be written there is left to fail, or to be no file."""
-        found = self.scratch(path)
-        user = Path(path) if found is not None else Path()
-        if found is None or (user.exists() and not user.is_file()):
+    def _to_write(self, path: Any) -> Any:
+        """Where to save; the user's path if that is no file, or if its folder is missing, as
+        PyTorch then says."""
+        found = self._scratch(path)
+        if found is None:
             return path
-        if not user.resolve().parent.is_dir():
-            return path  # as PyTorch says of a folder that is not there
+        user = Path(path)
+        if (user.exists() and not user.is_file()) or not user.resolve().parent.is_dir():
+            return path
         found.parent.mkdir(parents=True, exist_ok=True)
         return str(found)
 
-    def to_read(self, path: Any) -> Any:
-        """Where to load from."""
-        found = self.there(path)
+    def _to_read(self, path: Any) -> Any:
+        found = self._there(path)
         return path if found is None or found.is_dir() else str(found)
 
-    def move(self, source: Any, target: Any) -> bool:
-        """Move a scratch copy, or a file over a checkpoint of the user's own, which stays.
-
-        Returns:
-            Whether that was all there is to move.
-        """
-        found, to = self.there(source), self.scratch(target)
-        if to is None or (found is None and not self._users(target)):
-            return False
-        to.parent.mkdir(parents=True, exist_ok=True)
-        if to.is_dir():
-            shutil.rmtree(to)
-        shutil.move(found or source, to)
-        return found is None or not Path(source).is_dir()
-
-    def remove(self, path: Any) -> bool:
-        """Remove a scratch copy; a checkpoint of the user's own stays.
-
-        Returns:
-            Whether that was all there is to remove.
-        """
-        found = self.there(path)
-        if found is not None and found.is_dir():
-            shutil.rmtree(found)
-        elif found is not None:
-            found.unlink()
-            return True
-        return self.scratch(path) is not None and self._users(path)
-
-    def _users(self, path: Any) -> bool:
+    def _is_users(self, path: Any) -> bool:
         """Whether a file, or one below a folder, is a checkpoint from before this process."""
-        below = ((folder, name) for folder, _, names in os.walk(path) for name in names)
-        files = [Path(path), *(Path(folder) / name for folder, name in below)]
+        below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
         with contextlib.suppress(OSError):
             return any(
-                one.name.endswith(SUFFIXES) and one.stat().st_mtime < self._began
-                for one in files
-                if one.is_file()
+                one.name.endswith(SUFFIXES) and one.is_file() and one.stat().st_mtime < self._began
+                for one in (Path(path), *below)
             )
         return False
 
-
-class Redirection:
-    """What is patched so that checkpoints go to the scratch folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._at = Checkpoints(folder)
-        self._patched: list[tuple[Any, str, Any, Any]] = []
-        self._finder = _AfterImport(
-            {
-                "safetensors": self._safetensors,
-                "torch.distributed.checkpoint.filesystem": self._distributed,
-                "lightning.fabric.utilities.cloud_io": self._lightning,
-                "lightning_fabric.utilities.cloud_io": self._lightning,
-            }
-        )
-
-    def install(self) -> None:
-        """Patch what is imported, and the rest once it is."""
-        for owner in (torch, torch.serialization):
-            self._patch(owner, "save", self._writes(1))
-            self._patch(owner, "load", self._reads(0))
-        self._patch(os, "replace", self._moves)
-        self._patch(os, "rename", self._moves)
-        for owner, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
-            self._patch(owner, name, self._removes)
-        self._patch(shutil, "copyfile", self._copies)
-        for name in ("copymode", "copystat"):
-            self._patch(shutil, name, self._skips)
-        self._finder.install()
-
-    def uninstall(self) -> None:
-        """Put back what nobody has patched since."""
-        self._finder.uninstall()
-        for owner, name, ours, plain in reversed(self._patched):
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, plain)
-        self._patched.clear()
-
-    def _patch(self, owner: Any, name: str, wrap: Wrap) -> None:
-        plain = vars(owner).get(name)
-        if plain is not None:
-            # One function under several names stays one.
-            same = (ours for _, _, ours, other in self._patched if other is plain)
-            ours = next(same, None) or wrap(plain)
-            setattr(owner, name, ours)
-            self._patched.append((owner, name, ours, plain))
-
-    def _safetensors(self, _module: ModuleType) -> None:
-        """Its own modules import these two by name."""
-        names = ("safetensors", "safetensors.torch", "safetensors.numpy")
-        for there in (sys.modules[name] for name in names if name in sys.modules):
-            self._patch(there, "serialize_file", self._writes(1))
-            self._patch(there, "safe_open", self._reads(0))
-
-    def _lightning(self, module: ModuleType) -> None:
-        """It writes and reads through file objects of fsspec's."""
-        self._patch(module, "_atomic_save", self._saved_by_torch)
-        self._patch(module, "_load", self._reads(0))
-
-    def _distributed(self, module: ModuleType) -> None:
-        """All that it does with files goes through one class."""
-        files = module.FileSystem
-        self._patch(files, "create_stream", self._streams)
-        self._patch(files, "exists", self._reads(1))
-        self._patch(files, "mkdir", self._makes)
-        self._patch(files, "rename", self._renames)
-        self._patch(files, "rm_file", self._unlinks)
-
-    def _writes(self, position: int) -> Wrap:
-        return _rerouted(position, self._at.to_write)
-
-    def _reads(self, position: int) -> Wrap:
-        return _rerouted(position, self._at.to_read)
-
     def _moves(self, plain: Any) -> Any:
-        @functools.wraps(plain)
+        """Move a scratch copy, or over a checkpoint of the user's, which stays."""
+
         def move(src: Any, dst: Any, **kwargs: Any) -> Any:
-            if kwargs or not self._at.move(src, dst):
+            found, to = self._there(src), self._scratch(dst)
+            if kwargs or to is None or (found is None and not self._is_users(dst)):
                 return plain(src, dst, **kwargs)
-            return None
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if to.is_dir():
+                shutil.rmtree(to)
+            shutil.move(found or src, to)
+            # A folder has both: a scratch copy of its checkpoints, and the user's other files.
+            return plain(src, dst) if found is not None and Path(src).is_dir() else None
 
         return move
 
     def _removes(self, plain: Any) -> Any:
-        @functools.wraps(plain)
+        """Remove a scratch copy; a checkpoint of the user's stays."""
+
         def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None or not self._at.remove(path):
+            if kwargs.get("dir_fd") is not None:
                 return plain(path, *args, **kwargs)
-            return None
+            found = self._there(path)
+            if found is not None and found.is_dir():
+                shutil.rmtree(found)
+            elif found is not None:
+                return found.unlink()
+            if self._scratch(path) is not None and self._is_users(path):
+                return None
+            return plain(path, *args, **kwargs)
 
         return remove
 
     def _copies(self, plain: Any) -> Any:
-        @functools.wraps(plain)
         def copy(src: Any, dst: Any, **kwargs: Any) -> Any:
-            found = self._at.there(src)
+            found = self._there(src)
             if found is None:
                 return plain(src, dst, **kwargs)
-            plain(str(found), self._at.to_write(dst), **kwargs)
+            plain(str(found), self._to_write(dst), **kwargs)
             return dst
 
         return copy
 
     def _skips(self, plain: Any) -> Any:
-        @functools.wraps(plain)
-        def skip(src: Any, dst: Any, **kwargs: Any) -> Any:
-            return None if self._at.there(src) else plain(src, dst, **kwargs)
-
-        return skip
-
-    def _saved_by_torch(self, plain: Any) -> Any:
-        @functools.wraps(plain)
-        def save(checkpoint: Any, filepath: Any) -> Any:
-            to = self._at.scratch(filepath)
-            if to is None or "://" in str(filepath):
-                return plain(checkpoint, filepath)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            return torch.save(checkpoint, str(to))
-
-        return save
+        return lambda src, dst, **kwargs: None if self._there(src) else plain(src, dst, **kwargs)
 
     def _streams(self, plain: Any) -> Any:
         def create_stream(files: Any, path: Any, mode: str) -> Any:
-            to = self._at.scratch(path)
-            if mode != "wb" or to is None:
-                return plain(files, Path(self._at.to_read(path)), mode)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            return plain(files, to, mode)
+            to = self._scratch(path) if mode == "wb" else None
+            if to is not None:
+                to.parent.mkdir(parents=True, exist_ok=True)
+            return plain(files, to or Path(self._to_read(path)), mode)
 
         return create_stream
-
-    def _makes(self, plain: Any) -> Any:
-        return lambda files, path: plain(files, self._at.scratch(path) or path)
-
-    def _renames(self, plain: Any) -> Any:
-        return lambda files, path, new: plain(
-            files, self._at.scratch(path) or path, self._at.scratch(new) or new
-        )
-
-    def _unlinks(self, plain: Any) -> Any:
-        def rm_file(files: Any, path: Any) -> None:
-            if self._at.scratch(path) is None or self._at.there(path):
-                plain(files, self._at.there(path) or path)
-
-        return rm_file
 
 
 def _rerouted(position: int, to: Callable[[Any], Any]) -> Wrap:
     """Has a function get another path at this position, or as the keyword of that position."""
 
-    def wrap(plain: Any) -> Any:
-        @functools.wraps(plain)
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
         def rerouted(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
                 args = (*args[:position], to(args[position]), *args[position + 1 :])
@@ -278,41 +234,3 @@ def _rerouted(position: int, to: Callable[[Any], Any]) -> Wrap:
         return rerouted
 
     return wrap
-
-
-class _AfterImport:
-    """Does something with modules: now where they are imported, else once they are."""
-
-    def __init__(self, todo: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._todo = todo
-
-    def install(self) -> None:
-        """Begin."""
-        for name, do in self._todo.items():
-            if (module := sys.modules.get(name)) is not None:
-                do(module)
-        sys.meta_path.insert(0, self)
-
-    def uninstall(self) -> None:
-        """End."""
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """As of a finder: what the others find, with more to do once it is executed."""
-        if name not in self._todo:
-            return None
-        others = (one for one in sys.meta_path if one is not self)
-        found = (one.find_spec(name, path, target) for one in others)
-        spec = next((one for one in found if one is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def executed(module: ModuleType) -> None:
-                execute(module)
-                self._todo[name](module)
-
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec

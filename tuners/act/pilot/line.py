@@ -1,7 +1,7 @@
-"""A pilot's line to the process that tunes: a local socket, asked at the boundaries of steps.
+"""The pilot's connection to the process that tunes: a local socket, asked between two steps.
 
-What only a run with training steps needs is imported where it is needed: a command's every process
-that loads torch gets this far.
+What only a run with training steps needs is imported late: every process of a command that loads
+torch imports this module.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 MOST = 2**20
 OVER = "over"
-"""What a failure is called that is none: there is no more to train."""
+"""The outcome of a run in which nothing trains any more: no failure."""
 
 
 class Line:
-    """A Guide that asks the tuning process; without it the script goes on as it is.
+    """A Guide that asks the tuning process; without an answer the script goes on unmodified.
 
     Args:
-        secret: that both sides know; None where the socket lies in a folder of this user's alone.
+        secret: that both sides know; None if the socket is in a folder of this user's alone.
         patience_s: how long an answer may take; None: for ever.
     """
 
@@ -51,45 +51,43 @@ class Line:
         return True
 
     def begin(self, seen: Seen) -> Order:
-        """As `Guide.begin`."""
         self._connect()
         return self._ask("seen", seen)
 
     def next(self, lap: Lap) -> Order:
-        """As `Guide.next`."""
         return self._ask("lap", lap)
 
     def failed(self, exc: BaseException) -> None:
-        """As `Guide.failed`."""
+        from advisor.tuners import faults
+
         if isinstance(exc, Brief | Untrained):
             return
-        outcome, said = _located(exc)
         own = not (isinstance(exc, Over | Unclear) or plausible(exc))
+        outcome, said = told(exc)
+        if faults.CAUGHT.search(str(exc)):
+            said = faults.told(exc)
+        elif at := faults.where(exc):
+            said = f"{said} ({at})"
         if isinstance(exc, Over):
             outcome, said = OVER, str(exc)
         if isinstance(exc, Unclear):
             said = str(exc)
             self._connect()
-        if self._pipe is None:
-            # It may be a process that only looks whether something works: nothing ends for it. What
-            # started this one may fail of that too, and says less.
-            if not noted(self._address):
-                self._note(said)
-            return
-        with contextlib.suppress(OSError):
-            self._send(self._pipe, {"failed": {"outcome": outcome, "reason": said, "own": own}})
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
+        # It may be a process that only tries whether something works: nothing ends for it. The one
+        # that started it may fail because of it, and says less.
+        elif not noted(self._address):
+            self._note(said)
 
-    def ended(self, exc: BaseException, order: Order) -> None:
-        """As `Guide.ended`: it was told that the script failed."""
+    def ended(self, *_: object, **_named: object) -> None:
+        """The tuning process hears of it by `failed`, or by the lap."""
 
-    def gave_up(self, exc: BaseException) -> None:
-        """As `Guide.gave_up`: the tuning process has no part in what comes after it."""
-
-    def lost(self, exc: Exception, order: Order) -> None:
-        """As `Guide.lost`: the lap says so."""
+    gave_up = lost = ended
 
     def _connect(self) -> None:
-        """Leaves no pipe where nobody listens: all processes of the job are there already."""
+        """Nobody listens once all processes of the job are connected."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             self._pipe = Client(self._address, authkey=self._secret)
 
@@ -101,39 +99,25 @@ class Line:
         if self._pipe is None:
             return Order(config=Config())
         try:
-            self._send(self._pipe, {what: to_plain(message)})
+            self._send({what: to_plain(message)})
             if not self._pipe.poll(self._patience_s):
                 raise TimeoutError
             return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
         except (OSError, EOFError):
-            # Where one process of a job goes on alone, the others are to hear of it.
-            self._close()
-            return Order(config=Config())
-
-    def _close(self) -> None:
-        if self._pipe is not None:
+            # If one process of a job goes on alone, the others must hear of it.
             self._pipe.close()
             self._pipe = None
+            return Order(config=Config())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        import msgpack
+
+        assert self._pipe is not None
+        self._pipe.send_bytes(msgpack.packb(message))
 
     def _note(self, said: str) -> None:
         with contextlib.suppress(OSError):
             note(self._address).write_text(said)
-
-    @staticmethod
-    def _send(pipe: Connection, message: dict[str, Any]) -> None:
-        import msgpack
-
-        pipe.send_bytes(msgpack.packb(message))
-
-
-def _located(exc: BaseException) -> tuple[str, str]:
-    """(Outcome, reason) of what a script raised, with file and line."""
-    from advisor.tuners import faults
-
-    outcome, said = told(exc)
-    if faults.CAUGHT.search(str(exc)):
-        return outcome, faults.told(exc)
-    return outcome, f"{said} ({at})" if (at := faults.where(exc)) else said
 
 
 def from_environment() -> Line | None:

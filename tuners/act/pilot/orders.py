@@ -1,4 +1,4 @@
-"""What a pilot is told, and what it tells: plain data, over a local socket or within a process."""
+"""What the pilot and its guide exchange: plain data, sent over a socket or within the process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ from advisor.cache.domain import Bytes, Count, Span
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
-MOST_SAID = 300
-"""Characters of what an exception says."""
+MOST_SAID = 300  # characters of an exception's message
+GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "capturing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is to be compared: a config with strict fp32.
-
-    Attributes:
-        plain: the candidate's number format, and nothing else of it.
-        tolerance: fraction of fp32's loss that is always allowed.
-        left_s: seconds that it may take.
-    """
+    """A candidate to compare with strict fp32, within `left_s` seconds. `plain` has only its number
+    format; `tolerance` is the fraction of fp32's loss that is always allowed."""
 
     fp32: Config
     plain: Config
@@ -37,24 +32,22 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Train on with a config; after `steps` the pilot asks again, after 0 never.
+    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does.
 
     Attributes:
         warm: untimed steps before them.
-        own: the config that the script itself has; empty: it is left alone.
-        careful: the run must not end because of the config; see `Lap.outcome`.
-        needs_room: the config is set only where memory is free for it: the run is a real one.
-        compare: compare this, on steps that the script makes unmodified where any are needed.
+        own: the script's own config; empty: the script is left alone.
+        needs_room: set the config only if memory is free for it.
+        compare: make this comparison, if need be on unmodified steps.
         forget: a config whose compiled code is freed first.
-        found: of the last order, what was measured of its config, for people.
-        saves: a file for the artifacts of what is compiled; '' for none.
+        found: what was measured of the last order's config, as text.
+        saves: a file for the artifacts of compilation; '' for none.
     """
 
     config: Config
     steps: Count = 0
     warm: Count = 0
     own: Config = Config()  # noqa: RUF009 # immutable
-    careful: bool = False
     needs_room: bool = False
     compare: Comparison | None = None
     forget: Config | None = None
@@ -63,44 +56,18 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What a loader's workers have to do at a moment: `busy` ones have a batch in hand; as many as
-    are `queued` were asked for, and wait until one of them is free."""
-
-    busy: Count = 0
-    queued: Count = 0
-
-    def __add__(self, other: Load) -> Load:
-        return Load(busy=self.busy + other.busy, queued=self.queued + other.queued)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feed:
-    """What a loader's workers did for a lap: it has `taken` so many batches from them, who had
-    `before` to do when it began and `after` when it ended."""
-
-    taken: Count = 0
-    before: Load = Load()
-    after: Load = Load()
-
-    @property
-    def lent(self) -> int:
-        """Batches that were taken and not made meanwhile, by workers who were all busy; below 0
-        where some that were lent before were made."""
-        return self.after.queued - self.before.queued
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
     """The timed steps of one order.
 
     Attributes:
         samples: of this process.
-        seconds: by the wall clock, the device's work included; `waited_s` of them for data.
-        first_s: of the untimed steps before them, where the order switched to another config.
-        compiled: graphs that torch.compile made within the timed steps.
-        outcome: of a careful order's config; where it is not 'ok' the script has gone on as it was,
-            and `reason` says why. Of a comparison, how that ended; `blames` as in `Compared`.
+        seconds: wall clock, including the device's work; `waited_s` of them were spent on data.
+        first_s: seconds of the untimed steps, if the order switched to another config.
+        compiled: graphs that torch.compile made during the timed steps.
+        taken: batches that came from the loader's workers.
+        lent: how many more batches than before wait for a free worker.
+        outcome: 'ok', or how the config failed; the script then went on without it. For a
+            comparison, its result; `blames` as in `Compared`.
         graphs: whether CUDA graphs were the reason.
     """
 
@@ -111,7 +78,8 @@ class Lap:
     waited_s: Span
     peak_bytes: Bytes
     compiled: Count = 0
-    feed: Feed = Feed()
+    taken: Count = 0
+    lent: Count = 0
     outcome: str = "ok"
     reason: str = ""
     blames: str = ""
@@ -119,51 +87,40 @@ class Lap:
 
 
 class Guide(Protocol):
-    """Whoever knows which config is next; every process of a job asks, and hears the same."""
+    """Decides which config is next. All processes of a job get the same answers."""
 
     def takes_over(self) -> bool:
-        """Whether it is to act, once it is known what trains and before the script is looked at:
-        not where the script follows an advice by itself. Flags that advice has set are taken
-        back, so that the script is seen as it is."""
+        """Whether to act on the script: not if it follows an advice by itself. Takes back flags
+        that advice has set."""
 
     def begin(self, seen: Seen) -> Order:
-        """The first order, to a script of which this was seen."""
+        """The first order."""
 
     def next(self, lap: Lap) -> Order:
-        """The next one, once the steps of the last are over."""
+        """The next order, once the steps of the last are over."""
 
     def failed(self, exc: BaseException) -> None:
         """The script, or the pilot, ends with this."""
 
     def ended(self, exc: BaseException, order: Order) -> None:
-        """The script has ended of this, which was printed; an order's config was in force."""
+        """The script has ended with this under an order's config, and it was printed."""
 
     def gave_up(self, exc: BaseException) -> None:
-        """The config that was to stay has raised this; the script goes on as it is."""
+        """The config that was to stay has raised this; the script goes on without it."""
 
     def lost(self, exc: Exception, order: Order) -> None:
-        """A careful order's config was in force when backward raised this. No step is made again:
-        it is the script's now, which is as it was, and most likely ends of it."""
+        """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
 class Unfed(Exception):
-    """A loader that feeds the steps is not given its workers, which says why."""
+    """Why a loader gets no workers."""
 
 
 def of_config(exc: BaseException) -> bool:
-    """Whether an exception is one that a config raises, and hardly a script by itself."""
+    """Whether an exception comes from a config and hardly ever from a script."""
     compiling = ("torch._dynamo", "torch._inductor")
     compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
     return compiled or isinstance(exc, torch.OutOfMemoryError)
-
-
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "captur")
-"""In what is raised because of CUDA graphs."""
-
-
-def of_graphs(exc: BaseException | str) -> bool:
-    """Whether CUDA graphs are why something was raised."""
-    return any(word in str(exc).lower() for word in GRAPHS)
 
 
 OUT_OF_MEMORY = re.compile(
@@ -181,8 +138,7 @@ def of_memory(exc: BaseException) -> bool:
 
 
 def plausible(exc: BaseException) -> bool:
-    """Whether a config may be why: also of what PyTorch raises where it cannot do something. What
-    a script raises by itself is most often of another class."""
+    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
     return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 

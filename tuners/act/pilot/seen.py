@@ -1,4 +1,4 @@
-"""What a script is, as its first steps show: what makes its key, and what it does itself."""
+"""What a script's first steps show: what makes its key, and what it sets itself."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
 FUSED = "fused_optimizer"
+CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+REPLICATES = (
+    "nn.DataParallel copies the model at every step, so only flags and the loader are tuned; the "
+    "same job under torchrun and DistributedDataParallel is faster, and tuned whole"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +34,16 @@ class Seen:
 
     Attributes:
         model: fingerprint of all that trains.
-        family, libraries, modules, parameters, convolves, repeats: as in a worker's `Facts`, the
-            last of the largest model.
-        shape: of the first input of the largest model with the job's samples a step before it;
-            1 for a dimension that varies.
+        family, libraries, modules, parameters, convolves, repeats: as in a worker's `Facts`;
+            `repeats` of the largest model.
+        shape: of the largest model's first input, preceded by the job's samples a step; 1 for a
+            dimension that varies.
         others: its other inputs, and what else makes another job.
-        varies: whether a shape was not the same in all steps seen.
+        varies: whether a shape differed between the steps seen.
         own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
-        limits: knobs that cannot be tuned here, and why, for people.
+        limits: knobs that cannot be tuned here, and why, as text.
         rank, processes: of the job.
         workers: that its loader may be given; `room`: as in `Loading`.
-        draws: its models draw random numbers, as for dropout.
     """
 
     model: str
@@ -63,23 +67,25 @@ class Seen:
     threads: int
     workers: int
     room: int
-    draws: bool
 
     @classmethod
     def of(cls, crew: Crew, steps: int, loading: Loading) -> Seen:
         """After some steps of a crew whose period is known."""
         trained = crew.trained()
-        main = trained[0]
-        models = [fingerprint.of_model(one.model) for one in trained]
-        sizes = [fingerprint.size(one.model) for one in trained]
+        main, models = trained[0], [one.model for one in trained]
+        fingerprints = [fingerprint.of_model(model) for model in models]
+        sizes = [fingerprint.size(model) for model in models]
         samples = main.batch(crew.period()) or max(1, round(main.samples / max(1, steps)))
-        processes, rank = _place()
+        processes, rank = 1, 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
+        weight = next(main.model.parameters(), None)
         own, kept, limits = _own(crew, trained, loading)
         return cls(
-            model=models[0] if len(models) == 1 else keys.fingerprint(models),
+            model=fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
             family=fingerprint.family(main.model),
-            libraries=_libraries(trained),
+            libraries=tuple(sorted({n for model in models for n in fingerprint.libraries(model)})),
             modules=sum(modules for modules, _parameters in sizes),
             parameters=sum(parameters for _modules, parameters in sizes),
             convolves=any(convolves(one.model) for one in trained),
@@ -94,11 +100,10 @@ class Seen:
             limits=limits,
             rank=rank,
             processes=processes,
-            device=_device(main.model),
+            device="cpu" if weight is None else str(weight.device),
             threads=torch.get_num_threads(),
             workers=loading.most,
             room=loading.room,
-            draws=crew.draws,
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
@@ -118,14 +123,12 @@ class Seen:
 
     def lines(self) -> list[str]:
         """What is seen, for people."""
-        found = []
-        if self.own:
-            found.append(f"your script already: {_described(self.own)}")
-        return found + [f"not tuned: {line}" for line in self.limits]
+        own = [f"your script already: {_described(self.own)}"] if self.own else []
+        return own + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
-        """What the script does itself, in the key: 'bf16, fused_optimizer'."""
+        """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
         own = self.own.without(*FEEDS)
         return _described(own) if own else ""
 
@@ -134,25 +137,14 @@ def _described(own: Config) -> str:
     return described(own.without(BATCH), Config())
 
 
-def _libraries(trained: Sequence[Trained]) -> tuple[str, ...]:
-    return tuple(sorted({name for one in trained for name in fingerprint.libraries(one.model)}))
-
-
-def _place() -> tuple[int, int]:
-    """(Processes of this job, this one's rank.)"""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return 1, 0
-
-
 def _called(optimizer: torch.optim.Optimizer) -> str:
-    """'adamw' of torch.optim.AdamW; what Accelerate and others wrap is looked into."""
+    """'adamw' for torch.optim.AdamW, also within a wrapper such as Accelerate's."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return type(inner).__name__.lower()[:32]
 
 
 def micro_batches(task: Task) -> int:
-    """Of a step in each process of a run, as they were seen; 1 of what is no run."""
+    """Of a step in each process of a run, as they were seen; 1 for a workload."""
     found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", task.others)
     return max(1, int(found[1])) if found else 1
 
@@ -173,13 +165,7 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
 
 def convolves(model: nn.Module) -> bool:
     """Whether a model has convolutions."""
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    return any(isinstance(module, kinds) for module in model.modules())
-
-
-def _device(model: nn.Module) -> str:
-    first = next(model.parameters(), None)
-    return "cpu" if first is None else str(first.device)
+    return any(isinstance(module, CONVOLVES) for module in model.modules())
 
 
 def _own(
@@ -189,7 +175,11 @@ def _own(
     script = Script(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=crew.autocast,
-        compiled=any(crew.compiled(one) for one in trained),
+        compiled=any(
+            hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
+            for one in trained
+            for module in one.outer.modules()
+        ),
         optimizers=crew.optimizers,
         loading=loading,
     )
@@ -207,20 +197,15 @@ def _own(
     if crew.sparse:
         kept.append(FUSED)
         limits.append("fused kernels: a gradient is sparse, for which there are none")
-    beyond = [why for one in trained if (why := _beyond(one.outer))]
-    if beyond:
+    if beyond := [why for one in trained if (why := _beyond(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
     return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *beyond]))
 
 
 def _beyond(outer: nn.Module) -> str:
-    """Why a model is left as it is: its weights are not where they are computed with."""
+    """Why a model is left alone: its weights are not where they are computed with."""
     if replicates(outer):
-        return (
-            "nn.DataParallel copies the model at every step, so only flags and the loader are "
-            "tuned; the same job under torchrun and DistributedDataParallel is faster, and tuned "
-            "whole"
-        )
+        return REPLICATES
     kinds = {type(module).__name__ for module in outer.modules()}
     if any(kind.startswith(("FSDP", "FullyShardedDataParallel", "DeepSpeed")) for kind in kinds):
         return "its weights are sharded: only flags and the loader are tuned"

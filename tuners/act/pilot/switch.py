@@ -1,8 +1,7 @@
-"""Sets configs in a running script, at the boundary of a step, through the knobs' rows."""
+"""Sets configs in a running script between two steps, through the knobs' rows."""
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,49 +17,58 @@ from advisor.tuners.act.artifacts import have_own_keys, have_stable_keys
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, fallbacks, free
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.orders import of_config
-from advisor.tuners.act.pilot.parts import NONE, Parts
 from advisor.tuners.act.pilot.trees import mapped, returned
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
+from advisor.tuners.decisions import LEAST_FREE
 
-LEAST_FREE = 0.1
-"""Of a device's memory: with less of it free, what PyTorch keeps in reserve goes back at a switch.
-That waits for the device, and later steps allocate anew."""
+Told = Callable[[Exception], None]
+Parts = dict[nn.Module, Callable[..., Any]]
+"""The compiled calls of modules within a model."""
 
 
 class Call:
-    """What a trained model is called through: it counts, and acts where a config says so.
+    """Replaces the call of a trained model: counts it, and makes training calls through `act`.
 
-    Evaluation is left to the script, as it is. What a backward pass calls again is called as it
-    was, and counted once; what that raises is told by the backward pass.
+    Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
 
     Attributes:
-        failed: told at once of what `act` raises: the script may catch it, and go on.
-        struck: told of it instead, and has `act` be `plain` from then on; None: it is raised. Not
-            told of what `plain` raises too: that is the script's own.
-        parts: of the model, which a config has compiled for training calls.
+        struck: told what `act` raises, unless `plain` raises too; None: it is raised.
     """
 
-    def __init__(
-        self,
-        one: Trained,
-        plain: Callable[..., Any],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self.one = one
-        self._failed = failed
-        self.plain = plain
-        self.act = plain
-        self.struck: Callable[[Exception], None] | None = None
-        self.parts = NONE
+    def __init__(self, one: Trained, seat: nn.Module) -> None:
+        self.one, self.seat = one, seat
+        there = vars(seat).get("_compiled_call_impl")
+        self.plain: Callable[..., Any] = seat._call_impl if there is None else there
+        self.act = self.plain
+        self.struck: Told | None = None
+        self.parts: Parts = {}
+        self._compiled = False
+
+    def leave(self) -> None:
+        """Call the model as before, unless it has been compiled since."""
+        if vars(self.seat).get("_compiled_call_impl") is self:
+            own = self.plain == self.seat._call_impl
+            hooks.through(self.seat, None if own else self.plain)
+
+    def put(self, compiled: bool) -> None:
+        """Call the model's parts through their compiled code, or not."""
+        self._compiled = compiled
+        for module, call in self.parts.items():
+            hooks.through(module, call if compiled else None)
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """The call without what is compiled."""
-        with self.parts.aside():
+        """The uncompiled call."""
+        compiled = self._compiled
+        self.put(False)
+        try:
             return self.plain(*args, **kwargs)
+        finally:
+            self.put(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
@@ -76,7 +84,6 @@ class Call:
             return self.act(*args, **kwargs)
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
             if self.struck is None:
-                self._failed(exc)
                 raise
             raised = exc.with_traceback(None)  # its frames hold what the call has taken
         if of_config(raised):
@@ -90,7 +97,7 @@ class Call:
 def _again(
     plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
-    """What raised under a config, done without it; what that raises is the script's own."""
+    """Do without a config what raised under it; if it raises again, that is the script's own."""
     try:
         return plainly(*args, **kwargs)
     except Exception as own:
@@ -99,15 +106,15 @@ def _again(
 
 
 class Switch:
-    """One script's models and optimizers, and what is set in them.
+    """One script's models and optimizers, and the config that is set in them.
 
     Args:
-        own: the config that the script itself has: what it sets is set back to that.
-        feed: has its loaders work by these keyword arguments; by none as they are.
-        failed: told of what a model's call raises under another config.
+        own: the script's own config; setting it restores the script.
+        feed: has the script's loaders work by these keyword arguments, or unchanged by none.
 
     Attributes:
-        counts_steps: whether what is set must be told where a step begins.
+        calls: what the trained models are called through.
+        counts_steps: whether the config must be told where a step begins.
     """
 
     def __init__(
@@ -117,28 +124,20 @@ class Switch:
         own: Config,
         device: torch.device,
         feed: Callable[[Mapping[str, Any]], None],
-        failed: Callable[[BaseException], None],
     ) -> None:
         self.own = self.config = own
         self._feed = feed
-        self._failed = failed
         self._device = device
-        self._optimizers = list(optimizers)
+        self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._unprotect: list[hooks.Remove] = []
         laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
-        self._formatted = [
-            tensor
-            for one in laid_out
-            for tensor in (*one.model.parameters(), *one.model.buffers())
-            if tensor.dim() > 3
-        ]
-        self._strides: dict[Layout, list[tuple[int, ...]]] = {
-            (): [tensor.stride() for tensor in self._formatted]
-        }
-        self._storages = Storages()
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
         self._outers = [one.outer for one in laid_out]
+        weights = (w for one in laid_out for w in (*one.model.parameters(), *one.model.buffers()))
+        self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
+        self._strides = {Config(): [tensor.stride() for tensor in self._formatted]}
+        self._storages = Storages()
         self._steps_on_host = not any(
             group.get("fused") or group.get("capturable")
             for groups in self._groups
@@ -150,48 +149,44 @@ class Switch:
         self._fallbacks: int | None = None
         self._recompile_limit = RecompileLimit()
         self._compiled_code = CompiledCode()
-        self._code_of: dict[Config, set[str]] = {}
-        self._replays_of: dict[Config, set[int]] = {}
+        self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
-        self._calls: dict[nn.Module, Call] = {}
-        self._unwatch: hooks.Remove = _nothing
+        self.calls: list[Call] = []
+        self._unwatch: hooks.Remove | None = None
         for one in trained:
             seat = callable_module(one.outer)
-            if seat is not None:
-                there = vars(seat).get("_compiled_call_impl")
-                call = Call(one, seat._call_impl if there is None else there, failed)
-                self._calls[seat] = call
-                hooks.through(seat, call)
+            if seat is not None and all(call.seat is not seat for call in self.calls):
+                self.calls.append(Call(one, seat))
+                hooks.through(seat, self.calls[-1])
 
-    def set(
-        self,
-        config: Config,
-        struck: Callable[[Exception], None] | None = None,
-        lost: Callable[[Exception], None] | None = None,
-    ) -> None:
+    @property
+    def fell_back(self) -> bool:
+        """Whether torch.compile has given up on the config that is set."""
+        return self._fallbacks is not None and fallbacks() > self._fallbacks
+
+    def set(self, config: Config, struck: Told | None = None, lost: Told | None = None) -> None:
         """Have the script train with a config from here on.
 
         Args:
-            struck: told what the config raises in a model's call; the call is then made without it.
-            lost: told what backward raises, which the script then has.
+            struck: told what the config raises in a call or a step, which is made again without it.
+            lost: told what it raises where nothing can be made again; the script gets that.
         """
         self._claim()
-        self._unwatch()
-        self._unwatch = _nothing if lost is None else hooks.on_failing_backward(lost)
+        self._watch_backward(lost)
         acting = self._seen[config] = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
-        self._flags = _flags(acting)
+        self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
         IN_FORCE.put(self._flags)
         self._feed(acting.loader())
         with torch.no_grad():
             self._lay_out(acting)
             self._set_optimizers(acting.optimizer(), struck, lost)
-        for seat, call in self._calls.items():
-            call.parts.set_back()
-            call.act, call.parts = self._act(seat, call, acting)
-            call.parts.set()
+        for call in self.calls:
+            call.put(False)
+            call.act, call.parts = self._act(call, acting)
+            call.put(True)
             call.struck = struck
         self.config = config
         self.counts_steps = acting.graphs
@@ -200,26 +195,24 @@ class Switch:
         self._make_room()
 
     def forget(self, config: Config) -> None:
-        """Free what was compiled and laid out for a config alone, which is not the one that is set.
-        Set again, it is compiled again."""
+        """Free what only this config has compiled and laid out, unless it is set."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
-        acting = self._seen.pop(config)
-        code, layout = _code(acting), _layout(acting)
+        code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
             self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
-            free(self._code_of.pop(code, set()), self._replays_of.pop(code, set()))
-        if layout not in map(_layout, self._seen.values()):
-            self._forget_layout(layout)
+            free(*self._made.pop(code, (set(), set())))
+        if not any(map(_layout, self._seen.values())):
+            self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
     def _claim(self) -> None:
-        """What was compiled since this was called last is the code of the config that is set."""
-        code = _code(self._seen[self.config])
+        """What was compiled since the last call belongs to the config that is set."""
+        made = self._made.setdefault(_code(self._seen[self.config]), (set(), set()))
         codes, replays = self._compiled_code.claim()
-        self._code_of.setdefault(code, set()).update(codes)
-        self._replays_of.setdefault(code, set()).update(replays)
+        made[0].update(codes)
+        made[1].update(replays)
 
     def _make_room(self) -> None:
         if self._device.type == "cuda":
@@ -227,32 +220,22 @@ class Switch:
             if available < LEAST_FREE * memory:
                 torch.cuda.empty_cache()
 
-    @property
-    def fell_back(self) -> bool:
-        """Whether the config that is set compiles, and no longer does."""
-        return self._fallbacks is not None and fallbacks() > self._fallbacks
-
     def give_up(self) -> None:
-        """Within a step: have models called as they are, and forget what was compiled for it.
-        Weights stay laid out until the next `set`: the step may still need what it kept of them."""
-        self._unwatch()
+        """Within a step: call models as the script does, and drop what the config compiled. Weights
+        stay laid out until the next `set`, because the step may still need them so."""
+        self._watch_backward(None)
         IN_FORCE.release(self._flags)
-        spent = [call.act for call in self._calls.values()]
+        spent = [call.act for call in self.calls]
         self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
         self._set_optimizers({})
-        for call in self._calls.values():
-            call.parts.set_back()
-            call.act, call.parts, call.struck = call.plain, NONE, None
+        for call in self.calls:
+            call.put(False)
+            call.act, call.parts, call.struck = call.plain, {}, None
 
-    @property
-    def calls(self) -> list[Call]:
-        """What the trained models are called through."""
-        return list(self._calls.values())
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The script's optimizers."""
-        return self._optimizers
+    def _watch_backward(self, lost: Told | None) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+        self._unwatch = None if lost is None else hooks.on_backward(failed=lost)
 
     def began(self) -> None:
         """A step begins."""
@@ -260,38 +243,34 @@ class Switch:
             self._replays.begin()
 
     def spent(self) -> None:
-        """The gradients that are there are of a step that is over; the script lets go of them."""
+        """The present gradients are of a step that is over; the script lets go of them."""
         if self.counts_steps:
-            self._replays.let_go(self._optimizers)
+            self._replays.let_go(self.optimizers)
 
     def stay(self) -> None:
-        """No other config will be set: what acts on no call is out of its way."""
-        for seat, call in self._calls.items():
+        """No other config will be set: leave the models that the config calls unchanged."""
+        for call in self.calls:
             if call.act is call.plain:
-                self._leave(seat, call)
+                call.leave()
 
     def release(self) -> None:
         """Leave the script as it was found."""
         self.set(self.own)
-        for seat, call in self._calls.items():
-            self._leave(seat, call)
+        for call in self.calls:
+            call.leave()
         for handle in self._unsave:
             handle.remove()
         self._recompile_limit.restore()
         have_own_keys()
-        self._calls.clear()
+        self.calls.clear()
         self._kept.clear()
         self._storages = Storages()
-
-    @staticmethod
-    def _leave(seat: nn.Module, call: Call) -> None:
-        hooks.leave(seat, call, None if call.plain == seat._call_impl else call.plain)
 
     def _lay_out(self, acting: Acting) -> None:
         layout = _layout(acting)
         before = [tensor.stride() for tensor in self._formatted]
         if layout not in self._strides:
-            self._restride(self._strides[()])
+            self._restride(self._strides[Config()])
             for model in self._laid_out:
                 for knob, value in acting.rows:
                     if knob.layout is not None and knob.model is not None:
@@ -302,7 +281,7 @@ class Switch:
             return
         for outer in self._outers:
             buckets.rebuild(outer)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -318,60 +297,39 @@ class Switch:
             if tensor.stride() != stride:
                 tensor.data = laid_out
 
-    def _forget_layout(self, layout: Layout) -> None:
-        if not layout:
-            return
-        left = [strides for known, strides in self._strides.items() if known != layout]
-        del self._strides[layout]
-        for n, tensor in enumerate(self._formatted):
-            keep = {strides[n] for strides in left} | {tensor.stride()}
-            self._storages.forget(id(tensor), keep)
-            states = (one.state.get(tensor, {}) for one in self._optimizers)
-            for name in {name for state in states for name in state}:
-                self._storages.forget((id(tensor), name), keep)
-
     def _set_optimizers(
-        self,
-        found: dict[str, Any],
-        struck: Callable[[Exception], None] | None = None,
-        lost: Callable[[Exception], None] | None = None,
+        self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
     ) -> None:
+        """Set these keyword arguments in every parameter group, beside the script's own."""
         for remove in self._unprotect:
             remove()
         self._unprotect.clear()
-        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            changes = bool(found) and _takes_fused(optimizer)
+        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+            changes = bool(given) and _takes_fused(optimizer)
             for group, own in zip(optimizer.param_groups, groups, strict=False):
-                group |= {n: own[n] for n in ("fused", "foreach") if n in own}
+                group |= _kernels(own)
                 if changes and "fused" in own:
-                    group |= found | {"foreach": False}
+                    group |= given | {"foreach": False}
             for parameter, state in optimizer.state.items():
                 step = state.get("step")
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if changes else "cpu")
-            if changes:
+            if changes and struck is not None:
                 self._protect(optimizer, struck, lost)
 
-    def _protect(
-        self,
-        optimizer: torch.optim.Optimizer,
-        struck: Callable[[Exception], None] | None,
-        lost: Callable[[Exception], None] | None,
-    ) -> None:
-        """Have the rest of a step that fails under the config made without it."""
+    def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
+        """If a step fails under the config, have the rest of it made without."""
 
         def around(step: Callable[..., Any]) -> Callable[..., Any]:
             def protected(*args: Any, **kwargs: Any) -> Any:
-                counters = [_version(group, optimizer) for group in optimizer.param_groups]
+                groups = optimizer.param_groups
+                counts = [_count_version(group, optimizer) for group in groups]
                 try:
                     return step(*args, **kwargs)
                 except Exception as exc:  # whatever a config raises: see Call
-                    if struck is None:
-                        self._failed(exc)
-                        raise
                     done = _groups_done(optimizer, exc)
                     if done is not None:
-                        _uncount(optimizer.param_groups[done], optimizer, counters[done])
+                        _uncount(groups[done], optimizer, counts[done])
                     self._set_optimizers({})
                     if done is None:
                         if lost is not None:
@@ -379,7 +337,6 @@ class Switch:
                         raise
                     raised = exc.with_traceback(None)
                 struck(raised)  # before the step is over, where another config may be set
-                groups = optimizer.param_groups
                 optimizer.param_groups = groups[done:]
                 try:
                     return _again(step, args, kwargs, raised)
@@ -388,71 +345,80 @@ class Switch:
 
             return protected
 
-        self._unprotect.append(hooks.around_step(optimizer, around))
+        self._unprotect.append(Patch(optimizer, "step", around).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has of an optimizer: as the script's own, whatever is set in it now.
-
-        What `saved` shares with the optimizer is copied before it is changed.
-        """
+        """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
+        own_groups = self._groups[self.optimizers.index(optimizer)]
         groups = [dict(group) for group in saved["param_groups"]]
-        own_groups = self._groups[self._optimizers.index(optimizer)]
-        for group, own in zip(groups, own_groups, strict=False):
-            group |= {n: own[n] for n in ("fused", "foreach") if n in own}
-        state = saved["state"]
-        if self._steps_on_host:
-            state = {index: _step_on_host(kept) for index, kept in state.items()}
+        for group, own in zip(groups, own_groups, strict=False):  # others may have come since
+            group |= _kernels(own)
+        state = dict(saved["state"])
+        for index, kept in state.items() if self._steps_on_host else ():
+            step = kept.get("step") if isinstance(kept, dict) else None
+            if isinstance(step, Tensor):
+                state[index] = kept | {"step": step.cpu()}
         return saved | {"param_groups": groups, "state": state}
 
-    def _act(self, seat: nn.Module, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
-        """What a model's training calls go through under a config, and parts of it."""
+    def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
+        """What a model's training calls go through under a config, and compiled parts of it."""
         code = _code(acting)
         if not code:
-            return call.plain, NONE
-        if (seat, code) not in self._kept:
-            inner, parts = self._compiled(seat, call, acting)
-            self._kept[seat, code] = _around(inner, acting, self._device), parts
-        return self._kept[seat, code]
+            return call.plain, {}
+        if (call.seat, code) not in self._kept:
+            inner: Callable[..., Any] = call.plain
+            parts: Parts = {}
+            if acting.undoes_compile:
+                inner = torch.compiler.set_stance("force_eager")(call.plain)
+            elif acting.compiles:
+                inner = self._compiled(call, acting)
+                parts = _taken_out(call.seat)
+            self._kept[call.seat, code] = _around(inner, acting, self._device), parts
+        return self._kept[call.seat, code]
 
-    def _compiled(
-        self, seat: nn.Module, call: Call, acting: Acting
-    ) -> tuple[Callable[..., Any], Parts]:
-        compiles = [(k.model, value) for k, value in acting.rows if k.model and not k.layout]
-        if acting.undoes_compile:
-            return functools.partial(_eagerly, call.plain), NONE
-        if not compiles:
-            return call.plain, NONE
+    def _compiled(self, call: Call, acting: Acting) -> Gate:
+        seat = call.seat
         self._recompile_limit.raise_it()
         have_stable_keys()
         hooks.through(seat, None)
-        for compile_, value in compiles:
-            compile_(seat, value)
+        for knob, value in acting.rows:
+            if knob.model is not None and not knob.layout:
+                knob.model(seat, value)
         if acting.graphs:
             self._replays.attach(seat)
         found = vars(seat).get("_compiled_call_impl") or call.plain
         hooks.through(seat, call)
         sizes, seen = not acting.any_size, call.one.signatures
-        gate = Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
-        return gate, Parts.taken_out(seat)
+        return Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
 
 
-Layout = tuple[tuple[str, Any], ...]
-"""What of a config decides the memory format of weights."""
+def _taken_out(outer: nn.Module) -> Parts:
+    """What was just compiled within a model, which is called uncompiled again."""
+    inner = (module for module in outer.modules() if module is not outer)
+    found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
+    for module in found:
+        hooks.through(module, None)
+    return found
 
 
-def _layout(acting: Acting) -> Layout:
-    return tuple((k.name, value) for k, value in acting.rows if k.layout and k.model)
-
-
-def _flags(acting: Acting) -> Config:
-    return Config({knob.name: value for knob, value in acting.rows if knob.flag})
+def _layout(acting: Acting) -> Config:
+    """What of a config decides the memory format of weights."""
+    return Config({k.name: value for k, value in acting.rows if k.layout and k.model})
 
 
 def _code(acting: Acting) -> Config:
-    """What of a config decides the code that a model's call runs."""
-    called = Config({k.name: value for k, value in acting.rows if k.model or k.autocast})
-    # What is compiled, or replayed, has the flags in it that were set then.
-    return Config(called | _flags(acting)) if acting.compiles else called
+    """What of a config decides the code of a model's call. Flags are part of compiled code."""
+    decides = (
+        (knob.name, value)
+        for knob, value in acting.rows
+        if knob.model or knob.autocast or (knob.flag and acting.compiles)
+    )
+    return Config(dict(decides))
+
+
+def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of the kernels of its steps."""
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
 
 
 def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -468,8 +434,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
-    """How many of an optimizer's groups have made their step when one raised this; None where that
-    one may have changed a part of its weights: fused kernels count no versions of them."""
+    """How many groups have made their step when one raised; None if that one may have changed some
+    of its weights, of which fused kernels count no versions."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
         # All of torch.optim go through their groups so.
         at = frame.f_locals.get("group")
@@ -481,44 +447,25 @@ def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None
     return None
 
 
-def _counted(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The counters of steps of a group's weights."""
-    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
-    return [one for state in states if isinstance(one := state.get("step"), Tensor)]
-
-
-def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
-    """How often the counter of a group's first weight was changed."""
+def _count_version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
+    """How often the step counter of a group's first weight was changed."""
     first = next((one for one in group["params"] if one.grad is not None), None)
     step = None if first is None else optimizer.state.get(first, {}).get("step")
     return step._version if isinstance(step, Tensor) else 0
 
 
 def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Take a step off a group's counters where it was counted since they had that version."""
-    counters = _counted(group, optimizer)
-    if counters and counters[0]._version != version:
+    """Take a step off a group's counters, if it was counted since they had that version."""
+    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
+    counters = [one for state in states if isinstance(one := state.get("step"), Tensor)]
+    if counters and _count_version(group, optimizer) != version:
         with torch.no_grad():
             torch._foreach_sub_(counters, 1)
 
 
-def _step_on_host(kept: Any) -> Any:
-    """One parameter's state, its step on the CPU."""
-    step = kept.get("step") if isinstance(kept, dict) else None
-    return kept | {"step": step.cpu()} if isinstance(step, Tensor) else kept
-
-
-def _nothing() -> None:
-    """What takes no hook away."""
-
-
 def callable_module(outer: nn.Module) -> nn.Module | None:
-    """The module whose call is the pilot's: the user's own under DistributedDataParallel.
-
-    What the script compiled itself is called as compiled. None where replicas are made of a
-    module at each call, as DataParallel does on several devices: what is set in it would be in
-    none of them.
-    """
+    """The module whose call is the pilot's: the user's own under DistributedDataParallel. None if
+    calls replicate it over devices, as DataParallel's do: replicas lack what is set in it."""
     while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
         if replicates(outer):
             return None
@@ -531,18 +478,9 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _eagerly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of what the script has compiled itself, uncompiled."""
-    with torch.compiler.set_stance("force_eager"):
-        return call(*args, **kwargs)
-
-
 def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
-    """A call with its inputs laid out, in autocast, its outputs in float32.
-
-    The loss is the script's and stays outside: over all of a script autocast reaches into losses
-    that forbid it, as BCELoss (so do Accelerate's prepared models).
-    """
+    """A call with its inputs laid out, in autocast, its outputs in float32. The script's loss stays
+    outside, because some losses forbid autocast, as BCELoss does."""
     dtype, layouts = acting.autocast, acting.layouts
 
     def placed(tensor: Tensor) -> Tensor:

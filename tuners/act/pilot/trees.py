@@ -1,5 +1,4 @@
-"""What models take and return: PyTorch's trees, dataclasses, which these do not look into, and of
-what is returned any object's attributes."""
+"""Maps over the tensors that models take and return."""
 
 from __future__ import annotations
 
@@ -17,40 +16,43 @@ _UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same with its tensors changed."""
-
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        fields = [field.name for field in dataclasses.fields(leaf)]
-        return _with(leaf, {name: mapped(change, getattr(leaf, name)) for name in fields})
-
-    return tree_map(of, value)
+    """A copy with its tensors changed."""
+    return _mapped(change, value, _fields)
 
 
 def returned(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """What a model returns with its tensors changed, those that objects of any class hold too."""
-    return _returned(change, value, ())
+    """The same with its tensors changed, also within objects of any class; copies only these."""
+    return _mapped(change, value, _held)
 
 
-def _returned(change: Callable[[Tensor], Tensor], value: Any, around: tuple[Any, ...]) -> Any:
+def _mapped(
+    change: Callable[[Tensor], Tensor],
+    value: Any,
+    held_by: Callable[[Any], dict[str, Any]],
+    around: tuple[Any, ...] = (),
+) -> Any:
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        held = _held(leaf)
+        held = held_by(leaf)
         if not held or any(leaf is one for one in around):
             return leaf
-        other = _returned(change, held, (*around, leaf))
+        other = _mapped(change, held, held_by, (*around, leaf))
         same = map(operator.is_, tree_leaves(held), tree_leaves(other))
-        return leaf if all(same) else _with(leaf, other)
+        return leaf if held_by is _held and all(same) else _with(leaf, other)
 
     return tree_map(of, value)
 
 
+def _fields(leaf: Any) -> dict[str, Any]:
+    """A dataclass's fields."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return {}
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+
+
 def _held(leaf: Any) -> dict[str, Any]:
-    """The attributes of an object that is there for what it holds, and a dictionary's items."""
+    """An object's attributes, and a dictionary's items."""
     if isinstance(leaf, _UNCHANGING) or callable(leaf):
         return {}
     slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
@@ -66,13 +68,12 @@ def _with(leaf: Any, held: dict[str, Any]) -> Any:
         if isinstance(leaf, dict) and name in leaf:
             other[name] = value
         else:
-            # Frozen ones too: it is not the script's yet.
-            object.__setattr__(other, name, value)
+            object.__setattr__(other, name, value)  # of frozen dataclasses too
     return other
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in it, in their order."""
+    """The tensors of what a model returns, in their order."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:
@@ -86,8 +87,8 @@ def tensors(value: Any) -> list[Tensor]:
 def foreign(value: Any) -> str:
     """The class of something in it that may change and that `mapped` does not copy; or ''."""
     for leaf in tree_leaves(value):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found = foreign([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        if fields := _fields(leaf):
+            found = foreign(list(fields.values()))
         else:
             found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
         if found:

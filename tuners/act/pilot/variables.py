@@ -1,6 +1,6 @@
-"""How a pilot comes into a process: by variables of its environment, which say what it is to do.
+"""Environment variables that bring a pilot into a process and say what it is to do.
 
-Imports nothing of PyTorch: what starts a command has no need of it.
+Imports nothing of PyTorch: what starts a command needs none of it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import os
 from pathlib import Path
 
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
-"""Where the tuning process listens, and what it knows its children by."""
+"""Where the tuning process listens, and the secret that it shares with its children."""
 RUN = "ADVISOR_RUN"
 """The command that `advisor run` started, and seconds for its tuning, as JSON."""
-
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"
-"""Set where a run that is tuned is to write its checkpoints where it says."""
+"""If set, a run that is tuned writes its checkpoints to its own folders."""
 
 
 def checkpoints() -> Path | None:
-    """The folder for the checkpoints of a run that is tuned; None where they are as ever."""
+    """The scratch folder for checkpoints of a run that is tuned; None if they stay in place."""
     address = os.environ.get(ADDRESS)
     if not address or os.environ.get(KEEP_CHECKPOINTS):
         return None
@@ -26,13 +25,13 @@ def checkpoints() -> Path | None:
 
 
 def note(address: str) -> Path:
-    """A file that is there once a process has loaded torch; in it, what one of them failed with
+    """A file that is there once a process has loaded torch. It holds what one of them failed with
     before its first steps."""
     return Path(address).with_name("torch")
 
 
 def noted(address: str) -> str | None:
-    """What is in that file; None where it is not there."""
+    """The content of that file; None if it is not there."""
     try:
         return note(address).read_text()
     except OSError:
@@ -40,7 +39,6 @@ def noted(address: str) -> str | None:
 
 
 def bringing(injected: Path) -> dict[str, str]:
-    """The variable by which every Python of a command looks into a folder first: the one with the
-    sitecustomize that brings the pilot."""
+    """The variable that makes every Python of a command import the sitecustomize of a folder."""
     path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path)}

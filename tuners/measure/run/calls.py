@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.drawn import Drawn
+from advisor.tuners.act.pilot.crew import Drawn, Trained
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
@@ -115,7 +114,7 @@ class KeptCalls:
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
-    ) -> bool:
+    ) -> tuple[str, str, str] | None:
         self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
             self.close()
@@ -131,9 +130,9 @@ class KeptCalls:
         if not self._ready:
             switch.set(switch.own)
             self._look()
-        return self._ready
+        return self._verdict() if self._ready else None
 
-    def stepped(self) -> bool:
+    def stepped(self) -> tuple[str, str, str] | None:
         if not self._ready:
             self._unhook()
             calls = [one for one in self._calls if any(g is not None for g in one.back)]
@@ -147,9 +146,9 @@ class KeptCalls:
             if not self._ready and self._looked >= KEPT_WITHIN:
                 self._refuse("no gradient came back to what the model returned")
             (self._rest if self._ready else self._look)()
-        return self._ready
+        return self._verdict() if self._ready else None
 
-    def verdict(self) -> tuple[str, str, str]:
+    def _verdict(self) -> tuple[str, str, str]:
         self._rest()
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
@@ -302,8 +301,8 @@ class KeptCalls:
         self._calls.clear()
         self._steps.clear()
 
-    def _saw_loss(self, loss: Tensor) -> None:
-        if loss.numel() == 1:
+    def _saw_loss(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager

@@ -13,10 +13,10 @@ import msgpack
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
-from advisor.tuners.act.pilot.crew import LEAST_STEPS
 from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Comparison, Feed, Lap, Order
+from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.decisions import LEAST_STEPS
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.run.command import AttachedScript, Command
 from advisor.tuners.measure.run.guarded import how
@@ -96,7 +96,7 @@ class Flight:
             waited_s=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
             compiled=max(lap.compiled for lap in laps),
-            borrowed=max(borrowed(lap.feed) for lap in laps),
+            borrowed=max(borrowed(lap.taken, lap.lent) for lap in laps),
         )
 
     def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
@@ -114,8 +114,8 @@ class Flight:
         self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
 
     def leave(self, config: Config, own: Config, found: str) -> None:
-        """Have it train on with a config; this is the last order. `found`: see `Order`."""
-        self._tell(Order(config=config, own=own, found=found, careful=True))
+        """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
+        self._tell(Order(config=config, own=own, found=found))
 
     def end(self) -> None:
         """End the command, and everything it started."""
@@ -126,7 +126,7 @@ class Flight:
 
     def _laps(self, order: Order, until: float) -> list[Lap]:
         forget, self._forget = self._forget, None
-        order = dataclasses.replace(order, careful=True, needs_room=self._real, forget=forget)
+        order = dataclasses.replace(order, needs_room=self._real, forget=forget)
         self.made += order.warm + order.steps
         self._tell(order)
         return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
@@ -205,12 +205,12 @@ class Flight:
         return f"{seen}; {so_far}. {where}; {mend}"
 
 
-def borrowed(feed: Feed) -> float:
-    """The share of batches taken from a loader whose workers were all busy and did not refill its
+def borrowed(taken: int, lent: int) -> float:
+    """Share of the batches taken from a loader whose workers were all busy and did not refill its
     queue meanwhile. A single batch may be chance."""
-    if feed.lent <= 1 or not feed.taken:
+    if lent <= 1 or not taken:
         return 0.0
-    return min(feed.lent, feed.taken - 1) / feed.taken
+    return min(lent, taken - 1) / taken
 
 
 def _after_colon(said: str) -> str:
