@@ -182,7 +182,9 @@ class Loaders:
         known = loader if own or not workers else None
         stack = traceback.walk_stack(sys._getframe())
         place = tuple((frame.f_code, line) for frame, line in stack)
+        before = self._epochs.get(iterator)  # of persistent workers
         epoch = _Epoch(known, place, workers, loader.pin_memory, own, why)
+        epoch.pinner = before.pinner if before is not None else None
         self._epochs[iterator] = epoch
         self._queued_before += hooks.queued(iterator, workers)
         return iterator
