@@ -13,7 +13,7 @@ SLOW_TURN_S, SLOW_TURN_STEPS = 2.0, 3
 """Seconds and steps that a block has at most where steps are slow: ResNet-50 from JPEG files and
 fasterrcnn take 0.2 to 1 s a step, and a visit should stay under 15 s."""
 SLOW_VISIT_S = 8.0
-"""Seconds of turns after which two are enough: the noise of the baseline's own turns tells the
+"""Seconds of measuring after which two turns are enough: the noise of the baseline's own tells the
 rest."""
 SETTLED = 0.1
 """Two blocks in a row that differ by less are settled (fraction of the step time)."""

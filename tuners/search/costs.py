@@ -14,6 +14,7 @@ from advisor.tuners.decisions import (
     PAIRS,
     SLOW_TURN_S,
     SLOW_TURN_STEPS,
+    SLOW_VISIT_S,
     TURN_S,
 )
 from advisor.tuners.search.order import Visits
@@ -42,7 +43,8 @@ class Costs:
         """Building, settling for about as long as one turn, the turns, each with a block of the
         baseline, and the comparison."""
         turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
-        timing_s = 2 * (PAIRS + 1) * turn_s
+        turns = PAIRS if 2 * PAIRS * turn_s < SLOW_VISIT_S else 2
+        timing_s = 2 * (turns + 1) * turn_s
         return self.build_s(config) + timing_s + self.comparison_s(config)
 
     def comparison_s(self, config: Config) -> float:

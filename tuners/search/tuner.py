@@ -26,6 +26,7 @@ from advisor.tuners.decisions import (
     IDLE_TRIALS,
     LEADERS,
     LOADER_TURN_S,
+    LOOKS,
     MENTIONED,
     NEAR,
     PAIRS,
@@ -180,7 +181,7 @@ class Tuner:
             if self._space.default not in self._visits:
                 raise
             interrupted, rates = True, {}
-        rates = rates if len(rates) > 1 else self._visited_rates()
+        rates = self._pooled(rates) if len(rates) > 1 else self._visited_rates()
         return self._decide(rates, interrupted)
 
     def _search(self) -> Rates:
@@ -230,8 +231,7 @@ class Tuner:
             if self._fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
                 self._visitor.forget(config)
-                slower = visit.ok and all(turn.ratio >= CLEARLY for turn in visit.turns)
-                if slower and visit.ratio.mean >= MENTIONED:
+                if visit.ok and visit.ratio.faster and visit.ratio.mean >= MENTIONED:
                     own = knobs.described(self._space.default, config)
                     self._own_costs.append(
                         f"your script's own {own} costs {remarks.shown(visit.ratio)} here: without "
@@ -296,7 +296,7 @@ class Tuner:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         try:
-            leave_s = self._costs.comparison_s(config)
+            leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
             visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
             self._visits.add(visit)
             visit = self._verified(visit, always=proposal.compares)
@@ -384,6 +384,8 @@ class Tuner:
 
     def _learn(self, visit: Visit) -> None:
         """Strike out what a visit has shown to fail, and free what does not lead."""
+        if visit.outcome == "timed_out":
+            self._passed_over[visit.config] = 2 * visit.seconds
         if visit.outcome in ("failed", "crashed") and (struck := self._visits.strike_failed(visit)):
             what = knobs.described(struck, self._space.default)
             self._progress.notice(f"continues without {what}: {visit.reason}")
@@ -445,8 +447,9 @@ class Tuner:
 
     @property
     def _search_s(self) -> float:
-        """Seconds that are left before the final race."""
-        return self.clock.left_s - self._costs.race_s(self._leaders())
+        """Seconds that are left before the final race, if there is one."""
+        leaders = self._leaders()
+        return self.clock.left_s - (self._costs.race_s(leaders) if leaders else 0.0)
 
     # Race and choice ----------------------------------------------------------------------------
 
@@ -492,6 +495,21 @@ class Tuner:
         except ConfigFailed:
             return {}
         return rates if len(rates.get(default, ())) >= PAIRS else {}
+
+    def _pooled(self, raced: Rates) -> Rates:
+        """The rounds of a race; where it had few, after as many turns of each visit: what these
+        have told counts, too."""
+        default = self._space.default
+        turns = {c: v.turns for c in raced if c != default and (v := self._visits.get(c))}
+        count = min(map(len, turns.values()), default=0)
+        if not count or len(raced[default]) >= LOOKS[1]:
+            return raced
+        beside = [turn.beside.rate for turn in next(iter(turns.values()))[-count:]]
+        return {default: beside + raced[default]} | {
+            config: [t.ratio * rate for t, rate in zip(seen[-count:], beside, strict=True)]
+            + raced[config]
+            for config, seen in turns.items()
+        }
 
     def _visited_rates(self) -> Rates:
         """The turns of what would race, from their own visits: as if all were beside the same

@@ -185,8 +185,9 @@ class Visitor:
         try:
             first_s, settle_s = self._settle(config)
             self._tell(config, MEASURING)
+            timed_from = self._clock.now()
             before = self._beside(seconds)
-            while not self._enough(turns, best, leave_s):
+            while not self._enough(turns, best, timed_from, leave_s):
                 turn = self._turn(config, before, seconds)
                 turns.append(turn)
                 before = turn.beside
@@ -287,7 +288,7 @@ class Visitor:
         self._current = config
         return block
 
-    def _enough(self, turns: list[Turn], best: float, leave_s: float) -> bool:
+    def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:
         """Whether these turns tell how a config compares with the best, or that it is hopeless, or
         no time is left for more."""
         if not turns:
@@ -295,8 +296,7 @@ class Visitor:
         # What waits for its data may lead once it is fed.
         if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
             return True
-        slow = sum(turn.block.seconds + turn.beside.seconds for turn in turns) >= SLOW_VISIT_S
-        slow = slow or self._clock.left_s <= leave_s
+        slow = self._clock.now() - timed_from >= SLOW_VISIT_S or self._clock.left_s <= leave_s
         if len(turns) < (2 if slow else PAIRS):
             return False
         ratio = self._ratio(turns)
