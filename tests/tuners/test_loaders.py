@@ -378,6 +378,22 @@ def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:
     assert kept() is None
 
 
+def test_workers_end_with_the_iterator_that_a_script_drops(fed: Loaders) -> None:
+    loader = DataLoader(Numbered(), batch_size=3)
+    looked_at(fed, loader)
+    gc.disable()
+    try:
+        before = len(multiprocessing.active_children())
+        fed.set(WORKERS)
+        batches = iter(loader)
+        next(batches)
+        assert len(multiprocessing.active_children()) == before + 2
+        del batches
+        assert len(multiprocessing.active_children()) == before
+    finally:
+        gc.enable()
+
+
 def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Loaders) -> None:
     data, gate = Numbered(), multiprocessing.Event()
 

@@ -51,7 +51,8 @@ class _Epoch:
             at each epoch is begun there too.
         own: if its workers were taken over, how they work, as a DataLoader's keyword arguments.
         why: they were not, though that was asked for.
-        decided: whether it gets workers of advisor's, which are `ahead`'s.
+        ahead: what its sampler has left, once it has had workers of advisor's.
+        batches: what such workers deliver, if there are any; `decided`: whether there are.
         pinner: pins what the script's own workers make.
     """
 
@@ -62,6 +63,7 @@ class _Epoch:
     own: dict[str, Any]
     why: str
     ahead: Ahead | None = None
+    batches: Any = None
     decided: bool = False
     pinner: Pinner | None = None
 
@@ -147,9 +149,10 @@ class Loaders:
         config."""
         self._given, self._pins = {}, bool(given.get("pin_memory"))
         for epoch in list(self._epochs.values()):
-            epoch.decided = False
-            if epoch.ahead is not None:
-                epoch.ahead.end()
+            batches, epoch.batches, epoch.decided = epoch.batches, None, False
+            if epoch.ahead is not None and batches is not None:
+                hooks.send_away(batches)
+                epoch.ahead.take_back()
             if epoch.pinner is not None and not self._pins:
                 epoch.pinner.stop()
                 epoch.pinner = None
@@ -221,9 +224,10 @@ class Loaders:
         try:
             if not epoch.decided:
                 self._decide(iterator, epoch)
-            if epoch.ahead is None or not epoch.ahead.working:
+            if epoch.ahead is None or epoch.batches is None:
                 return _NONE
-            batch = epoch.ahead.next(plain)
+            batch = plain(epoch.batches)
+            epoch.ahead.delivered()
         except StopIteration:
             return _NONE
         except Exception as exc:  # whatever it is: the loader fetches by itself
@@ -259,12 +263,13 @@ class Loaders:
             if why := _why_alone(loader):  # a file may have been opened since it was seen
                 raise Unfed(why)
             epoch.ahead = epoch.ahead or Ahead(iterator)
-            epoch.ahead.start(loader, given)
+            epoch.batches = epoch.ahead.start(loader, given)
         epoch.decided = True
 
 
 class Ahead:
-    """What the sampler of one iterator has left to say, and workers that fetch ahead by it."""
+    """What the sampler of one iterator has left to say. It must not refer to the workers that fetch
+    ahead by it, which refer to it: they are to end once the script drops its iterator."""
 
     def __init__(self, iterator: Any) -> None:
         self._seed = int(iterator._base_seed)
@@ -273,7 +278,6 @@ class Ahead:
         self._back: deque[Any] = deque()
         self._out: deque[Any] = deque()
         self._raised: Exception | None = None
-        self._batches: Any = None
 
     def __iter__(self) -> Ahead:
         return self
@@ -286,7 +290,7 @@ class Ahead:
         return next(self._left)
 
     def _handed(self) -> Iterator[Any]:
-        """Indices that are handed out before they are asked for, and taken back at the `end`."""
+        """Indices that are handed out before they are asked for."""
         while True:
             try:
                 index = next(self)
@@ -298,8 +302,8 @@ class Ahead:
             self._out.append(index)
             yield index
 
-    def start(self, loader: DataLoader[Any], given: Mapping[str, Any]) -> None:
-        """Start workers by these keyword arguments of a DataLoader."""
+    def start(self, loader: DataLoader[Any], given: Mapping[str, Any]) -> Any:
+        """Start workers by these keyword arguments of a DataLoader; returns their iterator."""
         self._seed += 1
         handed: Any = self._handed()
         how: dict[str, Any] = {"sampler": handed, "batch_size": None}
@@ -320,30 +324,20 @@ class Ahead:
                 )
             )
         except Exception:
-            self.end()
+            self.take_back()
             raise
         if found._worker_pids_set:
             # A worker that dies is missed when its batch is due, and not before.
             torch._C._remove_worker_pids(id(found))
             found._worker_pids_set = False
-        self._batches = found
+        return found
 
-    @property
-    def working(self) -> bool:
-        """Whether there are workers."""
-        return self._batches is not None
-
-    def next(self, plain: Callable[[Any], Any]) -> Any:
-        """The next batch; `plain` gives that of an iterator."""
-        batch = plain(self._batches)
+    def delivered(self) -> None:
+        """The batch of the first that was handed out has come."""
         self._out.popleft()
-        return batch
 
-    def end(self) -> None:
-        """Send the workers away; what they have not delivered is left to fetch."""
-        if self._batches is not None:
-            hooks.send_away(self._batches)
-            self._batches = None
+    def take_back(self) -> None:
+        """What workers have not delivered is left to fetch."""
         self._back.extendleft(reversed(self._out))
         self._out.clear()
 
