@@ -289,9 +289,10 @@ def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
     own: Given = {"num_workers": 1, "prefetch_factor": 3}
     loader = DataLoader(Numbered(), batch_size=3, shuffle=True, **own)
     seen: list[int] = []
+    before = {child.pid for child in multiprocessing.active_children()}
 
     def at(number: int) -> None:
-        seen.append(len(multiprocessing.active_children()))
+        seen.append(len({child.pid for child in multiprocessing.active_children()} - before))
         assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
         if number in (2, 4):
             taking.set({"num_workers": 2} if number == 2 else {})
