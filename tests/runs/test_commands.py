@@ -334,7 +334,7 @@ class MadeUpFlight(Flight):
         ends: called with a config and the steps that this start has made; why it is over.
     """
 
-    def __init__(self, ends: Callable[[Config, int], Ended | None]) -> None:
+    def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         self._ends, self.made, self.seen = ends, 0, SEEN
 
     @property
@@ -379,7 +379,7 @@ HALF = Config(precision="bf16")
 
 
 class MadeUpRun(Run):
-    def __init__(self, ends: Callable[[Config, int], Ended | None]) -> None:
+    def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         super().__init__(("python", "train.py"), injected=Path(), log=Path())
         self.own, self.starts, self._how = OWN, 0, ends
 
@@ -428,6 +428,17 @@ def test_a_config_that_raises_as_scripts_do_is_told_from_one() -> None:
     with pytest.raises(ConfigFailed, match="ValueError: no"):
         measured(run, HALF)
     assert measured(run, OWN).steps == 8
+
+
+def test_no_config_is_blamed_for_what_the_one_before_it_has_raised() -> None:
+    """Backward raised under one config, and the script ended of that under the next."""
+    said = "RuntimeError: overwritten"
+    ends = [ConfigFailed("failed", said), raised(f"{said} (train.py:9)", own=False)]
+    run = MadeUpRun(lambda config, _made: ends.pop(0) if ends and config != OWN else None)
+    with pytest.raises(ConfigFailed, match="overwritten"):
+        measured(run, HALF)
+    assert measured(run, HALF).steps == 8
+    assert run.starts == 2
 
 
 def test_without_time_for_another_start_it_is_said_how_the_first_one_ended() -> None:

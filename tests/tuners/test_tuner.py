@@ -249,6 +249,27 @@ def test_what_gains_and_is_not_advised_has_its_line(
     assert len(set(names)) == len(names)
 
 
+def test_a_race_that_is_too_noisy_to_tell_does_not_undo_a_visit() -> None:
+    place = MadeUp(BASE)
+
+    class Disturbs(Heard):
+        def phase(self, what: str) -> None:
+            place.noise = 2.0
+
+    found = tuned(place, SPACE, 300.0, heard=Disturbs())
+    assert place.speedup(advised(found)) > 1.5
+
+
+def test_a_race_that_contradicts_a_visit_decides() -> None:
+    place = MadeUp(BASE)
+
+    class Slows(Heard):
+        def phase(self, what: str) -> None:
+            place.gains = {}
+
+    assert advised(tuned(place, SPACE, 300.0, heard=Slows())) == BASE
+
+
 @pytest.mark.parametrize(("budget_s", "short"), [(10.0, True), (90.0, False)])
 def test_a_budget_that_is_too_short_to_compile_is_said_at_once(
     budget_s: float, short: bool

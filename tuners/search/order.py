@@ -16,6 +16,7 @@ from advisor.tuners.decisions import (
     LOADER_TURN_S,
     SMALL_MODULES,
     STARVED,
+    SURELY,
     TURN_S,
 )
 from advisor.tuners.measure.place import Compared
@@ -172,6 +173,8 @@ class Recipe:
                 if config is not None and self._is_new(config):
                     yield Proposal(config, origin, compares=stage == self._half)
                     yield from self._loader(STARVED)
+            if stage == self._half:
+                yield from self._pinned()
             if stage == self._compiled:
                 yield from self._loader()
 
@@ -333,14 +336,21 @@ class Recipe:
             for changes in knobs.FRUGAL:
                 yield self._on(config, changes)
 
-    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data, for `least` of its time at least, and
-        fewer where more gain nothing. Pinned memory saves the copy to the device, too, which is no
-        waiting."""
+    def _pinned(self) -> Iterator[Proposal]:
+        """Pinned batches of the script's own workers: that saves the copy to the device."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
-            if not _worth(name, best, least):
-                continue
+            if knobs.BY_NAME[name].non_blocking is not None:
+                values = self._space.choices[name][1:]
+                yield from self._along(best, name, values, TURN_S, waits=True)
+
+    def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
+        """More workers while what leads waits for its data, for `least` of its time at least, and
+        fewer where more gain nothing."""
+        best = self._visits.best(batch=self._space.batch)
+        for name in self._visits.feed:
+            if not best.waits or best.waited < least:
+                return
             values = sorted(self._space.choices[name], key=_number)
             at = values.index(best.config[name])
             more = values[at + 1 :]
@@ -353,18 +363,25 @@ class Recipe:
                     break
 
     def _along(
-        self, best: Visit, name: str, values: Sequence[Value]
+        self,
+        best: Visit,
+        name: str,
+        values: Sequence[Value],
+        turn_s: float = LOADER_TURN_S,
+        *,
+        waits: bool = False,
     ) -> Generator[Proposal, None, Visit]:
-        """One value after the other until one gains nothing; returns the best visit."""
+        """One value after the other until one gains nothing; returns the best visit. What is not
+        clearly faster than the baseline is no better: a loader is noisy."""
         for value in values:
             config = self._fed(best.config, name, value)
-            if not _worth(name, best) or not self._is_new(config):
+            if not (waits or best.waits) or not self._is_new(config):
                 break
-            yield Proposal(config, "loader", LOADER_TURN_S if best.waits else TURN_S)
+            yield Proposal(config, "loader", turn_s)
             tried = self._visits.get(config)
-            if tried is None or not tried.ok:
+            if tried is None or not tried.ok or tried.ratio.mean < GAIN * best.ratio.mean:
                 break
-            if tried.ratio.mean < GAIN * best.ratio.mean:
+            if not (tried.ratio.faster or tried.ratio.low >= SURELY):
                 break
             best = tried
             self._visits.feed = config.only(*knobs.FEEDS)
@@ -377,13 +394,6 @@ class Recipe:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
-
-
-def _worth(name: str, best: Visit, least: float = 0.0) -> bool:
-    """Whether another value of a loader's knob may gain something."""
-    if best.waits:
-        return best.waited >= least
-    return not least and knobs.BY_NAME[name].non_blocking is not None
 
 
 def _doublings(number: int, more: Sequence[Value]) -> list[Value]:

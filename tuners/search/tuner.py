@@ -181,8 +181,7 @@ class Tuner:
             if self._space.default not in self._visits:
                 raise
             interrupted, rates = True, {}
-        rates = self._pooled(rates) if len(rates) > 1 else self._visited_rates()
-        return self._decide(rates, interrupted)
+        return self._decide(self._told_by(rates), interrupted)
 
     def _search(self) -> Rates:
         """Visit what fits, then race what leads; a place that is lost ends the search."""
@@ -496,9 +495,23 @@ class Tuner:
             return {}
         return rates if len(rates.get(default, ())) >= PAIRS else {}
 
+    def _told_by(self, raced: Rates) -> Rates:
+        """The turns that the choice is made from: those of the race; where it was too noisy to
+        contradict what the leader's visit has told, those of the visits."""
+        if len(raced) < 2:
+            return self._visited_rates()
+        default, noise = self._space.default, self._visitor.noise
+        pooled = self._pooled(raced)
+        ratios = {c: paired(seen, pooled[default], noise) for c, seen in pooled.items()}
+        del ratios[default]
+        visits = [v for v in map(self._visits.get, ratios) if v is not None and v.ratio.faster]
+        clear = any(one.faster for one in ratios.values())
+        if clear or not any(ratios[one.config].high >= one.ratio.mean for one in visits):
+            return pooled
+        return self._visited_rates()
+
     def _pooled(self, raced: Rates) -> Rates:
-        """The rounds of a race; where it had few, after as many turns of each visit: what these
-        have told counts, too."""
+        """The rounds of a race; where it had few, after as many turns of each visit."""
         default = self._space.default
         turns = {c: v.turns for c in raced if c != default and (v := self._visits.get(c))}
         count = min(map(len, turns.values()), default=0)
