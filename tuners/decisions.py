@@ -131,8 +131,8 @@ GATHER_S = 10.0
 """Seconds for the other ranks' digests: later ones compare themselves with all before them."""
 
 # Comparison with fp32 --------------------------------------------------------------------------
-# `benchmarks/false_alarms.py` on an H200: with these limits no correct config of five models failed
-# and every planted fault was found.
+# `benchmarks/false_alarms.py` on an H200: of 53 correct configs two failed, before ALWAYS_OFF was
+# raised for them; every planted fault was found.
 SAMPLED = 2**16 + 1
 """Elements of a tensor that are compared, evenly spaced."""
 CODE_SLOPE, FORMAT_SLOPE, FORMAT_TENSOR_SLOPE = 0.03, 0.05, 0.5
@@ -158,8 +158,9 @@ a share of itself, which errors show."""
 ROUNDINGS, ROUNDINGS_ALONE = 2.5, 10.0
 """An error may be so many times the format's, or, in a tensor that is nothing but rounding, so many
 times the rounding. Two orders of summation differ by up to 1.4 times in bf16, twice in fp32."""
-ALWAYS_OFF = 1e-3
-"""Part of a tensor that may always be off."""
+ALWAYS_OFF = 1e-2
+"""Part of a tensor that may always be off: on an H200 an encoder compiled in fp16 had a bias 0.7%
+off fp32, eager 0.1%."""
 UPDATE_OFF = 1e-4
 """Part of an update by which an optimizer may differ: fused kernels round otherwise. AdamW's weight
 decay is five times that at a weight of 0.05, lr 1e-4."""

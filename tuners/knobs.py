@@ -128,8 +128,6 @@ class Loading:
 
     workers: int = 0
     pinned: bool = False
-    pinnable: bool = False
-    """Whether the batches of its own workers can be pinned."""
     ahead: int = 0
     """Batches that each of its workers prefetches, if these may be replaced."""
     most: int = 0
@@ -713,17 +711,11 @@ KNOBS: tuple[Knob, ...] = (
         summary="page-locked host memory with asynchronous copies to the device",
         carries=True,
         # Without workers, pinning gains nothing.
-        values=_off_on(
-            lambda here: here.device == "cuda" and (here.workers or workers(here.own)) > 0
-        ),
+        values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         feeds=True,
-        script=lambda script: (
-            None
-            if script.loading.pinnable and not script.loading.pinned
-            else _own_loading(script, script.loading.pinned, stays=True)
-        ),
+        script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
         loader=lambda value: {"pin_memory": bool(value)},
         non_blocking=bool,
     ),

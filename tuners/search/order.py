@@ -173,8 +173,6 @@ class Recipe:
                 if config is not None and self._is_new(config):
                     yield Proposal(config, origin, compares=stage == self._half)
                     yield from self._loader(STARVED)
-            if stage == self._half:
-                yield from self._pinned()
             if stage == self._compiled:
                 yield from self._loader()
 
@@ -336,14 +334,6 @@ class Recipe:
             for changes in knobs.FRUGAL:
                 yield self._on(config, changes)
 
-    def _pinned(self) -> Iterator[Proposal]:
-        """Pinned batches of the script's own workers: that saves the copy to the device."""
-        best = self._visits.best(batch=self._space.batch)
-        for name in self._visits.feed:
-            if knobs.BY_NAME[name].non_blocking is not None:
-                values = self._space.choices[name][1:]
-                yield from self._along(best, name, values, TURN_S, waits=True)
-
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
         """More workers while what leads waits for its data, for `least` of its time at least, and
         fewer where more gain nothing."""
@@ -363,21 +353,15 @@ class Recipe:
                     break
 
     def _along(
-        self,
-        best: Visit,
-        name: str,
-        values: Sequence[Value],
-        turn_s: float = LOADER_TURN_S,
-        *,
-        waits: bool = False,
+        self, best: Visit, name: str, values: Sequence[Value]
     ) -> Generator[Proposal, None, Visit]:
         """One value after the other until one gains nothing; returns the best visit. What is not
         clearly faster than the baseline is no better: a loader is noisy."""
         for value in values:
             config = self._fed(best.config, name, value)
-            if not (waits or best.waits) or not self._is_new(config):
+            if not best.waits or not self._is_new(config):
                 break
-            yield Proposal(config, "loader", turn_s)
+            yield Proposal(config, "loader", LOADER_TURN_S)
             tried = self._visits.get(config)
             if tried is None or not tried.ok or tried.ratio.mean < GAIN * best.ratio.mean:
                 break

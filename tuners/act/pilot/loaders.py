@@ -28,7 +28,6 @@ from advisor.cache import settings
 from advisor.tuners import faults, host, room
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Unfed
-from advisor.tuners.act.pilot.pinning import Pinner
 from advisor.tuners.decisions import BATCH_S
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class _Epoch:
         why: they were not, though that was asked for.
         ahead: what its sampler has left, once it has had workers of advisor's.
         batches: what such workers deliver, if there are any; `decided`: whether there are.
-        pinner: pins what the script's own workers make.
     """
 
     loader: DataLoader[Any] | None
@@ -65,7 +63,6 @@ class _Epoch:
     ahead: Ahead | None = None
     batches: Any = None
     decided: bool = False
-    pinner: Pinner | None = None
 
 
 class Loaders:
@@ -83,7 +80,7 @@ class Loaders:
     def __init__(self, failed: Callable[[Unfed], None], *, override: bool = False) -> None:
         self._override = override
         self.waited_s = 0.0
-        self.taken = self._queued_before = 0
+        self.taken = self._unfinished_before = 0
         self._failed = failed
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -93,7 +90,6 @@ class Loaders:
         self._most = 0
         self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
-        self._pins = False
         self._remove = hooks.on_batches(self._begin, self._timed)
 
     def look_anew(self) -> None:
@@ -115,47 +111,40 @@ class Loaders:
         most = there if tuned else 0
         # What the script's own workers do stays possible.
         self._most = max(most, workers) if tuned else 0
-        return Loading(
-            workers=workers,
-            pinned=pinned,
-            pinnable=workers > 0 and not tuned and not settings.keeps_loader(),
-            ahead=ahead,
-            most=most,
-            room=there,
-            why=why,
-        )
+        return Loading(workers=workers, pinned=pinned, ahead=ahead, most=most, room=there, why=why)
 
     def begin_lap(self) -> None:
         """Count `taken` and `lent` from here on."""
-        self.taken, self._queued_before = 0, self._queued()
+        self.taken, self._unfinished_before = 0, self._unfinished()[0]
 
     @property
     def lent(self) -> int:
-        """How many more batches wait for a free worker than when the lap began, without those that
-        an iterator asks for as it begins: no step has outrun its workers then."""
-        return max(0, self._queued() - self._queued_before)
+        """How many more batches the workers have yet to make than when the lap began, if all of
+        them are busy: the steps have outrun them. What an iterator asks for as it begins counts as
+        asked for before."""
+        unfinished, workers = self._unfinished()
+        return max(0, unfinished - self._unfinished_before) if unfinished >= workers else 0
 
-    def _queued(self) -> int:
-        return sum(hooks.queued(one, epoch.workers) for one, epoch in list(self._epochs.items()))
+    def _unfinished(self) -> tuple[int, int]:
+        """(Batches that workers have yet to make, workers) of the iterators that have some."""
+        found = [(hooks.unfinished(i), epoch.workers) for i, epoch in list(self._epochs.items())]
+        return sum(n for n, _ in found), sum(workers for n, workers in found if n)
 
     @property
     def at_work(self) -> bool:
         """Whether advisor changes how batches are loaded."""
-        return bool(self._given) or self._override or self._pins
+        return bool(self._given) or self._override
 
     def set(self, given: Mapping[str, Any]) -> None:
         """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
         by itself if they name no workers. Workers start anew: they have fetched ahead under another
         config."""
-        self._given, self._pins = {}, bool(given.get("pin_memory"))
+        self._given = {}
         for epoch in list(self._epochs.values()):
             batches, epoch.batches, epoch.decided = epoch.batches, None, False
             if epoch.ahead is not None and batches is not None:
                 hooks.send_away(batches)
                 epoch.ahead.take_back()
-            if epoch.pinner is not None and not self._pins:
-                epoch.pinner.stop()
-                epoch.pinner = None
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
@@ -185,11 +174,8 @@ class Loaders:
         known = loader if own or not workers else None
         stack = traceback.walk_stack(sys._getframe())
         place = tuple((frame.f_code, line) for frame, line in stack)
-        before = self._epochs.get(iterator)  # of persistent workers
-        epoch = _Epoch(known, place, workers, loader.pin_memory, own, why)
-        epoch.pinner = before.pinner if before is not None else None
-        self._epochs[iterator] = epoch
-        self._queued_before += hooks.queued(iterator, workers)
+        self._epochs[iterator] = _Epoch(known, place, workers, loader.pin_memory, own, why)
+        self._unfinished_before += hooks.unfinished(iterator)
         return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
@@ -207,9 +193,6 @@ class Loaders:
             return plain(iterator)
         batch = self._by_workers(iterator, epoch, plain)
         if batch is _NONE:
-            own = epoch.workers > 0 and not epoch.pinned
-            if self._pins and own and epoch.pinner is None and torch.is_grad_enabled():
-                epoch.pinner = Pinner(iterator)
             batch = plain(iterator)
             self.taken += epoch.workers > 0
         if self._looking and torch.is_grad_enabled():

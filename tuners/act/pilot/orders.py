@@ -65,7 +65,7 @@ class Lap:
         first_s: seconds of the untimed steps, if the order switched to another config.
         compiled: graphs that torch.compile made during the timed steps.
         taken: batches that came from the loader's workers.
-        lent: how many more batches than before wait for a free worker.
+        lent: how many more batches than before busy workers have yet to make.
         outcome: 'ok', or how the config failed; the script then went on without it. For a
             comparison, its result; `blames` as in `Compared`.
         graphs: whether CUDA graphs were the reason.
