@@ -239,7 +239,7 @@ def test_a_worker_that_ended_between_two_blocks_is_replaced(worker: Worker) -> N
     guard = worker._process.pid
     child = host.family(guard)[1]
     os.kill(child, signal.SIGKILL)
-    assert ended(child)
+    assert ended(child) and at_its_end(worker)
     block(worker, 4)
     assert worker._process.pid != guard
 
@@ -286,6 +286,11 @@ def ended(process: int, within_s: float = 20.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def at_its_end(worker: Worker) -> bool:
+    """Whether the last thread of its process is gone, too, which holds the pipe."""
+    return worker._pipe is not None and worker._pipe.poll(20)
 
 
 def await_file(path: Path) -> int:
@@ -347,7 +352,7 @@ def test_nothing_outlives_a_guard_that_was_killed(worker: Worker) -> None:
     assert worker._process is not None
     child = host.family(worker._process.pid)[1]
     os.kill(worker._process.pid, signal.SIGKILL)
-    assert ended(child)
+    assert ended(child) and at_its_end(worker)
     block(worker, 4)
 
 

@@ -177,8 +177,9 @@ class Worker:
             raise WorkerError(f"data {self._job.task.data!r}: {why}") from exc
 
     def _runs(self) -> bool:
-        # What comes unasked is the end of the pipe.
-        return self._pipe is not None and not self._pipe.poll()
+        if self._pipe is None or self._process is None or self._process.ended:
+            return False
+        return not self._pipe.poll()  # what comes unasked is the end of the pipe
 
     def _ready(self, config: Config) -> None:
         """Have a process in which a config can be visited, with the data loaded."""
