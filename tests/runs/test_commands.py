@@ -221,6 +221,25 @@ def test_what_is_printed_without_end_is_cut_off() -> None:
     assert log.stat().st_size <= LOGGED + 2**16
 
 
+COMPILER = """#!/bin/bash
+trap 'rm half.so; exit 1' TERM
+touch half.so
+while true; do read -t 0.05 < /dev/zero; done
+"""
+
+
+def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
+    """torch.compile would load it in the user's next run."""
+    compiler, half = Path("g++"), Path("half.so")
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    starts = "import subprocess; subprocess.run(['./g++'])"
+    command = Guarded([sys.executable, "-c", starts], log=None, environment=os.environ)
+    until(half.exists)
+    command.end()
+    assert not half.exists()
+
+
 # Bad input and bad luck
 
 REFUSED = {

@@ -33,6 +33,10 @@ LOOK_S = 0.1
 """Between two looks at the memory in use."""
 FAMILY_S = 1.0
 """Between two searches for what the worker started: each reads all of /proc."""
+COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
+COMPILERS_S = 0.2
+"""For compilers to remove what they have half written, as they do on SIGTERM: torch.compile loads
+whatever lies in its cache, also in later runs of the user."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -124,6 +128,12 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; look again until there are none, as they may fork meanwhile."""
+        compilers = [one for one in host.family(os.getpid())[1:] if _name(one) in COMPILERS]
+        for process in compilers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGTERM)
+        if compilers:
+            time.sleep(COMPILERS_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._worker, signal.SIGKILL)
         while True:
@@ -150,6 +160,13 @@ class Guard:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
             self._words = (self._words + said)[-WORDS:]
+
+
+def _name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:  # gone
+        return ""
 
 
 if __name__ == "__main__":
