@@ -31,11 +31,6 @@ class Storages:
             found.copy_(tensor)
         return found
 
-    def forget(self, name: Hashable, keep: set[Stride]) -> None:
-        """Free the storages of a tensor for all strides but these."""
-        kept = self._kept.get(name, {})
-        self._kept[name] = {stride: one for stride, one in kept.items() if stride in keep}
-
 
 def strided(tensor: Tensor, stride: Stride) -> Tensor:
     """The same values with another memory format."""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
 MOST_SAID = 300  # characters of an exception's message
-GRAPHS = ("cudagraph", "cuda graph", "overwritten by a subsequent run", "capturing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,6 @@ class Lap:
         lent: how many more batches than before busy workers have yet to make.
         outcome: 'ok', or how the config failed; the script then went on without it. For a
             comparison, its result; `blames` as in `Compared`.
-        graphs: whether CUDA graphs were the reason.
     """
 
     steps: Count
@@ -83,7 +81,6 @@ class Lap:
     outcome: str = "ok"
     reason: str = ""
     blames: str = ""
-    graphs: bool = False
 
 
 class Guide(Protocol):

@@ -20,7 +20,7 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Unclear, Untrained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import GRAPHS, Comparison, Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.decisions import ANEW, COMPARES, ELSEWHERE, HEADROOM, LOOKED, MOST_CUTS
 
@@ -87,7 +87,7 @@ class Pilot:
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._unadvised = self._cuts = self._own_peak = 0
         self._began = self._first_s = self._waited_s = self._switched = 0.0
-        self._fresh = self._released = self._of_graphs = False
+        self._fresh = self._released = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
@@ -284,7 +284,6 @@ class Pilot:
             outcome=self._verdict[0],
             reason=self._verdict[1],
             blames=self._verdict[2],
-            graphs=self._of_graphs,
         )
 
     def _begin_lap(self) -> None:
@@ -303,7 +302,7 @@ class Pilot:
     def _begin(self, switch: Switch, order: Order) -> bool:
         """Begin an order; whether it is over at once."""
         self._fresh = order.config != switch.config
-        self._verdict, self._of_graphs = OK, False
+        self._verdict = OK
         self._switched = time.perf_counter()
         self._order, self._first_s, self._cuts = order, 0.0, 0
         if order.forget is not None:
@@ -354,7 +353,6 @@ class Pilot:
 
     def _fails(self, exc: Exception) -> None:
         self._verdict = (*told(exc), "")
-        self._of_graphs = any(word in str(exc).lower() for word in GRAPHS)
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
