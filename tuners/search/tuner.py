@@ -44,7 +44,7 @@ from advisor.tuners.search.race import race
 from advisor.tuners.search.ratio import paired
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.visit import Visit, Visitor
+from advisor.tuners.search.visit import Turn, Visit, Visitor
 from advisor.tuners.search.winners import Rates, choices_of, choose
 
 NUMERICS = "numerics"
@@ -519,9 +519,7 @@ class Tuner:
             return raced
         beside = [turn.beside.rate for turn in next(iter(turns.values()))[-count:]]
         return {default: beside + raced[default]} | {
-            config: [t.ratio * rate for t, rate in zip(seen[-count:], beside, strict=True)]
-            + raced[config]
-            for config, seen in turns.items()
+            config: _rates(seen[-count:], beside) + raced[config] for config, seen in turns.items()
         }
 
     def _visited_rates(self) -> Rates:
@@ -532,8 +530,7 @@ class Tuner:
         # Where nothing came near the baseline, its own blocks are all there is to say.
         beside = [turn.beside.rate for turn in most] or [b.rate for b in self._visitor.baseline]
         return {self._space.default: beside} | {
-            one.config: [t.ratio * rate for t, rate in zip(one.turns, beside, strict=False)]
-            for one in visits
+            one.config: _rates(one.turns, beside) for one in visits
         }
 
     def _decide(self, rates: Rates, interrupted: bool) -> Found:
@@ -638,6 +635,11 @@ class Tuner:
 
     def _named(self, config: Config) -> str:
         return remarks.named(self._space, config, self._scope.baseline)
+
+
+def _rates(turns: Sequence[Turn], beside: Sequence[float]) -> list[float]:
+    """Samples/s of turns, as if they were beside blocks of the baseline at these rates."""
+    return [turn.ratio * rate for turn, rate in zip(turns, beside, strict=False)]
 
 
 def _visit_of(known: Known) -> Visit:

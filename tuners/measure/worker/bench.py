@@ -7,7 +7,6 @@ import functools
 import gc
 import math
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import orders
+from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.served import Served
 from advisor.tuners.faults import told
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
@@ -349,13 +349,6 @@ class Bench:
 
 def draws(step: Callable[[], None]) -> bool:
     """Whether a step draws random numbers."""
-    before = _random_state()
+    before = Drawn()
     step()
-    return _random_state() != before
-
-
-def _random_state() -> tuple[object, ...]:
-    """Of Python and of PyTorch, on all devices."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    states = (torch.get_rng_state(), *devices)
-    return random.getstate(), *(one.cpu().numpy().tobytes() for one in states)
+    return before.passed()
