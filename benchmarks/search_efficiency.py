@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,22 +58,16 @@ class TableSpace(Space):
         choices: dict[str, tuple[Value, ...]] = {
             name: tuple({repr(row[name]): row[name] for row in rows}.values()) for name in default
         }
-        rules = {name: knobs.BY_NAME[name] for name in choices}
-        super().__init__(
-            choices,
-            dear=[name for name, knob in rules.items() if knob.dear],
-            frugal=[name for name, knob in rules.items() if knob.frugal],
-            conflicts={name: knob.conflicts for name, knob in rules.items()},
-        )
+        super().__init__(choices)
         self._rows = frozenset(rows)
 
     def holds(self, config: Config) -> bool:
         """Whether the table has it."""
         return config in self._rows
 
-    def configs(self, batch: int, **how: Any) -> Iterator[Config]:
+    def configs(self, batch: int, feed: Mapping[str, Value] | None = None) -> Iterator[Config]:
         """Those of the table at one batch."""
-        return (config for config in super().configs(batch, **how) if config in self._rows)
+        return (config for config in super().configs(batch, feed) if config in self._rows)
 
 
 @dataclass(frozen=True)

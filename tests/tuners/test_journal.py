@@ -24,7 +24,7 @@ from advisor.tuners.search.journal import Journal, Known, open_study
 from advisor.tuners.search.ratio import UNKNOWN, Ratio
 from advisor.tuners.search.space import Space
 
-SPACE = Space({"precision": ("default", "tf32"), "level": (0, 1, 2), "batch_size": (8, 16)})
+SPACE = Space({"precision": ("default", "tf32"), "threads": (0, 1, 2), "batch_size": (8, 16)})
 CONFIGS = [config for batch in SPACE.batches for config in SPACE.configs(batch)]
 
 
@@ -280,7 +280,7 @@ def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
 
 def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
     fill(tmp_path)
-    narrow = Space({"precision": ("default", "tf32"), "level": (0, 1), "batch_size": (8,)})
+    narrow = Space({"precision": ("default", "tf32"), "threads": (0, 1), "batch_size": (8,)})
     found = Journal(open_study(tmp_path, "s")[0], narrow).resume()
     assert all(narrow.holds(one.trial.config) for one in found) and len(found) == 4
 

@@ -56,72 +56,69 @@ def test_what_the_table_says_does_not_go_together(changes: dict[str, Any], combi
     space = on_cuda(repeats=True, varies=True)
     config = space.default.replace(**changes)
     assert space.holds(config) is combines
-    assert (config in set(space.configs(32, dear=True))) is combines
+    assert (config in set(space.configs(32))) is combines
 
 
-def small(**more: Any) -> Space:
-    choices: dict[str, Any] = {
-        "a": (False, True),
-        "b": ("x", "y", "z"),
+def small(**more: tuple[Any, ...]) -> Space:
+    choices: dict[str, tuple[Any, ...]] = {
+        "fused_optimizer": (False, True),
+        "precision": ("default", "tf32", "fp16"),
         "batch_size": (4,),
-        "none": (),
-        "slow": ("no", "yes"),
+        "threads": (),
+        "compile": ("none", "default"),
     }
-    conflicts = {"a": {"b": ("z",)}, "gone": {"a": (True,)}}
-    return Space(choices, conflicts=conflicts, dear=("slow", "gone"), **more)
+    return Space(choices | more)
 
 
 def test_what_it_holds() -> None:
     space = small()
-    assert set(space.choices) == {"a", "b", "batch_size", "slow"}
+    assert set(space.choices) == {"fused_optimizer", "precision", "batch_size", "compile"}
     assert space.inputs == {} and space.default_input == Config()
-    assert space.dear == ("slow",)
+    assert space.dear == ("compile",)
     assert space.holds(space.default)
-    assert not space.holds(space.default.without("a"))
+    assert not space.holds(space.default.without("precision"))
     assert not space.holds(space.default.replace(more=1))
-    assert not space.holds(space.default.replace(a=1))
+    assert not space.holds(space.default.replace(fused_optimizer=1))
     assert not space.holds(space.default.at(8))
-    assert space.offers("a", True) and not space.offers("a", 1) and not space.offers("c", 1)
+    offers = space.offers
+    assert offers("fused_optimizer", True) and not offers("fused_optimizer", 1)
+    assert not offers("threads", 1)
 
 
 def test_setting_a_knob_takes_back_what_conflicts_with_it() -> None:
     space = small()
-    both = space.default.replace(a=True)
-    assert space.combined(both, "b", "z") == space.default.replace(b="z")
-    assert space.combined(both, "b", "y") == both.replace(b="y")
-    assert space.combined(space.default, "a", True) == both
+    both = space.default.replace(fused_optimizer=True)
+    assert space.combined(both, "precision", "fp16") == space.default.replace(precision="fp16")
+    assert space.combined(both, "precision", "tf32") == both.replace(precision="tf32")
+    assert space.combined(space.default, "fused_optimizer", True) == both
 
 
 def test_all_of_them() -> None:
     space = small()
-    # Five of six: a and z conflict.
-    cheap = list(space.configs(8))
-    assert len(cheap) == len(set(cheap)) == 5
-    assert all(config.batch == 8 and config["slow"] == "no" for config in cheap)
-    every = list(space.configs(4, dear=True))
-    assert len(every) == 10
+    every = list(space.configs(8))
+    # Five of six go together: a fused optimizer and fp16 do not.
+    assert len(every) == len(set(every)) == 10
+    assert all(config.batch == 8 for config in every)
     assert sum(map(space.is_dear, every)) == 5
 
 
 def test_what_is_frugal_is_tried_where_it_is_asked_for() -> None:
-    space = small(frugal=("b", "gone"))
-    assert space.frugal == ("b",)
-    assert {config["b"] for config in space.configs(4, dear=True)} == {"x"}
+    space = small(activation_memory=(1.0, 0.5))
+    assert {config["activation_memory"] for config in space.configs(4)} == {1.0}
 
 
 def test_what_is_nearest() -> None:
     space = small()
-    assert space.near({"a": True, "b": "q", "c": 1, "batch_size": 64}) == space.default.replace(
-        a=True
-    )
-    assert space.near({}, 2) == space.default.at(2)
+    near = space.near({"fused_optimizer": True, "precision": "q", "more": 1, "batch_size": 64})
+    assert near == space.default.replace(fused_optimizer=True)
 
 
 def test_the_digest_is_of_the_choices() -> None:
     assert len(small().digest) == 12
-    assert small().digest == small(inputs={"pin": (False, True)}).digest
-    assert small().digest != Space({"a": (False, True)}).digest
-    assert Space({"a": (False, True)}).digest != Space({"a": (0, 1)}).digest
+    assert small().digest == Space(small().choices, {"pin_memory": (False, True)}).digest
+    assert small().digest != Space({"channels_last": (False, True)}).digest
+    levels = Space({"threads": (0, 1)}), Space({"threads": (False, True)})
+    assert levels[0].digest != levels[1].digest
 
 
 def test_uses() -> None:
@@ -146,6 +143,6 @@ def test_the_ladder() -> None:
 def test_what_feeds_a_run_can_be_held() -> None:
     space = on_cuda(use="pilot", workers=4, batches=(32,))
     feed = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
-    held = set(space.configs(32, feed=feed))
+    held = set(space.configs(32, feed))
     everything = {config for config in space.configs(32) if config.only(*feed) == feed}
     assert held == everything and held

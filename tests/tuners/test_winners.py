@@ -121,8 +121,7 @@ CUDA = Space(
         "compile": ("none", "default"),
         "step_graph": (False, True),
         "batch_size": (64, 128, 256),
-    },
-    dear=("compile",),
+    }
 )
 PLAIN = CUDA.default
 TF32 = PLAIN.replace(precision="tf32")
@@ -190,7 +189,7 @@ def test_with_the_batch_free_nothing_worse_is_served_at_the_users() -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from([c for b in (64, 256) for c in CUDA.configs(b, dear=True)]),
+        st.sampled_from([c for b in (64, 256) for c in CUDA.configs(b)]),
         st.lists(st.floats(10.0, 1000.0), min_size=1, max_size=5),
         max_size=8,
     )

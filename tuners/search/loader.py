@@ -52,7 +52,7 @@ def tuned_loader(
         **{name: (value,) for name, value in step.items()},
         **space.inputs,
     }
-    inputs = space.of_inputs(choices)
+    inputs = Space(choices)
     progress.phase("the loader, with the step that was chosen")
     scope = Scope(
         budget_s=clock.left_s, compares=False, baseline="torch's loader", stage=knobs.INPUT

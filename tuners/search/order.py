@@ -281,8 +281,9 @@ class Recipe:
         half = self._format
         for changes in knobs.COMPILED:
             yield self._on(half, changes)
-        for name, value in self._space.dear_values:
-            yield self._on(half, {name: value})
+        for name in self._space.dear:
+            for value in self._space.choices[name][1:]:
+                yield self._on(half, {name: value})
         for use in self._uses:
             leader = self._visits.best(use, self._space.batch).config
             for changes in knobs.FORMATS_TRIED:

@@ -18,19 +18,12 @@ class Space:
     def __init__(
         self,
         choices: Mapping[str, tuple[Value, ...]],
-        *,
         inputs: Mapping[str, tuple[Value, ...]] | None = None,
-        conflicts: Mapping[str, Mapping[str, tuple[Value, ...]]] | None = None,
-        dear: Iterable[str] = (),
-        frugal: Iterable[str] = (),
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
-        self._conflicts = conflicts or {}
-        self.dear = tuple(name for name in dear if name in self.choices)
+        self.dear = tuple(name for name in self.choices if knobs.BY_NAME[name].dear)
         """Knobs that are tried on leaders only."""
-        self.frugal = tuple(name for name in frugal if name in self.choices)
-        """Knobs that are tried where memory is what limits, and nowhere else."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
         """What torch does by itself, at the user's batch."""
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
@@ -44,17 +37,7 @@ class Space:
             # A run loads its data in its steps.
             stage = COMPUTE if here.use == PILOT else knob.stage
             by_stage[stage][knob.name] = _offered(knob, here)
-        return cls(
-            by_stage[COMPUTE],
-            inputs=by_stage[INPUT],
-            conflicts={knob.name: knob.conflicts for knob in knobs.KNOBS if knob.conflicts},
-            dear=(knob.name for knob in knobs.KNOBS if knob.dear),
-            frugal=(knob.name for knob in knobs.KNOBS if knob.frugal),
-        )
-
-    def of_inputs(self, choices: Mapping[str, tuple[Value, ...]]) -> Space:
-        """A space of other choices, with the conflicts of this one."""
-        return Space(choices, conflicts=self._conflicts)
+        return cls(by_stage[COMPUTE], by_stage[INPUT])
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -79,17 +62,9 @@ class Space:
     @property
     def uses(self) -> tuple[str, ...]:
         """Those of RACED that can follow different parts of the space, the widest first."""
-        levels = {
-            USES.index(knobs.use_of(self.default.replace(**{name: value}), self.default))
-            for name, values in self.choices.items()
-            for value in values
-        }
-        found: list[str] = []
-        for below, use in zip(("", *RACED), RACED, strict=False):
-            least = USES.index(below) if below else -1
-            if not found or any(least < level <= USES.index(use) for level in levels):
-                found.append(use)
-        return tuple(reversed(found))
+        changes = [Config({n: value}) for n, values in self.choices.items() for value in values]
+        needed = {knobs.use_of(self.default | one, self.default) for one in changes}
+        return tuple(use for use in reversed(RACED) if use in needed)
 
     def leave_out(self, unwanted: Callable[[str, Value], bool]) -> None:
         """Offer no such value, but a knob's first one."""
@@ -98,12 +73,12 @@ class Space:
 
     def offers(self, name: str, value: Value) -> bool:
         """Whether a knob may have a value; True and 1 are two."""
-        return any(_same(value, one) for one in self.choices.get(name, ()))
+        return _among(value, self.choices.get(name, ()))
 
-    def near(self, config: Mapping[str, Value], batch: int | None = None) -> Config:
-        """torch's default at a batch, with what of a config is offered here."""
+    def near(self, config: Mapping[str, Value]) -> Config:
+        """torch's default with what of a config is offered here, but its batch."""
         offered = {n: v for n, v in config.items() if n != BATCH and self.offers(n, v)}
-        return self.default.replace(**offered).at(self.batch if batch is None else batch)
+        return self.default.replace(**offered)
 
     def holds(self, config: Config) -> bool:
         """Whether every knob has a value that is offered, and none conflicts."""
@@ -115,21 +90,19 @@ class Space:
 
     def _combines(self, config: Config) -> bool:
         return not any(
-            not _same(config[name], self.choices[name][0])
-            and other in config
-            and any(_same(config[other], value) for value in values)
-            for name, conflicts in self._conflicts.items()
-            if name in self.choices
-            for other, values in conflicts.items()
+            other in config and _among(config[other], values)
+            for name in config.changed(self.default)
+            for other, values in knobs.BY_NAME[name].conflicts.items()
         )
 
     def combined(self, config: Config, name: str, value: Value) -> Config:
         """The config with a knob set, and those that then conflict with it at their default."""
-        config = config.replace(**{name: value})
-        for other, conflicts in self._conflicts.items():
-            if other in config and any(_same(value, one) for one in conflicts.get(name, ())):
-                config = config.replace(**{other: self.choices[other][0]})
-        return config
+        clashing = {
+            other: self.default[other]
+            for other in config
+            if _among(value, knobs.BY_NAME[other].conflicts.get(name, ()))
+        }
+        return config.replace(**{name: value}, **clashing)
 
     def on(self, leader: Config, changes: Mapping[str, Value]) -> Config | None:
         """A leader with some knobs set, and switches that conflict with these at their default;
@@ -139,28 +112,19 @@ class Space:
         config = leader
         for name, value in changes.items():
             config = self.combined(config, name, value)
-        for name, conflicts in self._conflicts.items():
-            if name not in changes:
-                continue
-            for other in conflicts.keys() & (config.keys() - changes.keys()):
+            for other in knobs.BY_NAME[name].conflicts.keys() & (config.keys() - changes.keys()):
                 if isinstance(config[other], bool):
-                    config = config.replace(**{other: self.choices[other][0]})
+                    config = config.replace(**{other: self.default[other]})
         return config if self.holds(config) else None
 
-    def configs(
-        self, batch: int, *, dear: bool = False, feed: Mapping[str, Value] | None = None
-    ) -> Iterator[Config]:
-        """All configs at one batch size; dear knobs at their default, unless asked for, and frugal
-        ones; `feed`: values of knobs that are fixed."""
-        fixed = {*self.frugal, *(() if dear else self.dear)}
-        names = [name for name in self.choices if name != BATCH]
-        held = feed or {}
-        offered = [
-            (held[name],) if name in held else self.choices[name][: 1 if name in fixed else None]
-            for name in names
-        ]
+    def configs(self, batch: int, feed: Mapping[str, Value] | None = None) -> Iterator[Config]:
+        """All configs at one batch size; what trades speed for memory at its default, and `feed`,
+        values of knobs that are fixed."""
+        held = {n: self.default[n] for n in self.choices if knobs.BY_NAME[n].frugal}
+        held |= {**(feed or {}), BATCH: batch}
+        offered = [(held[n],) if n in held else values for n, values in self.choices.items()]
         for values in itertools.product(*offered):
-            config = Config(dict(zip(names, values, strict=True))).at(batch)
+            config = Config(dict(zip(self.choices, values, strict=True)))
             if self._combines(config):
                 yield config
 
@@ -171,12 +135,7 @@ class Space:
     def dear_in(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
         """What of these values of knobs makes a config dear."""
         names = (name for name in self.dear if name in values)
-        return {(n, values[n]) for n in names if not _same(values[n], self.default[n])}
-
-    @property
-    def dear_values(self) -> list[tuple[str, Value]]:
-        """What may make a config dear."""
-        return [(name, value) for name in self.dear for value in self.choices[name][1:]]
+        return {(n, values[n]) for n in names if not _among(values[n], (self.default[n],))}
 
 
 def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
@@ -184,7 +143,7 @@ def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
     found = knob.values(here)
     if found and knob.name in here.own:
         own = here.own[knob.name]
-        found = (own, *(value for value in found if not _same(value, own)))
+        found = (own, *(value for value in found if not _among(value, (own,))))
     if knob.name in here.mapped:
         return found
     if knob.name in here.kept:
@@ -193,8 +152,9 @@ def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
     return tuple(v for v in found if v is found[0] or USES.index(knob.needs(v)) <= widest)
 
 
-def _same(ours: Value, theirs: Value) -> bool:
-    return type(ours) is type(theirs) and ours == theirs
+def _among(value: Value, values: Iterable[Value]) -> bool:
+    """Whether a value is one of some; True, 1 and 1.0 are three."""
+    return any(type(value) is type(one) and value == one for one in values)
 
 
 def ladder(batch: int, *, fits: int) -> tuple[int, ...]:

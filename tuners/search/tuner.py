@@ -269,7 +269,7 @@ class Tuner:
         left_s = self._search_s
         return [
             config
-            for config in self._space.configs(batch, dear=True, feed=self._visits.feed)
+            for config in self._space.configs(batch, self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
