@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
     from advisor.tuners.search.clock import Clock
+    from advisor.tuners.search.race import Rates
     from advisor.tuners.search.ratio import Ratio
-    from advisor.tuners.search.winners import Rates
 
 HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
 """What `verify` may find."""
@@ -321,8 +321,8 @@ class _Again:
         from advisor.tuners.search.visit import Visitor
 
         self._record, self._place, self._clock = record, place, clock
-        self._visitor = Visitor(place, clock, lambda _config, _doing: None)
         self._base, self._advised = record.baseline.config, record.winner(record.use).config
+        self._visitor = Visitor(place, self._base, clock, lambda _config, _doing: None)
         self._rates: Rates = {}
 
     def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
@@ -331,18 +331,9 @@ class _Again:
         Raises:
             WorkerError: one that is needed does not run any more, or there was no time for it.
         """
-        from advisor.tuners.measure.place import ConfigFailed
         from advisor.tuners.search.race import race
 
-        reasons: dict[Config, ConfigFailed] = {}
-
-        def lost(config: Config, exc: ConfigFailed) -> None:
-            reasons[config] = exc
-
-        try:
-            rates = race(self._visitor, configs, lambda: self._clock.left_s, lost)
-        except ConfigFailed as exc:
-            rates, reasons[configs[0]] = {}, exc
+        rates, reasons = race(self._visitor, configs)
         for config in needed:
             if not rates.get(config):
                 raise self._lost(config, reasons.get(config))

@@ -9,9 +9,10 @@ import pytest
 from advisor.cache.config import Config
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.order import Recipe, Visits
+from advisor.tuners.search.order import Recipe
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visitor
+from advisor.tuners.search.visits import Visits
 from tests.builders import GAINS, Heard, MadeUp, space, tuned
 
 
@@ -201,7 +202,8 @@ def test_where_a_larger_batch_does_not_fit_less_memory_is_tried() -> None:
 def test_struck_values_are_left_out_of_all_that_follows() -> None:
     visits = Visits(ON_A_GPU)
     place = MadeUp(ON_A_GPU.default)
-    baseline = Visitor(place, Clock(99, now=place.now), lambda _config, _doing: None).begin()
+    clock = Clock(99, now=place.now)
+    baseline = Visitor(place, place.baseline, clock, lambda _config, _doing: None).begin()
     visits.add(baseline)
     visits.struck |= {("precision", "bf16"), ("compile", "reduce-overhead")}
     configs = [one.config for one in Recipe(ON_A_GPU, visits, 150)]

@@ -1,8 +1,8 @@
-"""What a visit and the final race are expected to take, in seconds."""
+"""What a visit and the final race are expected to take, and what there is time for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from advisor.cache.config import Config
 from advisor.tuners import knobs
@@ -17,8 +17,9 @@ from advisor.tuners.decisions import (
     SLOW_VISIT_S,
     TURN_S,
 )
-from advisor.tuners.search.order import Visits
+from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.space import Space
+from advisor.tuners.search.visits import Visits
 
 
 class Costs:
@@ -26,17 +27,13 @@ class Costs:
 
     Args:
         modules: in the model.
-        doubtful: whether a config is compared with fp32.
 
     Attributes:
         compare_s: that a comparison takes.
     """
 
-    def __init__(
-        self, space: Space, visits: Visits, modules: int, doubtful: Callable[[Config], bool]
-    ) -> None:
-        self._space, self._visits, self._modules = space, visits, modules
-        self._doubtful = doubtful
+    def __init__(self, space: Space, visits: Visits, clock: Clock, modules: int) -> None:
+        self._space, self._visits, self._clock, self._modules = space, visits, clock, modules
         self.compare_s = COMPARE_S
 
     def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
@@ -49,7 +46,7 @@ class Costs:
 
     def comparison_s(self, config: Config) -> float:
         """The comparison with fp32; 0 where nothing is compared."""
-        return self.compare_s if self._doubtful(config) else 0.0
+        return self.compare_s if self._visits.is_doubtful(config) else 0.0
 
     def build_s(self, config: Config) -> float:
         """Until a config's first step is done: as long as the slowest of its kind took."""
@@ -60,12 +57,18 @@ class Costs:
         alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
         return max(alike, default=guessed_s) or guessed_s
 
-    def fits(self, config: Config, needs_s: float, left_s: float) -> bool:
-        """Whether there is time for a visit. Before anything compiled leads, what compiles may be
-        tried with less time: it gains the most."""
+    def fits(self, config: Config, needs_s: float) -> bool:
+        """Whether there is time for a visit, and for the race after it. Before anything compiled
+        leads, what compiles may be tried with less time: it gains the most."""
         best = self._visits.best(batch=self._space.batch).config
         first = self._space.is_dear(config) and not self._space.is_dear(best)
-        return (LIKELY if first else 1.0) * needs_s <= left_s
+        return (LIKELY if first else 1.0) * needs_s <= self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left before the final race, if there is one."""
+        leaders = self._visits.leaders()
+        return self._clock.left_s - (self.race_s(leaders) if leaders else 0.0)
 
     def race_s(self, leaders: Iterable[Config], rounds: int | None = None) -> float:
         """So many rounds of the final race; by default those for which time is kept."""

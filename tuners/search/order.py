@@ -1,12 +1,12 @@
-"""Which config is visited next: the recipe, which knows what gained before, then the sampler."""
+"""Which config is visited next: the recipe, which knows what gained before."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import CAPTURE, USES
+from advisor.cache.record import CAPTURE
 from advisor.tuners import knobs
 from advisor.tuners.decisions import (
     CLEARLY,
@@ -19,9 +19,9 @@ from advisor.tuners.decisions import (
     SURELY,
     TURN_S,
 )
-from advisor.tuners.measure.place import Compared
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
+from advisor.tuners.search.visits import Visits, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,108 +40,6 @@ class Proposal:
     compares: bool = False
 
 
-class Visits:
-    """What was visited so far, and what leads.
-
-    Attributes:
-        struck: values of knobs that no config may have any more.
-        feed: how data are loaded in configs to come.
-        codes: what was compiled, or captured, by `knobs.code`.
-    """
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._of: dict[Config, Visit] = {}
-        self._needs: dict[Config, int] = {}
-        self.struck: set[tuple[str, Value]] = set()
-        self.codes: set[Config] = set()
-        self.feed = space.default.only(*knobs.FEEDS)
-
-    def __contains__(self, config: object) -> bool:
-        return config in self._of
-
-    def get(self, config: Config) -> Visit | None:
-        """The last visit to a config."""
-        return self._of.get(config)
-
-    def add(self, visit: Visit) -> None:
-        """Remember a visit."""
-        config, default = visit.config, self._space.default
-        self._of[config] = visit
-        self._needs[config] = USES.index(knobs.use_of(config, default))
-        if visit.turns:
-            self.codes.add(knobs.code(config))
-
-    @property
-    def all(self) -> Sequence[Visit]:
-        """In their order."""
-        return list(self._of.values())
-
-    @property
-    def baseline(self) -> Visit:
-        """That of the baseline."""
-        return self._of[self._space.default]
-
-    def changed(self, configs: Iterable[Config]) -> set[tuple[str, Value]]:
-        """The values that some configs change."""
-        return {pair for one in configs for pair in one.changed(self._space.default).items()}
-
-    def strike_failed(self, visit: Visit) -> Config:
-        """Strike out what of a config has never run: of that the code that is built, else the only
-        value, else the number format; returns what that is."""
-        ran = self.changed(one.config for one in self.all if one.ok)
-        new = self.changed([visit.config]) - ran
-        found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
-        if not found:
-            formats = {(name, value) for name, value in new if name in knobs.FORMATS}
-            found = new if len(new) == 1 else formats
-        self.struck |= found
-        return Config(dict(found))
-
-    def strike_wrong(self, config: Config, compared: Compared, right: Iterable[Config]) -> None:
-        """Strike out what a wrong comparison blames, but what others have shown to be right."""
-        if compared.outcome == "wrong":
-            self.struck |= {
-                (name, value)
-                for name, value in self.changed([config]) - self.changed(right)
-                if _blamed(knobs.BY_NAME[name], compared.blames)
-            }
-
-    def allowed(self, config: Config) -> bool:
-        """Whether none of its values is struck out."""
-        return not (self.struck and any(pair in self.struck for pair in config.items()))
-
-    def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
-        """Visits to what a use can follow, the fastest first, as if all were fed."""
-        found = [
-            one
-            for one in self._of.values()
-            if one.ok
-            and self.allowed(one.config)
-            and (one.compared is None or one.compared.outcome != "wrong")
-            and (batch is None or one.config.batch == batch)
-            and self._needs[one.config] <= USES.index(use)
-        ]
-        fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
-        return sorted(fed or found, key=lambda one: -score(one))
-
-    def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
-        """The fastest that a use can follow; the baseline where nothing ran."""
-        return next(iter(self.ranked(use, batch)), self.baseline)
-
-
-def _blamed(knob: knobs.Knob, what: str) -> bool:
-    """Whether a knob makes the part of a config that a comparison blames."""
-    if what == "code":
-        return bool(knob.captured or (knob.model and not knob.layout))
-    return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))
-
-
-def score(visit: Visit) -> float:
-    """The speed-up of a visit, as if it were fed where it waits for its data."""
-    return visit.fed if visit.waits else visit.ratio.mean
-
-
 class Recipe:
     """Proposes configs in the order of their expected gain per second.
 
@@ -157,7 +55,11 @@ class Recipe:
 
     def __init__(self, space: Space, visits: Visits, modules: int) -> None:
         self._space, self._visits, self._modules = space, visits, modules
-        self._uses = space.uses
+        self._uses, self._on = space.uses, space.on
+        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
+        modes = space.choices.get(knobs.COMPILE, ())
+        # Code is compiled with CUDA graphs: on a GPU, if compiling is permitted.
+        self._has_graphs = graphs is not None and any(map(graphs, modes))
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
@@ -184,9 +86,6 @@ class Recipe:
         """The baseline with what of some changes is offered."""
         return self._space.near(changes).replace(**self._visits.feed)
 
-    def _on(self, config: Config, changes: Mapping[str, Value]) -> Config | None:
-        return self._space.on(config, changes)
-
     @property
     def _format(self) -> Config:
         """The number format and layout that is compiled: the first of the recipe that runs. Without
@@ -197,18 +96,10 @@ class Recipe:
             return max(seen, key=score).config if seen else self._near({})
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
 
-    @property
-    def _has_graphs(self) -> bool:
-        """Whether code can be compiled with CUDA graphs: on a GPU, if compiling is permitted."""
-        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
-        return graphs is not None and any(map(graphs, self._space.choices.get(knobs.COMPILE, ())))
-
     def _runs(self, config: Config) -> bool:
-        if not self._visits.allowed(config):
-            return False
-        visit = self._visits.get(config)
-        wrong = visit is not None and visit.compared and visit.compared.outcome == "wrong"
-        return visit is None or (visit.ok and not wrong)
+        """Whether it may run, and be right, as far as is known."""
+        visit, known = self._visits.get(config), self._visits
+        return (visit is None or visit.ok) and known.allowed(config) and not known.is_wrong(config)
 
     def _ran(self, config: Config) -> bool:
         return config in self._visits and self._runs(config)

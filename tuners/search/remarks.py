@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterator
 
 from advisor.cache.config import Config
-from advisor.tuners import knobs
-from advisor.tuners.measure.place import Compared
-from advisor.tuners.search.ratio import Ratio
-from advisor.tuners.search.space import Space
-
-
-def named(space: Space, config: Config, baseline: str) -> str:
-    """What a config changes, and its batch where that is not the user's."""
-    at = f" at batch {config.batch}" if config.batch != space.batch else ""
-    return knobs.described(config, space.default, nothing=baseline) + at
+from advisor.tuners.decisions import CLEARLY, MENTIONED
+from advisor.tuners.search.race import Rates
+from advisor.tuners.search.ratio import Noise, Ratio, paired
+from advisor.tuners.search.visit import Visit
+from advisor.tuners.search.visits import Visits, score
 
 
 def shown(ratio: Ratio) -> str:
@@ -24,16 +20,46 @@ def shown(ratio: Ratio) -> str:
     return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
-def budget(seconds: float) -> str:
-    """Seconds as a budget that can be typed, rounded up to tens: '120s'."""
-    return f"{10 * math.ceil(seconds / 10)}s"
+def remedy(seconds: float) -> str:
+    """The budget that has so many seconds, rounded up to tens, as it can be typed."""
+    return f"--budget {10 * math.ceil(seconds / 10)}s has the time for it"
 
 
-def why_not(ratio: Ratio, compared: Compared | None, *, needed: bool) -> str:
-    """Why a config that seemed to gain is not advised; `needed`: only if it was compared."""
+def gains(
+    visits: Visits,
+    rates: Rates,
+    noise: Noise,
+    chosen: Collection[Config],
+    named: Callable[[Config], str],
+) -> Iterator[str]:
+    """A line for each config that seemed to gain and is not advised; whether the loader is the
+    limit of the rest.
+
+    Args:
+        rates: the turns that the choice was made from.
+    """
+    own = visits.baseline.config
+    seemed = [v for v in visits.all if v.ok and v.ratio.mean >= MENTIONED]
+    for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
+        if (config := visit.config) not in chosen and config != own:
+            raced = len(rates.get(config, ())) > 1
+            ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
+            why = _why_not(visits, visit, ratio)
+            yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
+    best = visits.best()
+    if best.waits and score(best) >= CLEARLY * best.ratio.mean:
+        yield (
+            f"the loader is the limit: {named(best.config)} waits {best.waited:.0%} of its time "
+            f"for data, and would be {score(best):.2f}x if it were fed"
+        )
+
+
+def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
+    """Why a config that seemed to gain is not advised."""
+    compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
         return compared.reason
-    if compared is None and needed:
+    if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
         return "it was not compared with fp32"
     if ratio.high < math.inf and not ratio.faster:
         return "too noisy to tell"

@@ -57,7 +57,6 @@ class Visit:
         first_s: seconds until its first step was done; `settle_s` more until its steps settled.
         turns: blocks of it, each between two of the baseline.
         ratio: over the baseline, with its interval.
-        compared: with strict fp32; None where it was not.
         seconds: that the whole visit took.
     """
 
@@ -68,7 +67,6 @@ class Visit:
     settle_s: float = 0.0
     turns: tuple[Turn, ...] = ()
     ratio: Ratio = UNKNOWN
-    compared: Compared | None = None
     seconds: float = 0.0
 
     @property
@@ -82,6 +80,11 @@ class Visit:
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
         return math.exp(statistics.fmean(math.log(turn.fed) for turn in self.turns))
+
+    @property
+    def rate(self) -> float:
+        """Samples per second; 0 where it failed."""
+        return statistics.median(t.block.rate for t in self.turns) if self.turns else 0.0
 
     @property
     def step_s(self) -> float:
@@ -100,24 +103,25 @@ class Visit:
         """Whether another loader may gain something."""
         return self.waited > GAIN - 1
 
-    @property
-    def measurement(self) -> Measurement:
-        """As a record keeps it."""
+    def measurement(self, own: float = 0.0) -> Measurement:
+        """As a record keeps it: as if the baseline had made `own` samples/s beside it, so that the
+        speeds of two trials have the ratio that their turns have; by default as it was."""
         if not self.turns:
             return Measurement(outcome=self.outcome, reason=self.reason)
         blocks = [turn.block for turn in self.turns]
         rates = [block.rate for block in blocks]
+        scale = self.ratio.mean * own / self.rate if own else 1.0
         return Measurement(
             outcome="ok",
-            samples_per_s=statistics.median(rates),
-            low=min(rates),
-            high=max(rates),
-            step_s=self.step_s,
+            samples_per_s=scale * self.rate,
+            low=scale * min(rates),
+            high=scale * max(rates),
+            step_s=self.step_s / scale,
             gpu_s=statistics.median(block.gpu_s / block.steps for block in blocks),
             first_step_s=self.first_s,
             peak_bytes=max(block.peak_bytes for block in blocks),
             steps=sum(block.steps for block in blocks),
-            blocks=tuple(block.step_s for block in blocks),
+            blocks=tuple(block.step_s / scale for block in blocks),
             waited=self.waited,
             warm_s=self.settle_s,
         )
@@ -126,20 +130,19 @@ class Visit:
 class Visitor:
     """Visits configs of a place, one after the other.
 
+    Args:
+        own: the baseline.
+
     Attributes:
         baseline: the blocks of the baseline, in order.
     """
 
-    def __init__(self, place: Place, clock: Clock, tell: Tell) -> None:
-        self._place, self._clock, self._tell = place, clock, tell
+    def __init__(self, place: Place, own: Config, clock: Clock, tell: Tell) -> None:
+        self._place, self.own, self.clock, self._tell = place, own, clock, tell
         self.baseline: list[Block] = []
         self._last: Block | None = None
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
-
-    def now(self) -> float:
-        """Wall-clock seconds."""
-        return self._clock.now()
 
     @property
     def noise(self) -> Noise:
@@ -157,17 +160,17 @@ class Visitor:
         Raises:
             ConfigFailed: it does not run. TargetFailed, WorkerError: as `Place.block`.
         """
-        began, baseline = self._clock.now(), self._place.baseline
-        first_s, settle_s = self._settle(baseline)
+        began = self.clock.now()
+        first_s, settle_s = self._settle(self.own)
         before, after = self._beside(), self._beside(anew=True)
         turn = Turn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
         return Visit(
-            config=baseline,
+            config=self.own,
             first_s=first_s,
             settle_s=settle_s,
             turns=(turn,),
             ratio=LEVEL,
-            seconds=self._clock.now() - began,
+            seconds=self.clock.now() - began,
         )
 
     def visit(
@@ -179,13 +182,13 @@ class Visitor:
             best: the highest ratio so far; what stays clearly below it is measured more briefly.
             leave_s: of the budget, for what follows; two turns are enough to leave that.
         """
-        began = self._clock.now()
-        first_s = settle_s = 0.0
+        began, first_s, settle_s = self.clock.now(), 0.0, 0.0
         turns: list[Turn] = []
+        outcome, reason = "ok", ""
         try:
             first_s, settle_s = self._settle(config)
             self._tell(config, MEASURING)
-            timed_from = self._clock.now()
+            timed_from = self.clock.now()
             before = self._beside(seconds)
             while not self._enough(turns, best, timed_from, leave_s):
                 turn = self._turn(config, before, seconds)
@@ -194,20 +197,16 @@ class Visitor:
         except ConfigFailed as exc:
             self._last = None
             if not turns or exc.outcome != "timed_out":
-                return Visit(
-                    config=config,
-                    outcome=exc.outcome,
-                    reason=str(exc),
-                    first_s=first_s,
-                    seconds=self._clock.now() - began,
-                )
+                outcome, reason, turns = exc.outcome, str(exc), []
         return Visit(
             config=config,
+            outcome=outcome,
+            reason=reason,
             first_s=first_s,
             settle_s=settle_s,
             turns=tuple(turns),
             ratio=self._ratio(turns),
-            seconds=self._clock.now() - began,
+            seconds=self.clock.now() - began,
         )
 
     def block(self, config: Config, seconds: float = TURN_S) -> Block:
@@ -229,7 +228,7 @@ class Visitor:
         """Compare the code that was timed with strict fp32."""
         self._tell(config, COMPARING)
         self._last = self._current = None
-        return self._place.compare(config, deadline_s=self._clock.deadline_s)
+        return self._place.compare(config, deadline_s=self.clock.deadline_s)
 
     def forget(self, config: Config) -> None:
         """Free what was built for a config."""
@@ -249,7 +248,7 @@ class Visitor:
     def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:
         """A block of the baseline; the last one, unless something else has taken time since."""
         if self._last is None or anew:
-            self._last = self.block(self._place.baseline, seconds)
+            self._last = self.block(self.own, seconds)
             self.baseline.append(self._last)
         return self._last
 
@@ -260,20 +259,20 @@ class Visitor:
             Seconds until its first step was done, and from then on until its steps settled.
         """
         self._tell(config, BUILDING if knobs.compiles(config) else MEASURING)
-        if config != self._place.baseline:
+        if config != self.own:
             self._last = None
         block = self._block(config, 1)
         first_s = block.first_s or block.seconds
-        began, made = self._clock.now(), 1
+        began, made = self.clock.now(), 1
         for _ in range(SETTLE_BLOCKS):
             before = block.step_s
             block = self._block(config, turn_steps(before, TURN_S / 2))
             made += block.steps
             alike = abs(block.step_s / before - 1) < SETTLED and made >= SETTLE_STEPS
-            if not block.compiled and (alike or self._clock.now() - began >= SETTLE_S):
+            if not block.compiled and (alike or self.clock.now() - began >= SETTLE_S):
                 break
         self._settled[config] = block.step_s
-        return first_s, self._clock.now() - began
+        return first_s, self.clock.now() - began
 
     def _steps(self, config: Config, seconds: float) -> int:
         # Workers give their batches one after another: a block is whole rounds of them.
@@ -284,7 +283,7 @@ class Visitor:
     def _block(self, config: Config, steps: int) -> Block:
         warm = int(config != self._current)
         self._current = None
-        block = self._place.block(config, steps, warm=warm, deadline_s=self._clock.deadline_s)
+        block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         return block
 
@@ -296,7 +295,7 @@ class Visitor:
         # What waits for its data may lead once it is fed.
         if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
             return True
-        slow = self._clock.now() - timed_from >= SLOW_VISIT_S or self._clock.left_s <= leave_s
+        slow = self.clock.now() - timed_from >= SLOW_VISIT_S or self.clock.left_s <= leave_s
         if len(turns) < (2 if slow else PAIRS):
             return False
         ratio = self._ratio(turns)

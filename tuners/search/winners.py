@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,20 @@ from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import GAIN, SURELY
+from advisor.tuners.search.race import Rates
 from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
-
-Rates = dict[Config, list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """`baseline`: torch's default at the user's batch; `winners` for each of RACED, at the user's
-    batch and, where others were tried, with the batch free."""
+    batch and, where others were tried, with the batch free; `raced`: what was measured more than
+    once, each with an interval."""
 
     baseline: Choice
     winners: tuple[Winner, ...]
+    raced: tuple[Choice, ...]
 
     def winner(self, use: str, *, free: bool = False) -> Choice:
         """The best for one of RACED."""
@@ -59,6 +61,11 @@ def choose(
         winners=tuple(
             Winner(use=use, free=free, choice=steady[choice.config])
             for (use, free), choice in found.items()
+        ),
+        raced=tuple(
+            choice
+            for choice in steady.values()
+            if len(choice.rounds) > 1 and math.isfinite(choice.speedup_high)
         ),
     )
 
