@@ -55,7 +55,13 @@ def _attach() -> None:
     try:
         from advisor.piloting import attach
     except ImportError as exc:
-        sys.stderr.write(f"advisor: not in this Python environment ({exc}); it runs as it is\n")
+        said = f"not in this Python environment ({exc})"
+        if address := os.environ.get("ADVISOR_PILOT"):  # it is tuned, and would be waited for
+            from pathlib import Path
+
+            Path(address).with_name("torch").write_text(f"advisor is {said}; install it there")
+            sys.exit(f"advisor: {said}")
+        sys.stderr.write(f"advisor: {said}; it runs as it is\n")
         return
     attach()
 

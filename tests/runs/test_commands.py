@@ -254,6 +254,10 @@ REFUSED = {
         "no process of the command has imported torch; it ended with exit code 1: SyntaxError: "
         "invalid syntax. What it printed is in log; mend that first",
     ),
+    "no advisor": (
+        "import sys; sys.modules['advisor'] = None; import torch",
+        "it failed before a step could be measured: advisor is not in this Python environment (",
+    ),
     "too few steps": (
         "import sys; from training import train; train(2); sys.exit(3)",
         "torch was imported, but no 4 steps of a torch.optim optimizer came; "

@@ -402,7 +402,7 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
         assert number < 2 or gate.wait(60)
 
     def unfinished() -> int:
-        return fed._unfinished()[0]
+        return fed._queued()[1]
 
     def until(left: int) -> None:
         end = time.monotonic() + 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -144,6 +145,43 @@ def test_a_config_that_waits_for_data_is_known_by_what_it_would_do_if_fed() -> N
     assert visit.ratio.mean == pytest.approx(1.0) and visit.waits
     assert visit.fed == pytest.approx(place.speedup(FAST) * 0.05 * 30)
     assert visit.waited == pytest.approx(1 - (1 / 30 / place.speedup(FAST)) / 0.05)
+
+
+class Queued:
+    """A run whose loader makes a batch in 1/28 s, and keeps up to 16 ready."""
+
+    baseline = BASE
+    every_s, most = 1 / 28, 16
+
+    def __init__(self) -> None:
+        self.time, self.ready = 0.0, float(self.most)
+
+    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        """As `Place.block`."""
+        step_s = 1 / 27 if config == BASE else 1 / 60
+        self._steps(step_s, warm)
+        began = self.time
+        waited_s = self._steps(step_s, steps)
+        seconds = self.time - began
+        return Block(steps=steps, samples=steps, seconds=seconds, waited_s=waited_s, ahead=16)
+
+    def _steps(self, step_s: float, steps: int) -> float:
+        """The seconds that they wait for batches."""
+        waited_s = 0.0
+        for _ in range(steps):
+            wait = max(0.0, 1 - self.ready) * self.every_s
+            self.ready = min(self.most, self.ready + (wait + step_s) / self.every_s) - 1
+            self.time += wait + step_s
+            waited_s += wait
+        return waited_s
+
+
+def test_batches_that_lie_ready_make_no_config_faster() -> None:
+    place: Any = Queued()
+    one = Visitor(place, Clock(100.0, now=lambda: place.time), lambda config, doing: None)
+    one.begin()
+    visit = one.visit(FAST, best=1.0)
+    assert visit.ratio.mean == pytest.approx(28 / 27, rel=0.02) and visit.waits
 
 
 def test_a_rate_never_is_nothing() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from advisor.cache.config import Config
+from advisor.tuners.decisions import GAIN
 
 UNVERIFIED = "unverified"  # what a comparison is that could not tell
 LEAST = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
@@ -27,6 +28,12 @@ class Block:
     borrowed: float = (
         0.0  # share of batches from a loader's queue that busy workers did not replace
     )
+    ahead: int = 0  # batches that the loader's workers may have ready
+
+    @property
+    def waits(self) -> bool:
+        """Whether the loader keeps it from being faster."""
+        return self.borrowed > 0 or self.waited_s > (GAIN - 1) * self.seconds
 
     @property
     def step_s(self) -> float:

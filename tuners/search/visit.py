@@ -143,6 +143,7 @@ class Visitor:
         self._last: Block | None = None
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
+        self._outrun: dict[Config, int] = {}
 
     @property
     def noise(self) -> Noise:
@@ -281,10 +282,13 @@ class Visitor:
         return steps if steps < 2 * workers else math.ceil(steps / workers) * workers
 
     def _block(self, config: Config, steps: int) -> Block:
-        warm = int(config != self._current)
+        # Batches that workers had ready are used up first: a run does not find them ready.
+        warm = max(1, self._outrun.get(config, 0)) if config != self._current else 0
         self._current = None
         block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
+        most = int(SLOW_TURN_S / max(block.step_s, 1e-7))
+        self._outrun[config] = min(block.ahead, most) if block.waits else 0
         return block
 
     def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:

@@ -128,16 +128,17 @@ def on_batches(
     return remove
 
 
-def unfinished(iterator: Any) -> int:
-    """Batches that a DataLoader's iterator has asked its workers for, and that are not ready. If
-    memory is pinned, finished ones wait in a second queue."""
+def asked_for(iterator: Any) -> tuple[int, int]:
+    """(Batches that a DataLoader's iterator has asked its workers for, those of them that are not
+    ready). If memory is pinned, finished ones wait in a second queue."""
     from torch.utils.data import dataloader
 
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) or iterator._shutdown:
-        return 0
+        return 0, 0
     queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
     ready: int = sum(one.qsize() for one in queues)
-    return max(0, iterator._tasks_outstanding - ready)
+    asked: int = iterator._tasks_outstanding
+    return asked, max(0, asked - ready)
 
 
 def send_away(iterator: Any) -> None:

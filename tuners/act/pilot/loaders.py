@@ -115,20 +115,27 @@ class Loaders:
 
     def begin_lap(self) -> None:
         """Count `taken` and `lent` from here on."""
-        self.taken, self._unfinished_before = 0, self._unfinished()[0]
+        self.taken, self._unfinished_before = 0, self._queued()[1]
 
     @property
     def lent(self) -> int:
         """How many more batches the workers have yet to make than when the lap began, if all of
         them are busy: the steps have outrun them. What an iterator asks for as it begins counts as
         asked for before."""
-        unfinished, workers = self._unfinished()
+        _, unfinished, workers = self._queued()
         return max(0, unfinished - self._unfinished_before) if unfinished >= workers else 0
 
-    def _unfinished(self) -> tuple[int, int]:
-        """(Batches that workers have yet to make, workers) of the iterators that have some."""
-        found = [(hooks.unfinished(i), epoch.workers) for i, epoch in list(self._epochs.items())]
-        return sum(n for n, _ in found), sum(workers for n, workers in found if n)
+    @property
+    def ahead(self) -> int:
+        """Batches that workers are asked for at a time: as many may be ready."""
+        return self._queued()[0]
+
+    def _queued(self) -> tuple[int, int, int]:
+        """(Batches that workers were asked for, those that they have yet to make, workers) of the
+        iterators that have some."""
+        found = [(*hooks.asked_for(i), epoch.workers) for i, epoch in list(self._epochs.items())]
+        asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
+        return asked, unfinished, sum(workers for _, n, workers in found if n)
 
     @property
     def at_work(self) -> bool:
@@ -175,7 +182,7 @@ class Loaders:
         stack = traceback.walk_stack(sys._getframe())
         place = tuple((frame.f_code, line) for frame, line in stack)
         self._epochs[iterator] = _Epoch(known, place, workers, loader.pin_memory, own, why)
-        self._unfinished_before += hooks.unfinished(iterator)
+        self._unfinished_before += hooks.asked_for(iterator)[1]
         return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:

@@ -65,6 +65,7 @@ class Lap:
         compiled: graphs that torch.compile made during the timed steps.
         taken: batches that came from the loader's workers.
         lent: how many more batches than before busy workers have yet to make.
+        ahead: batches that workers are asked for at a time.
         outcome: 'ok', or how the config failed; the script then went on without it. For a
             comparison, its result; `blames` as in `Compared`.
     """
@@ -78,6 +79,7 @@ class Lap:
     compiled: Count = 0
     taken: Count = 0
     lent: Count = 0
+    ahead: Count = 0
     outcome: str = "ok"
     reason: str = ""
     blames: str = ""

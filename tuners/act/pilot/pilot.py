@@ -281,6 +281,7 @@ class Pilot:
             compiled=graphs_compiled() - self._graphs,
             taken=self._loaders.taken,
             lent=self._loaders.lent,
+            ahead=self._loaders.ahead,
             outcome=self._verdict[0],
             reason=self._verdict[1],
             blames=self._verdict[2],

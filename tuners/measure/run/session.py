@@ -97,6 +97,7 @@ class Flight:
             peak_bytes=max(lap.peak_bytes for lap in laps),
             compiled=max(lap.compiled for lap in laps),
             borrowed=max(borrowed(lap.taken, lap.lent) for lap in laps),
+            ahead=max(lap.ahead for lap in laps),
         )
 
     def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
