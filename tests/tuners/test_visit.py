@@ -178,7 +178,7 @@ class Queued:
 
 def test_batches_that_lie_ready_make_no_config_faster() -> None:
     place: Any = Queued()
-    one = Visitor(place, Clock(100.0, now=lambda: place.time), lambda config, doing: None)
+    one = Visitor(place, BASE, Clock(100.0, now=lambda: place.time), lambda config, doing: None)
     one.begin()
     visit = one.visit(FAST, best=1.0)
     assert visit.ratio.mean == pytest.approx(28 / 27, rel=0.02) and visit.waits
