@@ -9,28 +9,25 @@ from __future__ import annotations
 TURN_S = 0.3
 """Seconds of one timed block. Blocks of 0.2 s and more, A B B A, gave 0.11% error and no false
 'faster' in 400 simulated repetitions; fewer, longer blocks cancel less drift."""
-SLOW_TURN_S, SLOW_TURN_STEPS = 2.0, 3
-"""Seconds and steps that a block has at most where steps are slow: ResNet-50 from JPEG files and
-fasterrcnn take 0.2 to 1 s a step, and a visit should stay under 15 s."""
-SLOW_VISIT_S = 8.0
-"""Seconds of measuring after which two turns are enough: the noise of the baseline's own tells the
-rest."""
-SETTLED = 0.1
-"""Two blocks in a row that differ by less are settled (fraction of the step time)."""
-SETTLE_STEPS = 4
-"""Steps before a config is timed, at least: reduce-overhead records its graphs in three."""
-SETTLE_S, SETTLE_BLOCKS = 3.0, 12
-"""Seconds, and blocks where some still compile, after which a config is timed though it has not
-settled: shapes vary, or the host is busy."""
-PAIRS, MORE_PAIRS = 3, 6
-"""Turns of a visit, and of one that is close to the best: three of 0.3 s tell 3% at 0.5% noise."""
-HOPELESS = 0.8
-"""Below this fraction of the best ratio so far a visit ends after one turn."""
+SLOW_TURN_S = 2.0
+"""Seconds that a block has at most where steps are slow: ResNet-50 from JPEG files and fasterrcnn
+take 0.2 to 1 s a step, and a visit should stay under 15 s. What takes longer than two turns of such
+blocks ends after two: the noise of the baseline's own tells the rest."""
 LOOKS = (3, 5, 8, 12, 18)
 """Rounds after which the final race may stop. Each look has a fifth of the 5% of error, so that the
 interval holds although it is looked at: in 97.6% of 4,000 simulated races that stop when they may
 (normal noise, AR(1) noise of blocks with r from 0.3 to 0.9, load in stretches), and at all five
 looks at once in 94.4%."""
+PAIRS = LOOKS[0]
+"""Turns of a visit, and steps of a block where they are slow: three of 0.3 s tell 3% at 0.5% noise.
+A visit that is close to the best has twice as many."""
+SETTLE_BLOCKS = 12
+"""Blocks where some still compile, and turns' time, after which a config is timed though it has not
+settled: shapes vary, or the host is busy."""
+HOPELESS = 0.8
+"""Below this fraction of the best ratio so far a visit ends after one turn. What waits for its data
+for the rest of its time has its loader tuned before anything else: workers gain a quarter then,
+which is what the first compute configs gain."""
 
 # Choosing --------------------------------------------------------------------------------------
 CLEARLY = 1.01
@@ -39,54 +36,35 @@ advised, what is this close ties, and a race ends when it knows every ratio so c
 GAIN = 1.03
 """A ratio from which more of something is worth it: a larger batch (ResNet-50 gains 3% from 512 to
 1024 for twice the memory), more workers, pinned memory, time that is spent waiting for data."""
-SURELY = 2.0
-"""The low end of an interval from which more workers are advised however wide it is: a script that
-waited 92% of its time was 38 times as fast with them, its interval from 12 to 120."""
-TELLS = 1.0
-"""An interval that reaches further than this fraction above its mean tells no speed-up: beside
-another tuning one network was said to gain 42 times (19.8-89.0), and 1.0 times in quiet. In 300
-simulated tunings under a load that comes and goes no advice was off by more than 1.3 times."""
-MENTIONED = 1.1
-"""A config that seemed to gain as much and is not advised has a line that says why."""
+NOTABLE = 1.1
+"""A ratio that visits show reliably, who are within 5% of the race: two blocks that differ by less
+are settled, what is further behind the leader is not raced, and what seemed to gain as much and is
+not advised has a line that says why."""
+TELLS = 2.0
+"""An interval that reaches beyond so many times its mean tells no speed-up: beside another tuning
+one network was said to gain 42 times (19.8-89.0), and 1.0 times in quiet. In 300 simulated tunings
+under a load that comes and goes no advice was off by more than 1.3 times. More workers are advised
+if its low end is as high: a script that waited 92% of its time was 38 times as fast with them, its
+interval from 12 to 120."""
 LEADERS = 3
 """Configs in the final race beside the baseline: racing the leaders raised 'picked within 1% of the
 best' from 82% to 97% at 1% noise; more take time from each other."""
-NEAR = 0.9
-"""A config below this fraction of the leader is not raced: visits are within 5% of the race."""
 
 # Time ------------------------------------------------------------------------------------------
-COMPILE_S, COMPILE_MODULE_S = 20.0, 0.12
+COMPILE_S = {"": (20.0, 0.12), "cudagraphs": (5.0, 0.0), "max-autotune": (300.0, 0.0)}
 """Seconds that compiling takes, and more for each module, before one has been seen: on 16 cores
-beside an H200 GPT-2 (150 modules) took 29 s, ResNet-50 (151) 32-45, EfficientNetV2-S (714) 102-109.
-"""
-QUICK_COMPILE_S = 5.0
-"""The same of the backend cudagraphs: 3-4 s."""
-LONG_COMPILE_S = 300.0
-"""The same of max-autotune: over 8 minutes for ResNet-50."""
-MARGIN = 1.3
-"""A race is begun where there is time for one that takes so many times as long as its timed blocks,
-which leave out what switching takes."""
+beside an H200 GPT-2 (150 modules) took 29 s, ResNet-50 (151) 32-45, EfficientNetV2-S (714) 102-109;
+the backend cudagraphs 3-4 s, and max-autotune over 8 minutes for ResNet-50."""
 LIKELY = 0.6
-"""A visit is begun where this fraction of its expected time is left: what leads is kept anyway, and
-first estimates are up to 1.5 times too long."""
-COMPARE_S = 3.0
-"""Seconds of a comparison before one has been seen."""
+"""What compiles is first tried where this fraction of that is left: first estimates are up to 1.5
+times too long."""
 SLACK = 0.05
 """Fraction of the budget by which a visit may overrun it before it is given up."""
 WORTH = 1 / 3
 """Of the time that a run may be tuned within itself, what one visit may take: compiled configs were
 1.5 times as fast and more on 9 of 13 scripts of others, which saves a third of what is left."""
-IDLE_TRIALS = 8
-"""Visits of the sampler in a row without a better config after which the search ends."""
-
-# Loader ----------------------------------------------------------------------------------------
-STARVED = 0.25
-"""Fraction of its time that the best config waits for data from which the loader is tuned before
-anything else: workers gain a third and more then, which is what the first compute configs gain."""
-LOADER_TURN_S = 1.0
-"""Seconds of a block while loader settings are compared: workers deliver in bursts."""
-FAST_STEP_S, SMALL_MODULES = 0.005, 100
-"""Below both the host is the limit, and a CUDA graph in the script's own precision is tried before
+FAST_STEP_S = 0.005
+"""Below this the host is the limit, and a CUDA graph in the script's own precision is tried before
 a compilation: mnist gained 5.9x, an LSTM 3.2x."""
 
 # Captured steps --------------------------------------------------------------------------------

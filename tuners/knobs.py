@@ -18,7 +18,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners import fp8, known_wrong
-from advisor.tuners.decisions import COMPILE_MODULE_S, COMPILE_S, LONG_COMPILE_S, QUICK_COMPILE_S
+from advisor.tuners.decisions import COMPILE_S
 from advisor.tuners.environment import threads_set
 from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -383,11 +383,9 @@ def _compiles_whole(here: Situation) -> bool:
 
 
 def _compile_seconds(value: Value, modules: int) -> float:
-    if value in ("cudagraphs", BLOCKS):
-        return QUICK_COMPILE_S
-    if str(value).startswith("max-autotune"):
-        return LONG_COMPILE_S
-    return COMPILE_S + COMPILE_MODULE_S * modules
+    kind = str(value).removesuffix("-no-cudagraphs")
+    seconds, each = COMPILE_S.get("cudagraphs" if kind == BLOCKS else kind, COMPILE_S[""])
+    return seconds + each * modules
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:

@@ -18,7 +18,7 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.tuners.decisions import MENTIONED
+from advisor.tuners.decisions import NOTABLE
 from advisor.tuners.knobs import FEEDS, caveats, described
 
 WAITED = 0.1
@@ -99,7 +99,7 @@ def undecided(record: Record) -> bool:
         for config, one in last.items()
         if one.measurement.ok and config != default and config not in wrong
     }
-    return timed_out or any(one >= MENTIONED for one in most.values())
+    return timed_out or any(one >= NOTABLE for one in most.values())
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:

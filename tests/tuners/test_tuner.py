@@ -234,7 +234,7 @@ def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
         (WRONG_CODE, 150.0, "compile=reduce-overhead, bf16: 2.8", "a gradient is 10% off"),
         (DOUBTED, 150.0, "compile=reduce-overhead, bf16: 2.8", "not verified: draws"),
         ({}, 90.0, "compile=cudagraphs: 1.6", "another one is as fast or faster"),
-        ({}, 25.0, "not tried for want of time", "--budget"),
+        ({}, 20.0, "not tried for want of time", "--budget"),
     ],
     ids=["wrong", "unverified", "slower", "no time"],
 )
@@ -280,7 +280,7 @@ def test_a_budget_that_is_too_short_to_compile_is_said_at_once(
 
 
 def test_the_budget_that_is_advised_is_enough() -> None:
-    found = tuned(MadeUp(BASE), SPACE, 25.0)
+    found = tuned(MadeUp(BASE), SPACE, 20.0)
     line = next(line for line in found.remarks if "--budget" in line)
     advised_s = float(line.split("--budget ")[1].split("s")[0])
     place = MadeUp(BASE)

@@ -8,20 +8,15 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE
 from advisor.tuners import knobs
-from advisor.tuners.decisions import (
-    CLEARLY,
-    FAST_STEP_S,
-    GAIN,
-    HOPELESS,
-    LOADER_TURN_S,
-    SMALL_MODULES,
-    STARVED,
-    SURELY,
-    TURN_S,
-)
+from advisor.tuners.decisions import CLEARLY, FAST_STEP_S, GAIN, HOPELESS, PAIRS, TELLS, TURN_S
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
 from advisor.tuners.search.visits import Visits, score
+
+STARVED = 1 - HOPELESS
+"""Fraction of its time that the best config waits for data from which the loader comes first."""
+LOADER_TURN_S = PAIRS * TURN_S
+"""Seconds of a block while loaders are compared: workers deliver in bursts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +43,14 @@ class Recipe:
     them; other kinds of graphs, modes and layouts; what leads at the batches beside that. Without
     a GPU what compiles comes after what does not.
     Whoever asks visits each config, or passes over it, before asking for the next.
-
-    Args:
-        modules: in the model.
     """
 
-    def __init__(self, space: Space, visits: Visits, modules: int) -> None:
-        self._space, self._visits, self._modules = space, visits, modules
+    def __init__(self, space: Space, visits: Visits) -> None:
+        self._space, self._visits = space, visits
         self._uses, self._on = space.uses, space.on
-        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
         modes = space.choices.get(knobs.COMPILE, ())
         # Code is compiled with CUDA graphs: on a GPU, if compiling is permitted.
-        self._has_graphs = graphs is not None and any(map(graphs, modes))
+        self._has_graphs = any(mode in knobs.GRAPHED_MODES for mode in modes)
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
@@ -104,11 +95,6 @@ class Recipe:
     def _ran(self, config: Config) -> bool:
         return config in self._visits and self._runs(config)
 
-    @property
-    def _small(self) -> bool:
-        fast = self._visits.baseline.step_s < FAST_STEP_S
-        return fast and self._modules <= SMALL_MODULES
-
     def _recipes(self) -> Iterator[Config]:
         """Those whose number format is not struck out."""
         for changes in knobs.RECIPE:
@@ -132,7 +118,7 @@ class Recipe:
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
-        if self._small:
+        if self._visits.baseline.step_s < FAST_STEP_S:
             yield from self._graphs_of_own()
         format_ = None
         while format_ != self._format:  # another, where what was compiled showed that one wrong
@@ -257,7 +243,7 @@ class Recipe:
             tried = self._visits.get(config)
             if tried is None or not tried.ok or tried.ratio.mean < GAIN * best.ratio.mean:
                 break
-            if not (tried.ratio.faster or tried.ratio.low >= SURELY):
+            if not (tried.ratio.faster or tried.ratio.low >= TELLS):
                 break
             best = tried
             self._visits.feed = config.only(*knobs.FEEDS)

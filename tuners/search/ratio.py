@@ -36,7 +36,7 @@ class Ratio:
     @property
     def faster(self) -> bool:
         """Whether it is clearly more than 1, and about as much as it says."""
-        return self.mean >= CLEARLY and self.low > 1.0 and self.within(TELLS)
+        return self.mean >= CLEARLY and self.low > 1.0 and self.high <= TELLS * self.mean
 
     @property
     def level(self) -> bool:

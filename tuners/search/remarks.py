@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import CLEARLY, MENTIONED
+from advisor.tuners.decisions import CLEARLY, NOTABLE
 from advisor.tuners.search.race import Rates
 from advisor.tuners.search.ratio import Noise, Ratio, paired
 from advisor.tuners.search.visit import Visit
@@ -39,7 +39,7 @@ def gains(
         rates: the turns that the choice was made from.
     """
     own = visits.baseline.config
-    seemed = [v for v in visits.all if v.ok and v.ratio.mean >= MENTIONED]
+    seemed = [v for v in visits.all if v.ok and v.ratio.mean >= NOTABLE]
     for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1

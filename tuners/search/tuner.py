@@ -19,14 +19,14 @@ from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Trial, Winner
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, IDLE_TRIALS, LOADER_TURN_S, MENTIONED, PAIRS, TURN_S
+from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
 from advisor.tuners.search import remarks
 from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.costs import Costs
 from advisor.tuners.search.journal import Journal, Known
-from advisor.tuners.search.order import Proposal, Recipe
+from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import Progress
 from advisor.tuners.search.race import Rates, decisive, race
 from advisor.tuners.search.sampler import GainPerSecond
@@ -220,7 +220,7 @@ class Tuner:
             if self._costs.fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
                 self._visitor.forget(config)
-                if visit.ok and visit.ratio.faster and visit.ratio.mean >= MENTIONED:
+                if visit.ok and visit.ratio.faster and visit.ratio.mean >= NOTABLE:
                     own = knobs.described(self._space.default, config)
                     self._remarks.append(
                         f"your script's own {own} costs {remarks.shown(visit.ratio)} here: without "
@@ -232,7 +232,7 @@ class Tuner:
         yield from (Proposal(config, "earlier run") for config in self._visits.leaders())
         near = dict.fromkeys(map(self._space.near, self._scope.first))
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
-        yield from Recipe(self._space, self._visits, self._scope.modules)
+        yield from Recipe(self._space, self._visits)
 
     def _consider(self, proposal: Proposal) -> None:
         config = proposal.config
@@ -254,9 +254,11 @@ class Tuner:
         return self._scope.trials is not None and tried >= self._scope.trials
 
     def _sample(self, batch: int) -> None:
-        """Visit what the sampler asks for, until it has found nothing better for a while."""
+        """Visit what the sampler asks for, until as many visits as there are knobs to choose have
+        found nothing better."""
         idle, best = 0, score(self._visits.best(batch=batch))
-        while idle < IDLE_TRIALS:
+        most = sum(len(values) > 1 for values in self._space.choices.values())
+        while idle < most:
             self._among = self._open(batch)
             if not self._among or self._is_full:
                 return
@@ -294,7 +296,7 @@ class Tuner:
             visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
             self._visits.add(visit)
             asks = self._visits.leads(visit) or (
-                proposal.compares and self._costs.compare_s <= self.clock.left_s
+                proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
             )
             if visit.ok and asks and self._visits.is_doubtful(config):
                 visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
@@ -312,7 +314,7 @@ class Tuner:
         if compared is None:
             compared = self._visitor.compare(config.at(self._space.batch))
             self._visits.judge(config, compared)
-            self._costs.compare_s = max(1.0, self.clock.now() - began)
+            self._costs.compared_s = self.clock.now() - began
         seconds = self.clock.now() - began
         trial = Trial(
             number=len(self._visits.trials),

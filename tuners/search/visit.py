@@ -13,15 +13,10 @@ from advisor.tuners import knobs
 from advisor.tuners.decisions import (
     GAIN,
     HOPELESS,
-    MORE_PAIRS,
+    NOTABLE,
     PAIRS,
     SETTLE_BLOCKS,
-    SETTLE_S,
-    SETTLE_STEPS,
-    SETTLED,
     SLOW_TURN_S,
-    SLOW_TURN_STEPS,
-    SLOW_VISIT_S,
     TURN_S,
 )
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
@@ -40,12 +35,14 @@ class Turn:
     Attributes:
         ratio: of samples/s, over the mean of the baseline's blocks on both sides.
         fed: the same ratio if the config had not waited for data.
+        own_s: seconds that the config's block took, with switching to it.
     """
 
     block: Block
     beside: Block
     ratio: float
     fed: float
+    own_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +234,12 @@ class Visitor:
             self._place.forget(config)
 
     def _turn(self, config: Config, before: Block, seconds: float) -> Turn:
+        began = self.clock.now()
         block = self.block(config, seconds)
+        own_s = self.clock.now() - began
         after = self._beside(seconds, anew=True)
         return Turn(
+            own_s=own_s,
             block=block,
             beside=after,
             ratio=block.rate / math.sqrt(before.rate * after.rate),
@@ -269,8 +269,10 @@ class Visitor:
             before = block.step_s
             block = self._block(config, turn_steps(before, TURN_S / 2))
             made += block.steps
-            alike = abs(block.step_s / before - 1) < SETTLED and made >= SETTLE_STEPS
-            if not block.compiled and (alike or self.clock.now() - began >= SETTLE_S):
+            # The mode reduce-overhead records its graphs in three steps.
+            alike = abs(block.step_s / before - 1) < NOTABLE - 1 and made > PAIRS
+            late = self.clock.now() - began >= SETTLE_BLOCKS * TURN_S
+            if not block.compiled and (alike or late):
                 break
         self._settled[config] = block.step_s
         return first_s, self.clock.now() - began
@@ -299,12 +301,13 @@ class Visitor:
         # What waits for its data may lead once it is fed.
         if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
             return True
-        slow = self.clock.now() - timed_from >= SLOW_VISIT_S or self.clock.left_s <= leave_s
+        took_s = self.clock.now() - timed_from
+        slow = took_s >= 2 * 2 * SLOW_TURN_S or self.clock.left_s <= leave_s
         if len(turns) < (2 if slow else PAIRS):
             return False
         ratio = self._ratio(turns)
         undecided = ratio.low < best < ratio.high or ratio.low < 1 < ratio.high
-        return slow or len(turns) >= MORE_PAIRS or not undecided
+        return slow or len(turns) >= 2 * PAIRS or not undecided
 
     def _ratio(self, turns: list[Turn]) -> Ratio:
         return ratio_of([math.log(turn.ratio) for turn in turns], self.noise)
@@ -314,5 +317,5 @@ def turn_steps(step_s: float, seconds: float) -> int:
     """Steps of a block of about so many seconds: three at least where that takes no more than two
     seconds, else as many as two seconds hold, one at least."""
     step_s = max(step_s, 1e-7)
-    most = max(1, min(SLOW_TURN_STEPS, int(SLOW_TURN_S / step_s)))
+    most = max(1, min(PAIRS, int(SLOW_TURN_S / step_s)))
     return max(most, math.ceil(seconds / step_s))

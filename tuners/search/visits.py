@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from advisor.cache.config import Config, Value
 from advisor.cache.record import USES, Trial
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, GAIN, LEADERS, NEAR
+from advisor.tuners.decisions import CLEARLY, GAIN, LEADERS, NOTABLE
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.search.space import Space
@@ -165,7 +165,7 @@ class Visits:
         for use in uses:
             for batch in dict.fromkeys((own, self._free_batch(use))):
                 safe = self.safe(use, batch)
-                near = [v for v in safe if self._value(v) >= NEAR * self._value(safe[0])]
+                near = [v for v in safe if NOTABLE * self._value(v) >= self._value(safe[0])]
                 most = LEADERS if use == uses[0] and batch == own else 1
                 found |= dict.fromkeys(v.config for v in near[:most])
         found.pop(self._space.default, None)

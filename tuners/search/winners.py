@@ -11,7 +11,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import GAIN, SURELY
+from advisor.tuners.decisions import GAIN, TELLS
 from advisor.tuners.search.race import Rates
 from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
@@ -118,9 +118,9 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
 
 def _is_faster(space: Space, choice: Choice) -> bool:
     """Whether it is clearly faster than the baseline. What more workers give comes in bursts: it
-    may be anything above SURELY."""
+    may be anything above TELLS."""
     fed = knobs.workers(choice.config) > knobs.workers(space.default)
-    return ratio_of_choice(choice).faster or (fed and choice.speedup_low >= SURELY)
+    return ratio_of_choice(choice).faster or (fed and choice.speedup_low >= TELLS)
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
