@@ -414,7 +414,8 @@ class _Again:
     def _no_slower(self, simple: Config) -> Choice | None:
         """The choice of a simpler config that is as fast as the advice; None if it is slower."""
         from advisor.tuners.decisions import CLEARLY, PAIRS
-        from advisor.tuners.search.winners import beside, choice_of, ties
+        from advisor.tuners.search.ratio import paired
+        from advisor.tuners.search.winners import choice_of
 
         record, base, chosen = self._record, self._base, self._advised
         rates = self._rates
@@ -426,21 +427,20 @@ class _Again:
         if base not in rates or len(rates[base]) < PAIRS:
             return None
         peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
-        ours, theirs = (
-            choice_of(config, rates[config], rates[base], peaks) for config in (simple, chosen)
-        )
-        if not ties(ours, theirs):
+        ours, own = rates[simple], rates[base]
+        if not paired(ours, rates[chosen]).level:
             return None
         if simple == base:
             return record.baseline
         # The record keeps one race: beside the turns of the default that it has.
         held = list(record.baseline.rounds)
-        choice = choice_of(simple, beside(ours.rounds, rates[base], held), held, peaks)
+        then = [one / now * old for one, now, old in zip(ours, own, held, strict=False)]
+        choice = choice_of(simple, then, held, peaks)
         if choice.speedup < CLEARLY or choice.speedup_low <= 1:
             return None
         # Fewer knobs take no longer before the first step.
-        then = record.winner(record.use).first_step_s
-        return dataclasses.replace(choice, first_step_s=then)
+        first_step_s = record.winner(record.use).first_step_s
+        return dataclasses.replace(choice, first_step_s=first_step_s)
 
     def compared(self, config: Config) -> tuple[str, str]:
         """(Whether a config was held against strict fp32 now, why it no longer holds, or '').

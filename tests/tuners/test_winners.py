@@ -214,7 +214,7 @@ def test_without_the_default_there_is_no_verdict() -> None:
 def test_two_turns_are_advised_where_the_baseline_is_known_to_be_steady() -> None:
     rates = known({DEFAULT: 100.0, FAST: 200.0}, turns=2)
     for noise, chosen in ((Noise(), DEFAULT), (Noise(0.01, 8), FAST), (Noise(0.3, 8), DEFAULT)):
-        assert choose(SPACE, rates, {}, None, noise).winner("loop").config == chosen
+        assert choose(SPACE, rates, {}, noise=noise).winner("loop").config == chosen
 
 
 def test_what_may_be_anything_is_not_advised() -> None:

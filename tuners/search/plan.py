@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.cache import kinds
 from advisor.cache.config import Config
@@ -30,8 +30,7 @@ EXPLAIN, VERIFY = "1m", "30s"
 """Budgets of explain and verify, all measuring counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class Effort(NamedTuple):
     """`budget_s`: wall seconds of measuring; `quick`: of torch.compile only what takes seconds;
     `full`: also what is known to be bad (cuDNN off) or takes minutes (max-autotune)."""
 
@@ -41,15 +40,7 @@ class Effort:
 
 
 _EFFORTS = dict(
-    zip(
-        EFFORTS,
-        (
-            Effort(budget_s=60.0, quick=True),
-            Effort(budget_s=300.0),
-            Effort(budget_s=3600.0, full=True),
-        ),
-        strict=True,
-    )
+    zip(EFFORTS, (Effort(60.0, quick=True), Effort(300.0), Effort(3600.0, full=True)), strict=True)
 )
 
 

@@ -24,6 +24,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from advisor.cache.config import Config, Value
+from advisor.tuners.decisions import CLEARLY
 
 SECONDS = "seconds"
 """The trial's user attribute that says what it cost; without it, the time that the trial took."""
@@ -32,22 +33,18 @@ FAILED = "failed"
 
 MOST_CONFIGS = 2000
 """Configs that are weighed at a time; of more than that, so many drawn at random."""
-IN_COMMON, SINGLE, PAIRS = 0.1, 0.6, 0.3
-"""Shares of the variance: in common, of single knobs, of pairs."""
-NOISE = 0.02
-"""Standard deviation of one measurement, as a fraction of the spread between configs."""
 TINY = 1e-300
 """In place of 0, whose logarithm is infinite."""
 
 Array = NDArray[np.float64]
 
 
-class GainPerSecond(optuna.samplers.BaseSampler):
+class GainPerSecond(optuna.samplers.RandomSampler):
     """An Optuna sampler for choices and one value above zero that is to be as high as can be.
 
     It proposes no config twice while others are left. Trials that failed, were pruned, or carry the
     user attribute FAILED say nothing of speed, but how likely others are to run. Before two have
-    run it draws at random.
+    run it draws at random; so it does of what no finished trial has, and of what is no choice.
 
     Args:
         seed: of its draws.
@@ -62,15 +59,14 @@ class GainPerSecond(optuna.samplers.BaseSampler):
         among: Callable[[], Sequence[Mapping[str, Value]]] | None = None,
         best: Callable[[], float] | None = None,
     ) -> None:
-        self._among = among
-        self._best = best
+        super().__init__(seed)
+        self._among, self._best = among, best
         self._random = random.Random(seed)
-        self._independent = optuna.samplers.RandomSampler(seed=seed)
 
     def reseed_rng(self) -> None:
         """As every process of a parallel study needs it."""
+        super().reseed_rng()
         self._random.seed()
-        self._independent.reseed_rng()
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -89,24 +85,21 @@ class GainPerSecond(optuna.samplers.BaseSampler):
         """
         if study.direction != StudyDirection.MAXIMIZE:
             raise ValueError("GainPerSecond maximizes; create the study with direction='maximize'")
-        if not search_space:
+        seen = _seen(study, list(search_space)) if search_space else {}
+        if self._among is None:
+            left = self._untried(search_space, seen)
+        else:
+            left = list(map(Config, self._among()))
+        if not seen or not left:
             return {}
-        seen = _seen(study, list(search_space))
-        given = None if self._among is None else list(map(Config, self._among()))
-        left = self._untried(search_space, seen) if given is None else given
         tried = {config: one for config, one in seen.items() if one.state.is_finished()}
         ran = np.array([_ran(one) for one in tried.values()])
-        if not left:
-            return {}
         if ran.sum() < 2:
             return dict(self._random.choice(left))
         values = np.array([one.value or 0.0 for one in tried.values()])[ran]
         best = float(values.max()) if self._best is None else self._best()
-        mean, deviation = _fit(
-            [config for config, ok in zip(tried, ran, strict=True) if ok],
-            np.log(np.maximum(values, TINY)),
-            left,
-        )
+        working = [config for config, ok in zip(tried, ran, strict=True) if ok]
+        mean, deviation = _fit(working, np.log(np.maximum(values, TINY)), left)
         gain = _expected_improvement(mean, deviation, math.log(max(best, TINY)))
         seconds = np.array([_seconds(one) for one in tried.values()])
         cost, _ = _fit(list(tried), np.log(np.maximum(seconds, 1e-3)), left)
@@ -115,16 +108,6 @@ class GainPerSecond(optuna.samplers.BaseSampler):
             runs, doubt = _fit(list(tried), ran.astype(float), left)
             score += np.log(np.maximum(_below((runs - 0.5) / doubt), TINY))
         return dict(left[int(score.argmax())])
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """At random: of what no finished trial has, and of what is no choice."""
-        return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def _untried(
         self, space: Mapping[str, BaseDistribution], seen: Mapping[Config, object]
@@ -163,23 +146,23 @@ def _seconds(trial: FrozenTrial) -> float:
 
 
 def _covariance(ours: Sequence[Config], theirs: Sequence[Config]) -> Array:
-    names = list(ours[0])
+    """One part in four is common to all, two are of single knobs, one is of pairs of them."""
     alike = np.zeros((len(ours), len(theirs)))
-    for name in names:
+    for name in ours[0]:
         a, b = (np.array([repr(one[name]) for one in configs]) for configs in (ours, theirs))
         alike += a[:, None] == b[None, :]
-    pairs = alike * (alike - 1) / max(1, len(names) * (len(names) - 1))
-    found: Array = IN_COMMON + SINGLE * alike / len(names) + PAIRS * pairs
+    found: Array = (1 + alike / len(ours[0])) ** 2 / 4
     return found
 
 
 def _fit(tried: Sequence[Config], values: Array, left: Sequence[Config]) -> tuple[Array, Array]:
     """Mean and standard deviation of what is left, given what was tried."""
     centre, spread = float(values.mean()), float(values.std()) or 1.0
-    among = _covariance(tried, tried) + NOISE**2 * np.eye(len(tried))
+    noise = CLEARLY - 1  # of one measurement, as a fraction of the spread between configs
+    among = _covariance(tried, tried) + noise**2 * np.eye(len(tried))
     across = _covariance(left, tried)
     solved = np.linalg.solve(among, np.column_stack([(values - centre) / spread, across.T]))
-    variance = IN_COMMON + SINGLE + PAIRS - (across * solved[:, 1:].T).sum(axis=1)
+    variance = 1 - (across * solved[:, 1:].T).sum(axis=1)
     mean: Array = centre + spread * (across @ solved[:, 0])
     return mean, spread * np.sqrt(np.maximum(1e-12, variance))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
-from advisor.cache.config import Config, Value
+from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, LEADERS, NOTABLE
@@ -92,7 +92,7 @@ class Visits:
 
     def code(self, config: Config) -> Config:
         """A config at the user's batch and with its loader: what a comparison is of."""
-        return config.at(self._space.batch) | self._space.default.only(*knobs.FEEDS)
+        return _code(config, self._space.default)
 
     def compared(self, config: Config) -> Compared | None:
         """How a config compares with strict fp32; None where that is not known."""
@@ -197,6 +197,11 @@ class Visits:
         default = self._space.default
         trials = sorted(self.trials, key=lambda trial: trial.config != default)
         return first_step_seen(trials, config, knobs.PAYING)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(config: Config, default: Config) -> Config:
+    return config | default.only(BATCH, *knobs.FEEDS)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import GAIN, TELLS
 from advisor.tuners.search.race import Rates
-from advisor.tuners.search.ratio import UNMEASURED, Noise, Ratio, paired
+from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 
 
@@ -36,23 +36,25 @@ def choose(
     space: Space,
     rates: Rates,
     peaks: dict[Config, int],
-    weigh: Callable[[Config, float], float] | None = None,
+    weigh: Callable[[Config, float], float] = lambda _config, rate: rate,
     noise: Noise = UNMEASURED,
 ) -> Verdict:
     """The winners; what is not clearly faster than torch's default is not advised.
 
     `weigh` gives the samples/s over a whole job from a config and its steady samples/s; the choice
-    is then made on these, and what is returned still tells the steady state. `noise` is that of the
-    default, where there are but two turns.
+    is made on these, and what is returned tells the steady state. `noise` is that of the default,
+    where there are but two turns.
 
     Raises:
         WorkerError: the default did not finish the race, so that nothing can be compared.
     """
-    steady = choices_of(space, rates, peaks, noise)
-    choices = steady
-    if weigh is not None:
-        over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
-        choices = choices_of(space, over_job, peaks, noise)
+    if not rates.get(space.default):
+        raise WorkerError("the baseline did not finish the race; tune again")
+    over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
+    steady, choices = (
+        {c: choice_of(c, seen, turns[space.default], peaks, noise) for c, seen in turns.items()}
+        for turns in (rates, over_job)
+    )
     found = _at_batch(space, choices)
     if len(space.batches) > 1:
         found |= _free(space, choices, found)
@@ -81,7 +83,7 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _Found:
         better = [c for c in _better(space, choices, use) if c.batch == space.batch]
         if better:
             best = _lightest(space, better)
-            held = held if ties(held, best) else best
+            held = held if _ties(held, best) else best
         found[use, False] = held
     return found
 
@@ -101,67 +103,39 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
             near = [c for c in better if GAIN * c.samples_per_s >= fastest]
             smallest = min(choice.batch for choice in near)
             best = _lightest(space, [c for c in near if c.batch == smallest])
-            if paired(best.rounds, at_user.rounds).faster and not ties(held, best):
+            if paired(best.rounds, at_user.rounds).faster and not _ties(held, best):
                 held = best
         found[use, True] = held
     return found
 
 
 def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choice]:
-    """What a use can follow, and is clearly faster than torch's default."""
-    return [
-        choice
-        for choice in choices.values()
-        if knobs.follows(use, choice.config, space.default) and _is_faster(space, choice)
-    ]
-
-
-def _is_faster(space: Space, choice: Choice) -> bool:
-    """Whether it is clearly faster than the baseline. What more workers give comes in bursts: it
-    may be anything above TELLS."""
-    fed = knobs.workers(choice.config) > knobs.workers(space.default)
-    return ratio_of_choice(choice).faster or (fed and choice.speedup_low >= TELLS)
+    """What a use can follow, and is clearly faster than torch's default. What more workers give
+    comes in bursts: it may be anything above TELLS."""
+    found = []
+    for choice in choices.values():
+        ratio = Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
+        fed = knobs.workers(choice.config) > knobs.workers(space.default)
+        faster = ratio.faster or (fed and ratio.low >= TELLS)
+        if faster and knobs.follows(use, choice.config, space.default):
+            found.append(choice)
+    return found
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
     """Of those tied with the fastest the one that asks least of a script, and of its host."""
     fastest = max(choices, key=lambda choice: choice.samples_per_s)
-    tied = [choice for choice in choices if choice is fastest or ties(choice, fastest)]
 
     def asks(choice: Choice) -> tuple[int, int, float]:
         burden = knobs.burden(choice.config, space.default)
         return burden, knobs.workers(choice.config), -choice.samples_per_s
 
-    return min(tied, key=asks)
+    return min((one for one in choices if one is fastest or _ties(one, fastest)), key=asks)
 
 
-def ties(ours: Choice, fastest: Choice) -> bool:
+def _ties(ours: Choice, fastest: Choice) -> bool:
     """Whether one is as fast as another, as far as their turns tell."""
     return paired(ours.rounds, fastest.rounds).level
-
-
-def ratio_of_choice(choice: Choice) -> Ratio:
-    """Its speed-up with its interval."""
-    return Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
-
-
-def choices_of(
-    space: Space,
-    rates: Rates,
-    peaks: dict[Config, int],
-    noise: Noise = UNMEASURED,
-) -> dict[Config, Choice]:
-    """Each config against the baseline, as the race measured it.
-
-    Raises:
-        WorkerError: the default did not finish it.
-    """
-    reference = rates.get(space.default)
-    if not reference:
-        raise WorkerError("the baseline did not finish the race; tune again")
-    return {
-        config: choice_of(config, seen, reference, peaks, noise) for config, seen in rates.items()
-    }
 
 
 def choice_of(
@@ -172,8 +146,7 @@ def choice_of(
     noise: Noise = UNMEASURED,
 ) -> Choice:
     """What a race says of a config, held against the turns of the default."""
-    itself = seen is reference
-    ratio = Ratio(mean=1.0, low=1.0, high=1.0) if itself else paired(seen, reference, noise)
+    ratio = LEVEL if seen is reference else paired(seen, reference, noise)
     return Choice(
         config=config,
         batch=config.batch,
@@ -186,9 +159,3 @@ def choice_of(
         peak_bytes=peaks.get(config, 0),
         rounds=tuple(seen),
     )
-
-
-def beside(seen: Sequence[float], now: Sequence[float], then: Sequence[float]) -> list[float]:
-    """Turns of a config as they would have been in an earlier race: `now` and `then` are those of
-    the baseline, in the same race as these and in the earlier one."""
-    return [ours / new * old for ours, new, old in zip(seen, now, then, strict=False)]
