@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,18 +135,18 @@ def tune(
         out.print()
     out.print(tables.verdict(found.record))
     out.print()
-    for line in (*tables.summary(found.record, cache), *found.remarks):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = [*tables.summary(found.record, cache), *found.remarks]
     if found.interrupted:
-        out.print("Interrupted: the best so far is kept; the same command continues.")
+        lines.append("Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
         record = found.record
         with environment(overriding):
             here = tables.start(record, cache, command)
-            for line in tables.start_anywhere(record, reader) if reader else here:
-                out.print(line, highlight=False, markup=False, soft_wrap=True)
+            lines += tables.start_anywhere(record, reader) if reader else here
     elif not found.interrupted:
-        out.print(f"\n{_unfinished(found.record, plan, reader)}", highlight=False, soft_wrap=True)
+        lines += ["", _unfinished(found.record, plan, reader)]
+    for line in one_remedy(lines):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
     ctx.exit(_exit_code(found, reader))
 
 
@@ -155,6 +155,20 @@ def _exit_code(found: Tuned, reader: str | None) -> int:
     if found.interrupted:
         return INTERRUPTED
     return UNFINISHED if reader and not found.finished else DONE
+
+
+_LARGER = "Give a larger --budget."
+
+
+def one_remedy(lines: Sequence[str]) -> Iterator[str]:
+    """Lines without the remedies that a named budget makes needless: the same command goes on with
+    it, and measures what leads again."""
+    from advisor.report import tables
+
+    named = any(line.endswith("has the time for it") for line in lines)
+    for line in lines:
+        needless = (f" {tables.AGAIN}", f" {_LARGER}") if named else ()
+        yield next((line.removesuffix(one) for one in needless if line.endswith(one)), line)
 
 
 def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
@@ -171,7 +185,7 @@ def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
         )
     return (
         f"Not tuned yet: {duration(plan.seconds)} left too little time to measure anything "
-        f"{beside}. Give a larger --budget."
+        f"{beside}. {_LARGER}"
     )
 
 

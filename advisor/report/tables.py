@@ -24,7 +24,8 @@ from advisor.tuners.knobs import FEEDS, caveats, described
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
 _MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
-_AGAIN = "Measure again with --force when it is quiet."
+AGAIN = "Measure again with --force when it is quiet."
+"""The remedy at the end of a line where the host was too busy to tell."""
 UNSTEADY = 1.2
 """Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
 
@@ -82,7 +83,7 @@ def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
     if undecided(record):
-        return f"Could not tell what gains on this machine; {how}. {_AGAIN}"
+        return f"Could not tell what gains on this machine; {how}. {AGAIN}"
     return f"Nothing to gain on this machine; {how}."
 
 
@@ -162,7 +163,7 @@ def said(record: Record) -> Iterator[str]:
         yield (
             f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
             "which is the limit here, was busy or shared, and the speed-up is known no better than "
-            f"its interval says.{f' {_AGAIN}' if gains(record) else ''}"
+            f"its interval says.{f' {AGAIN}' if gains(record) else ''}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(FEEDS) & set(record.baseline.config)

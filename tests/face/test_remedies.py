@@ -8,7 +8,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, Trial
-from advisor.cli.measuring import _unfinished
+from advisor.cli.measuring import _unfinished, one_remedy
 from advisor.report import tables
 from advisor.report.sections import report
 from advisor.report.text import ratios
@@ -70,6 +70,13 @@ def test_a_host_that_was_busy_is_no_remedy_beside_another() -> None:
     )
     assert not unfinished.compares
     assert not any("--force" in line for line in tables.said(unfinished))
+
+
+@pytest.mark.parametrize("other", [tables.AGAIN, "Give a larger --budget."])
+def test_a_budget_that_is_named_is_the_only_remedy(other: str) -> None:
+    named = "not tried for want of time: bf16; --budget 80s has the time for it"
+    assert list(one_remedy([f"Could not tell. {other}", named])) == ["Could not tell.", named]
+    assert list(one_remedy([f"Could not tell. {other}"])) == [f"Could not tell. {other}"]
 
 
 def measured(number: int, config: Config, rate: float) -> Trial:
