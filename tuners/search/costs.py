@@ -71,7 +71,7 @@ class Costs:
 
     def _seen_s(self, config: Config) -> float:
         """The longest that building something of its kind has taken; 0 before one was seen."""
-        ran = [v for v in self._visits.all if v.ok and self._space.is_dear(v.config)]
+        ran = [v for v in self._visits.values() if v.ok and self._space.is_dear(v.config)]
         guessed_s = self._guessed_s(config)
         alike = [v.first_s for v in ran if self._guessed_s(v.config) == guessed_s]
         return max(alike, default=0.0)

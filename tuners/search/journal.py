@@ -34,8 +34,6 @@ from advisor.tuners.search.space import Space
 
 MOST_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
-OUT = "passed over"
-"""Attribute of a trial that was not measured."""
 RATIO, COMPARED = "ratio", "compared"
 """Attributes of a trial: its speed-up with the ends of its interval; how the comparison with fp32
 ended, as (outcome, reason, what it blames)."""
@@ -256,7 +254,6 @@ class Journal:
     def pass_over(self, asked: optuna.Trial) -> None:
         """The trial is not measured, and a later run may."""
         try:
-            asked.set_user_attr(OUT, True)
             self.study.tell(asked, state=TrialState.FAIL)
         except UNWRITABLE as exc:
             self._forgo(exc)

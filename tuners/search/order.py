@@ -139,18 +139,17 @@ class Recipe:
 
     def _toggles(self) -> Iterator[Config | None]:
         for use in self._uses:
-            for name, value in self._guessed("leader"):
-                leader = self._visits.best(use, self._space.batch).config
-                config = self._on(leader, {name: value})
+            for changes in self._guessed("leader"):
+                config = self._on(self._visits.best(use, self._space.batch).config, changes)
                 if config is not None and knobs.follows(use, config, self._space.default):
                     yield config
 
-    def _guessed(self, guess: str) -> Iterator[tuple[str, Value]]:
+    def _guessed(self, guess: str) -> Iterator[dict[str, Value]]:
         """The values of knobs that are tried in one way."""
         for knob in knobs.KNOBS:
             if knob.guess == guess and not knob.feeds:
                 for value in self._space.choices.get(knob.name, ())[1:]:
-                    yield knob.name, value
+                    yield {knob.name: value}
 
     def _other_code(self) -> Iterator[Config | None]:
         """Other ways to compile, in the leader's format; then the leader in other formats."""
@@ -168,9 +167,8 @@ class Recipe:
 
     def _alone(self) -> Iterator[Config | None]:
         """The other formats eagerly, and each value of a knob by itself."""
-        yield from map(self._near, (*knobs.RECIPE, *knobs.FORMATS_TRIED))
-        for name, value in self._guessed("alone"):
-            yield self._near({name: value})
+        changes = (*knobs.RECIPE, *knobs.FORMATS_TRIED, *self._guessed("alone"))
+        yield from map(self._near, changes)
 
     def _larger(self) -> Iterator[Config | None]:
         """The largest batch that runs, and smaller ones while they cost little, of the first format
@@ -190,7 +188,7 @@ class Recipe:
                 top = visit
         if (batch := top.config.batch) == own:
             return
-        for changes in (*knobs.FORMATS_TRIED, *({n: v} for n, v in self._guessed("leader"))):
+        for changes in (*knobs.FORMATS_TRIED, *self._guessed("leader")):
             yield self._on(top.config, changes)
         for use in self._uses:
             yield from self._at(batch, self._visits.best(use, own).config)

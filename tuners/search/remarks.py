@@ -39,7 +39,7 @@ def gains(
         rates: the turns that the choice was made from.
     """
     own = visits.baseline.config
-    seemed = [v for v in visits.all if v.ok and v.ratio.mean >= NOTABLE]
+    seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
     for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1

@@ -82,7 +82,6 @@ class Found:
         artifacts: files of what was compiled for its configs.
         remarks: lines on what was faster and is not advised, and on what limits the rest.
         interrupted: by Ctrl-C; the best so far was kept.
-        spent_s: seconds of the budget that it took.
     """
 
     baseline: Choice
@@ -93,7 +92,6 @@ class Found:
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     interrupted: bool = False
-    spent_s: float = 0.0
 
 
 class Tuner:
@@ -184,7 +182,7 @@ class Tuner:
                 self._sample(batch)
             return self._race(self._visits.leaders())
         except (WorkerError, TargetFailed) as exc:
-            if len(self._visits.all) == 1:  # nothing was measured beside the baseline
+            if len(self._visits) == 1:  # nothing was measured beside the baseline
                 raise
             self._progress.notice(f"the search ends here: {exc}")
             return {}
@@ -274,7 +272,7 @@ class Tuner:
     def _open(self, batch: int) -> list[Config]:
         """Configs that the sampler may propose: not visited, of code that is known to run, and for
         which there is time."""
-        built = self._visits.changed(visit.config for visit in self._visits.all if visit.ok)
+        built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
         left_s = self._costs.left_s
         return [
             config
@@ -356,7 +354,7 @@ class Tuner:
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
         # Whatever its loader: what feeds the leader is chosen after its visit.
-        leading |= {max(visits.all, key=lambda one: one.ratio.mean * one.ok).config}
+        leading |= {max(visits.values(), key=lambda one: one.ratio.mean * one.ok).config}
         for built in self._visitor.built:
             if built not in leading:
                 self._visitor.forget(built)
@@ -399,7 +397,6 @@ class Tuner:
             raced=tuple(map(self._started, verdict.raced)),
             remarks=(*self._remarks, *gains, *self._untried()),
             interrupted=interrupted,
-            spent_s=self.clock.spent_s,
         )
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)

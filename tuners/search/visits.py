@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
@@ -20,8 +20,8 @@ def score(visit: Visit) -> float:
     return visit.fed if visit.waits else visit.ratio.mean
 
 
-class Visits:
-    """The visits and comparisons of a search.
+class Visits(dict[Config, Visit]):
+    """The last visit to each config, in the order of the first ones, and what they tell.
 
     Args:
         compares: what changes numbers leads only once it was found to train like fp32.
@@ -37,36 +37,24 @@ class Visits:
     def __init__(
         self, space: Space, *, compares: bool = True, length: Length | None = None
     ) -> None:
+        super().__init__()
         self._space, self._compares, self._length = space, compares, length
-        self._of: dict[Config, Visit] = {}
         self._compared: dict[Config, Compared] = {}
         self.trials: list[Trial] = []
         self.struck: set[tuple[str, Value]] = set()
         self.codes: set[Config] = set()
         self.feed = space.default.only(*knobs.FEEDS)
 
-    def __contains__(self, config: object) -> bool:
-        return config in self._of
-
-    def get(self, config: Config) -> Visit | None:
-        """The last visit to a config."""
-        return self._of.get(config)
-
     def add(self, visit: Visit) -> None:
         """Remember a visit."""
-        self._of[visit.config] = visit
+        self[visit.config] = visit
         if visit.turns:
             self.codes.add(knobs.code(visit.config))
 
     @property
-    def all(self) -> Sequence[Visit]:
-        """In their order."""
-        return list(self._of.values())
-
-    @property
     def baseline(self) -> Visit:
         """That of the baseline."""
-        return self._of[self._space.default]
+        return self[self._space.default]
 
     # What is struck out -------------------------------------------------------------------------
 
@@ -77,7 +65,7 @@ class Visits:
     def strike_failed(self, config: Config) -> Config:
         """Strike out what of a config has never run: of that the code that is built, else the only
         value, else the number format; returns what that is."""
-        new = self.changed([config]) - self.changed(one.config for one in self.all if one.ok)
+        new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
         found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
         if not found:
             found = new if len(new) == 1 else {one for one in new if one[0] in knobs.FORMATS}
@@ -130,7 +118,7 @@ class Visits:
         """Visits to what a use can follow, the fastest first, as if all were fed."""
         found = [
             one
-            for one in self._of.values()
+            for one in self.values()
             if one.ok
             and batch in (None, one.config.batch)
             and self.allowed(one.config)
