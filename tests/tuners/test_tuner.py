@@ -140,6 +140,18 @@ def test_a_config_that_fails_costs_only_itself(
     assert place.time <= 1.05 * 150 + 1
 
 
+@pytest.mark.parametrize(("compiling_s", "budget_s"), [(44.0, 90.0), (50.0, 100.0)])
+def test_what_took_long_to_compile_is_expected_to_take_as_long_again(
+    compiling_s: float, budget_s: float
+) -> None:
+    """Its first mode is wrong; another that cannot end in time leaves nothing for the rest."""
+    place, heard = MadeUp(BASE), Heard()
+    place.compiling_s, place.verdicts = compiling_s, WRONG_CODE
+    found = tuned(place, SPACE, budget_s, heard=heard)
+    assert all(trial.measurement.ok for trial in heard.trials)
+    assert place.time <= budget_s and place.speedup(advised(found)) > 2
+
+
 @pytest.mark.parametrize("step_s", [0.001, 1 / 30, 0.4, 3.0])
 def test_the_budget_is_overrun_by_a_twentieth_and_a_block_at_most(step_s: float) -> None:
     for seed, budget_s in enumerate((18.0, 33.0, 61.0, 75.0, 140.0)):
