@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import COARSE, DISTURBED, DISTURBED_NOISE, NUDGE, SAMPLED
-from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.decisions import DISTURBED
 
 Named = dict[str, Tensor]
-
-NOT_FINITE = "an output or a gradient is not finite"
-FP32_NOT_FINITE = Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+NUDGE = 8 * torch.finfo(torch.float32).eps
+"""Relative change of the weights that shows what rounding alone does to a tensor."""
+COARSE = torch.finfo(torch.bfloat16).eps / 2
+"""The same for rounding to bf16."""
+_MOST = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
 
 class Overflow(Exception):
@@ -86,20 +87,25 @@ def move(weights: Sequence[Tensor], point: int, points: int) -> None:
         noise = 2 * torch.rand(weight.shape, generator=draw, device=weight.device) - 1
         if disturbed:
             # Up and down in turn, so that no activation grows with the depth.
-            factor = DISTURBED if seen[weight.dim()] % 2 else 1 / DISTURBED
+            factor = (1 + DISTURBED) ** (1 if seen[weight.dim()] % 2 else -1)
             seen[weight.dim()] += 1
-            zeros = 0.2 * DISTURBED_NOISE * noise * (weight == 0)
-            weight.copy_(weight * (factor * (1 + DISTURBED_NOISE * noise)) + zeros)
+            zeros = DISTURBED / 10 * noise * (weight == 0)
+            weight.copy_(weight * (factor * (1 + DISTURBED / 2 * noise)) + zeros)
         if nudged:
             weight.mul_(1 + (NUDGE if point < 2 * points else COARSE) * noise)
 
 
-def sampled(tensor: Tensor) -> Tensor:
-    """A float32 copy of at most SAMPLED elements, in logical order whatever the memory format."""
+def part_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements that are compared, in logical order whatever the memory format."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     # Odd, so that it does not meet the same column of every row.
-    stride = math.ceil(dense.numel() / SAMPLED) | 1 if dense.numel() > SAMPLED else 1
-    return dense.contiguous().flatten()[::stride].to(torch.float32, copy=True)
+    stride = math.ceil(dense.numel() / _MOST) | 1 if dense.numel() > _MOST else 1
+    return dense.contiguous().flatten()[::stride]
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """A float32 copy of `part_of` a tensor."""
+    return part_of(tensor).to(torch.float32, copy=True)
 
 
 class Sampler:
@@ -145,8 +151,3 @@ class Sampler:
         """What to call a tensor in a sentence."""
         name = self.names[tensor]
         return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"
-
-
-def wrong(reason: str, blames: str) -> Compared:
-    """The verdict on a fault; `blames` as in `Compared`."""
-    return Compared(outcome="wrong", reason=reason, blames=blames)

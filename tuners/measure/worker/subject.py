@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import SAMPLED
-from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, sampled
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, part_of, sampled
 from advisor.tuners.measure.workload import Workload
 
 POINTS = 4
@@ -60,14 +59,14 @@ class WorkloadSubject:
             return 0.0, ""
         self._set(workload, 0)
         weights = dict(_trained(workload))
-        starts = {name: _part(weight).clone() for name, weight in weights.items()}
+        starts = {name: part_of(weight).clone() for name, weight in weights.items()}
         shadows = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
         optimizer = workload.plain_optimizer(list(shadows.values()))
         for step in range(OPTIMIZER_STEPS):
             self._pass(workload, lambda: None, step, step)
             for name, shadow in shadows.items():
                 grad = weights[name].grad
-                shadow.grad = None if grad is None else _part(grad)
+                shadow.grad = None if grad is None else part_of(grad)
             optimizer.step()
         return _apart(weights, shadows, starts)
 
@@ -123,12 +122,6 @@ def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in workload.model.named_parameters() if p.requires_grad]
 
 
-def _part(tensor: Tensor) -> Tensor:
-    """As `sampled`, in its own number format."""
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.contiguous().flatten()[:: dense.numel() // SAMPLED | 1]
-
-
 @torch.no_grad()
 def _apart(
     weights: dict[str, nn.Parameter], shadows: dict[str, nn.Parameter], starts: Named
@@ -136,7 +129,7 @@ def _apart(
     """The largest part of an update that the other optimizer does not make, and its parameter."""
     worst = (0.0, "")
     for name, shadow in shadows.items():
-        start, own = starts[name].double(), _part(weights[name]).double()
+        start, own = starts[name].double(), part_of(weights[name]).double()
         # Rounding a weight after each update is no difference.
         rounding = OPTIMIZER_STEPS * torch.finfo(shadow.dtype).eps * start.norm()
         error, update = (own - shadow.double()).norm() - rounding, (shadow.double() - start).norm()

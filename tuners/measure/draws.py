@@ -1,0 +1,165 @@
+"""Passes of strict fp32 and of number formats alone, which others are compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from advisor.cache.config import Config
+from advisor.tuners.decisions import LOST
+from advisor.tuners.measure.samples import NUDGE, Sampler
+
+OWN_SEEDS = 1_000_003
+"""The first seed of fp32's own draws. The others must not share their masks: a mean would seem too
+large along the mean of the same draws."""
+TINY = 1e-30  # instead of 0 in a denominator
+
+
+class Drawn:
+    """Passes of a config at each point in turn; a round is one at each."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self._points = sampler, sampler.subject.points
+        self.count = 0
+        self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
+        self._before: dict[int, Tensor] = {}
+        self._along: list[Tensor] = []
+        self._spreads: list[Tensor] = []
+        self._losses: list[float] = []
+
+    def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
+        """Add a pass at the next point, whose mean in fp32 is `direction`."""
+        sampler, point = self._sampler, self.count % self._points
+        self._along.append(sampler.dots(vector, direction))
+        if sampler.subject.draws:
+            outputs = vector[: sum(sampler.sizes[: sampler.outputs])].clone()
+            if self.count // self._points % 2:
+                apart = sampler.norms(outputs - self._before[point], outputs=True)
+                self._spreads.append(apart.square() / 2)
+            self._before[point] = outputs
+        self._losses.append(math.nan if loss is None else loss)
+        self.count += 1
+
+    @property
+    def along(self) -> Tensor:
+        """(round, point, tensor) scalar products with fp32's mean of this point."""
+        return torch.stack(self._along).view(-1, self._points, len(self._along[0]))
+
+    @property
+    def spreads(self) -> Tensor:
+        """(round / 2, point, output) half the squared distances of two draws."""
+        if not self._spreads:
+            return torch.zeros(0, self._points, 0)
+        return torch.stack(self._spreads).view(-1, self._points, len(self._spreads[0]))
+
+    @property
+    def losses(self) -> Tensor:
+        """(round, point); not a number where a loss is not known."""
+        return torch.tensor(self._losses, dtype=torch.float64).view(-1, self._points)
+
+
+class Reference:
+    """Strict fp32's own passes, and what others are measured by.
+
+    Attributes:
+        rounds: that a comparison takes. One tells all of a model that draws no random numbers.
+        signal: (point, tensor) squares of fp32's mean gradients.
+        rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
+    """
+
+    def __init__(self, sampler: Sampler, fp32: Config) -> None:
+        self.sampler, self.fp32, self.points = sampler, fp32, sampler.subject.points
+        self.rounds = self.points if self.draws else 1
+        self.own = Drawn(sampler)
+        self._sums = torch.zeros(())  # of the even and the odd rounds at each point
+        self._firsts: list[Tensor] = []  # of each point
+        self._noise: list[Tensor] = []
+        self._formats: dict[tuple[Config, int], Drawn] = {}
+        self._shares: dict[Config, Tensor] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass draws random numbers."""
+        return self.sampler.subject.draws
+
+    def extend(self) -> None:
+        """Make as many passes as others have; slopes are taken along their mean."""
+        own, sampler, points = self.own, self.sampler, self.points
+        if own.count >= self.rounds * points:
+            return
+        while (count := own.count) < self.rounds * points:
+            point, seed = count % points, self._own_seed(count)
+            vector, loss = sampler.sample(self.fp32, point, seed)
+            if count < points:
+                nudged, _ = sampler.sample(self.fp32, point + points, seed)
+                self._noise.append(sampler.norms(nudged - vector))
+                self._firsts.append(vector)
+            if self.draws:
+                if not count:
+                    self._sums = vector.new_zeros(points, 2, len(vector))
+                self._sums[point, count // points % 2] += vector
+            own.add(vector, loss, vector)
+        self.signal = torch.stack([sampler.dots(*self._halves(point)) for point in range(points)])
+        self._formats.clear()  # which were compared with fewer
+        size = torch.stack([sampler.norms(one) for one in self._firsts])
+        gradients = slice(sampler.outputs, None)
+        usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
+        # A tensor below this is nothing.
+        floor = NUDGE * usual * self.counts.sqrt()
+        self._size = size.maximum(floor).clamp(min=TINY)
+        self.rounding = torch.stack(self._noise).maximum(floor) / self._size
+
+    @property
+    def counts(self) -> Tensor:
+        """Elements of each tensor."""
+        return torch.tensor(self.sampler.sizes, dtype=torch.float64)
+
+    def of(self, config: Config) -> Drawn:
+        """Passes of fp32 or a plain format."""
+        if config == self.fp32 and not self.draws:
+            return self.own
+        if (config, self.rounds) not in self._formats:
+            self._formats[config, self.rounds] = self.draw(config)
+        return self._formats[config, self.rounds]
+
+    def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Drawn:
+        """Passes of any config, at points moved by `offset`. All have the same seeds: masks that
+        are equal in both, as between number formats, leave little to chance. `first`: one round
+        that has the seeds of fp32's own first one."""
+        drawn, count = Drawn(self.sampler), self.rounds * self.points
+        seeds = range(count, 2 * count)
+        if first or not self.draws:
+            seeds = range(self._own_seed(0), self._own_seed(self.points))
+        for number, seed in enumerate(seeds):
+            point = number % self.points
+            vector, loss = self.sampler.sample(config, point + offset, seed)
+            even, odd = self._halves(point)
+            drawn.add(vector, loss, (even + odd) / 2)
+            if number < self.points:
+                apart = self.sampler.norms(vector - self._firsts[point])
+                drawn.apart.append(apart / self._size[point])
+        return drawn
+
+    def share(self, plain: Config) -> Tensor:
+        """(point, tensor): What a format, or rounding, does to a tensor as a part of it: at least
+        what it does to the usual one."""
+        if plain not in self._shares:
+            share = self.rounding
+            if plain != self.fp32:
+                drawn = self.draw(plain, first=True) if self.draws else self.of(plain)
+                share = share.maximum(torch.stack(drawn.apart))
+            usual = share.median(dim=1, keepdim=True).values.clamp(max=LOST)
+            self._shares[plain] = share.maximum(usual)
+        return self._shares[plain]
+
+    def _own_seed(self, count: int) -> int:
+        return OWN_SEEDS + count if self.draws else count
+
+    def _halves(self, point: int) -> tuple[Tensor, Tensor]:
+        """fp32's mean over the even rounds, and over as many odd ones."""
+        if not self.draws:
+            return self._firsts[point], self._firsts[point]
+        even, odd = self._sums[point] / (self.own.count / self.points / 2)
+        return even, odd
