@@ -154,8 +154,8 @@ STANDARD_ERRORS = 4.0
 """Standard errors allowed beyond a limit."""
 ROUNDINGS = 2.5
 """How many times what rounding does a tensor may be off. Two orders of summation differ by up to
-1.4 times in bf16, twice in fp32. Gradients of deep networks shatter: bf16 left a tenth of a fresh
-FCN-ResNet50's along fp32's, and fp32 with weights rounded to bf16 a fifth."""
+1.4 times in bf16, twice in fp32. Gradients of deep networks shatter: on an H200 bf16 left a third
+of a fresh FCN-ResNet50's along fp32's; weights rounded to bf16 take about as much from fp32's."""
 NEGLIGIBLE = 1e-2
 """Part of a tensor that may always be off: on an H200 an encoder compiled in fp16 had a bias 0.7%
 off fp32, eager 0.1%. And part of the usual gradient below which a slope may stay unknown."""
@@ -166,30 +166,13 @@ MOST_DRAWS = 512
 """Draws of each config at most: on GPT-2 with dropout a fault of a tenth stands out from 32 on;
 small models need hundreds."""
 
-# Comparison within a run -----------------------------------------------------------------------
-KEPT_STEPS, KEPT_CALLS = 4, 8
-"""Steps of the script that are kept, half of them for the kept weights: two batches each rule out
-what one alone does. And calls of one step, at most, for their memory."""
-KEPT_WITHIN = 32
-"""Steps within which these must have come. Else no gradient comes back to the model's outputs."""
-KEPT_ROOM = 3.0
-"""Free device memory that keeping the weights there takes, as a multiple of their own: the kept
-copy, the script's own values meanwhile, and the gradients of a pass."""
-KEPT_PARAMETERS, KEPT_ELEMENTS = 64, 2**22
-"""Parameters of an optimizer whose update is made again, evenly spaced over all, and elements that
-one may have: its value, its gradient and its state are copied, up to 64 MiB in fp32 with Adam."""
-
 # Starts of a command ---------------------------------------------------------------------------
 START_S = 1800.0
-"""Seconds until a command's first steps, which may read its data first. A later start has what is
-left of the budget."""
-RESTARTS = 3
-"""Starts in a row that end within a block, after which the command counts as too short."""
-SHARED_MEMORY, MOST_STARTS = 0.7, 3
-"""Share of the device's memory that several starts may take together, and how many may wait for
-their turns: each value of an option of the script takes one."""
-NEAR_BATCH = 0.25
-"""A batch that differs by a smaller share is the one asked for: an epoch's last is shorter."""
+"""Seconds until a command's first steps, which may read its data first, and until the steps of a
+config in a script that nothing interrupts. A later start has what is left of the budget."""
+STARTS = 3
+"""Starts of a command that may wait for their turns, as each value of an option of the script takes
+one; and starts in a row that end within a block, after which the command counts as too short."""
 
 # Looking at a run ------------------------------------------------------------------------------
 LEAST_STEPS = 4

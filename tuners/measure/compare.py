@@ -22,7 +22,7 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.act.pilot.orders import told
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
-from advisor.tuners.measure.draws import TINY, Drawn, Reference
+from advisor.tuners.measure.draws import TINY, Draws, Reference
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import NoTime, Overflow, Sampler, Subject
 
@@ -87,7 +87,7 @@ class References:
         self._sampler = Sampler(subject)
         self._reference = Reference(self._sampler, fp32)
         self._formats: dict[Config, Compared] = {}
-        self._coarse: Drawn | None = None
+        self._coarse: Draws | None = None
 
     def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
         """Compare a config with strict fp32 while seconds are left; `plain` as by `plain_of`."""
@@ -167,7 +167,7 @@ class References:
             return f"about {needed:.0f} draws would be needed, {needed_s:.0f} s"
         return ""
 
-    def _figures(self, drawn: Drawn, config: Config, plain: Config) -> list[_Figure]:
+    def _figures(self, drawn: Draws, config: Config, plain: Config) -> list[_Figure]:
         half = self._reference.points // 2
         kept, disturbed = slice(half), slice(half, None)
         share = self._reference.share(plain)
@@ -188,7 +188,7 @@ class References:
                 found += self._distances(drawn, share, disturbed)
         return found + self._spreads(drawn) + self._loss(drawn)
 
-    def _of_format(self, drawn: Drawn, share: Tensor, points: slice) -> list[_Figure]:
+    def _of_format(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Of all gradients together, and of each tensor: as far as rounded weights take them."""
         reference, gradients = self._reference, slice(self._sampler.outputs, None)
         than, signal = reference.of(self._fp32), reference.signal[points].sum(0).clamp(min=TINY)
@@ -208,8 +208,8 @@ class References:
 
     def _slopes(
         self,
-        drawn: Drawn,
-        than: Drawn,
+        drawn: Draws,
+        than: Draws,
         allowed: Tensor,
         share: Tensor,
         points: slice,
@@ -239,7 +239,7 @@ class References:
             for at in limit.isfinite().nonzero().flatten().tolist()
         ]
 
-    def _distances(self, drawn: Drawn, share: Tensor, points: slice) -> list[_Figure]:
+    def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Of tensors from fp32's, at the point where that is least: all must show a fault."""
         apart, share = torch.stack(drawn.apart)[points], share[points]
         alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
@@ -256,7 +256,7 @@ class References:
             for at, point in enumerate(least.tolist())
         ]
 
-    def _spreads(self, drawn: Drawn) -> list[_Figure]:
+    def _spreads(self, drawn: Draws) -> list[_Figure]:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
         found = []
         for at in range(self._sampler.outputs if self._reference.draws else 0):
@@ -271,7 +271,7 @@ class References:
             found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))
         return found
 
-    def _loss(self, drawn: Drawn) -> list[_Figure]:
+    def _loss(self, drawn: Draws) -> list[_Figure]:
         own = self._reference.own.losses
         known = (~own.isnan()).all(0)
         if not bool(known.any()):

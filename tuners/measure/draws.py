@@ -17,7 +17,7 @@ large along the mean of the same draws."""
 TINY = 1e-30  # instead of 0 in a denominator
 
 
-class Drawn:
+class Draws:
     """Passes of a config at each point in turn; a round is one at each."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -72,11 +72,11 @@ class Reference:
     def __init__(self, sampler: Sampler, fp32: Config) -> None:
         self.sampler, self.fp32, self.points = sampler, fp32, sampler.subject.points
         self.rounds = self.points if self.draws else 1
-        self.own = Drawn(sampler)
+        self.own = Draws(sampler)
         self._sums = torch.zeros(())  # of the even and the odd rounds at each point
         self._firsts: list[Tensor] = []  # of each point
         self._noise: list[Tensor] = []
-        self._formats: dict[tuple[Config, int], Drawn] = {}
+        self._formats: dict[tuple[Config, int], Draws] = {}
         self._shares: dict[Config, Tensor] = {}
 
     @property
@@ -116,7 +116,7 @@ class Reference:
         """Elements of each tensor."""
         return torch.tensor(self.sampler.sizes, dtype=torch.float64)
 
-    def of(self, config: Config) -> Drawn:
+    def of(self, config: Config) -> Draws:
         """Passes of fp32 or a plain format."""
         if config == self.fp32 and not self.draws:
             return self.own
@@ -124,11 +124,11 @@ class Reference:
             self._formats[config, self.rounds] = self.draw(config)
         return self._formats[config, self.rounds]
 
-    def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Drawn:
+    def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Draws:
         """Passes of any config, at points moved by `offset`. All have the same seeds: masks that
         are equal in both, as between number formats, leave little to chance. `first`: one round
         that has the seeds of fp32's own first one."""
-        drawn, count = Drawn(self.sampler), self.rounds * self.points
+        drawn, count = Draws(self.sampler), self.rounds * self.points
         seeds = range(count, 2 * count)
         if first or not self.draws:
             seeds = range(self._own_seed(0), self._own_seed(self.points))

@@ -30,7 +30,7 @@ from advisor.tuners.act.pilot.crew import Drawn, Trained
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
-from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS, KEPT_WITHIN
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
@@ -39,6 +39,9 @@ from advisor.tuners.measure.samples import Named, Sample, move, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
+_MOST_CALLS = 8  # of one step, for their memory
+_MOST_STEPS = 8 * POINTS  # that are looked at until a gradient comes back to a model's outputs
+_COPIES = 3  # of the weights, in memory: the kept ones, the script's own meanwhile, gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +113,7 @@ class KeptCalls:
     @property
     def _ready(self) -> bool:
         """A config can be compared without another step of the script."""
-        return bool(self._refused) or len(self._steps) == KEPT_STEPS
+        return bool(self._refused) or len(self._steps) == POINTS
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
@@ -143,7 +146,7 @@ class KeptCalls:
                     self._updates = KeptUpdates(self._of_switch.optimizers)
             self._calls = []
             self._looked += 1
-            if not self._ready and self._looked >= KEPT_WITHIN:
+            if not self._ready and self._looked >= _MOST_STEPS:
                 self._refuse("no gradient came back to what the model returned")
             (self._rest if self._ready else self._look)()
         return self._verdict() if self._ready else None
@@ -264,12 +267,12 @@ class KeptCalls:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if free <= KEPT_ROOM * sum(tensor.nbytes for tensor in found):
+            if free <= _COPIES * sum(tensor.nbytes for tensor in found):
                 return [tensor.detach().to("cpu", copy=True) for tensor in found]
         return [tensor.detach().clone() for tensor in found]
 
     def _keep(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if self._refused or len(self._calls) >= KEPT_CALLS:
+        if self._refused or len(self._calls) >= _MOST_CALLS:
             self._unhook()  # the losses of calls that are not made again do not count
             return call.plain(*args, **kwargs)
         try:

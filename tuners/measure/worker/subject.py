@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, part_of, sampled
 from advisor.tuners.measure.workload import Workload
 
-POINTS = 4
-"""Two at the kept weights, two at disturbed ones: each pair rules out what one batch alone does."""
 OPTIMIZER_STEPS = 2
 """Updates that are compared: what an optimizer keeps of the first shows in the second."""
 SCALE_STEPS = 20
