@@ -24,7 +24,7 @@ from advisor.tuners.act.pilot.orders import told
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
 from advisor.tuners.measure.draws import TINY, Draws, Reference
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import NoTime, Overflow, Sampler, Subject
+from advisor.tuners.measure.samples import NoTime, Overflow, Subject
 
 
 def plain_of(candidate: Config, fp32: Config) -> Config:
@@ -84,14 +84,13 @@ class References:
 
     def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
         self._subject, self._fp32, self._tolerance = subject, fp32, tolerance
-        self._sampler = Sampler(subject)
-        self._reference = Reference(self._sampler, fp32)
+        self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
 
     def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
         """Compare a config with strict fp32 while seconds are left; `plain` as by `plain_of`."""
-        self._sampler.left_s = left_s
+        self._reference.left_s = left_s
         try:
             return self._compare(candidate, plain)
         except Overflow as exc:
@@ -157,13 +156,13 @@ class References:
 
     def _no_more(self, config: Config, times: float) -> str:
         """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
-        now, took_s = self._reference.rounds * self._reference.points, self._sampler.took_s
+        now, took_s = self._reference.rounds * self._reference.points, self._reference.took_s
         needed = times * now
         # That estimate is a rough one itself.
         if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
             return f"more than {limits.MOST_DRAWS} draws would be needed"
         needed_s = needed * (took_s[config] + took_s[self._fp32])
-        if needed_s > self._sampler.left_s():
+        if needed_s > self._reference.left_s():
             return f"about {needed:.0f} draws would be needed, {needed_s:.0f} s"
         return ""
 
@@ -190,7 +189,7 @@ class References:
 
     def _of_format(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Of all gradients together, and of each tensor: as far as rounded weights take them."""
-        reference, gradients = self._reference, slice(self._sampler.outputs, None)
+        reference, gradients = self._reference, slice(self._reference.outputs, None)
         than, signal = reference.of(self._fp32), reference.signal[points].sum(0).clamp(min=TINY)
         lost = torch.zeros_like(signal)
         if self._coarse is not None:
@@ -217,7 +216,7 @@ class References:
     ) -> list[_Figure]:
         """Of each tensor for which a limit is given; `fault` is for those whose gradient is not
         much smaller than usual."""
-        reference, outputs = self._reference, self._sampler.outputs
+        reference, outputs = self._reference, self._reference.outputs
         signal = reference.signal[points].sum(0).clamp(min=TINY)
         off, error = _mean((drawn.along - than.along)[:, points] / signal)
         ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
@@ -229,7 +228,7 @@ class References:
         matters[:outputs] = False
         return [
             _Figure(
-                name=f"the slope of {self._sampler.label(at)}",
+                name=f"the slope of {self._reference.label(at)}",
                 off=float(off[at]),
                 error=float(error[at]),
                 limit=float(limit[at]),
@@ -248,7 +247,7 @@ class References:
         least = (apart / allowed).argmin(0)
         return [
             _Figure(
-                name=self._sampler.label(at),
+                name=self._reference.label(at),
                 off=float(apart[point, at]),
                 limit=float(allowed[point, at]),
                 beside=f" fp32, {float(share[point, at]):.2%} in its number format alone",
@@ -259,15 +258,15 @@ class References:
     def _spreads(self, drawn: Draws) -> list[_Figure]:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
         found = []
-        for at in range(self._sampler.outputs if self._reference.draws else 0):
+        for at in range(self._reference.outputs if self._reference.draws else 0):
             own = self._reference.own.spreads[..., at]
             # One number's variance is too unsure to tell anything.
-            if self._sampler.sizes[at] < 2 or not float(own.mean()):
+            if self._reference.sizes[at] < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log2() for one in (drawn.spreads[..., at], own))
             off, error = _difference(*logs)
-            name = f"the variance of {self._sampler.label(at)} over draws, in doublings,"
+            name = f"the variance of {self._reference.label(at)} over draws, in doublings,"
             found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))
         return found
 

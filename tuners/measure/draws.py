@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
 from advisor.tuners.decisions import LOST
-from advisor.tuners.measure.samples import NUDGE, Sampler
+from advisor.tuners.measure.samples import NUDGE, NoTime, Subject
 
 OWN_SEEDS = 1_000_003
 """The first seed of fp32's own draws. The others must not share their masks: a mean would seem too
@@ -20,8 +23,8 @@ TINY = 1e-30  # instead of 0 in a denominator
 class Draws:
     """Passes of a config at each point in turn; a round is one at each."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler, self._points = sampler, sampler.subject.points
+    def __init__(self, reference: Reference) -> None:
+        self._reference, self._points = reference, reference.points
         self.count = 0
         self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
         self._before: dict[int, Tensor] = {}
@@ -31,12 +34,12 @@ class Draws:
 
     def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
         """Add a pass at the next point, whose mean in fp32 is `direction`."""
-        sampler, point = self._sampler, self.count % self._points
-        self._along.append(sampler.dots(vector, direction))
-        if sampler.subject.draws:
-            outputs = vector[: sum(sampler.sizes[: sampler.outputs])].clone()
+        reference, point = self._reference, self.count % self._points
+        self._along.append(reference.dots(vector, direction))
+        if reference.draws:
+            outputs = vector[: sum(reference.sizes[: reference.outputs])].clone()
             if self.count // self._points % 2:
-                apart = sampler.norms(outputs - self._before[point], outputs=True)
+                apart = reference.norms(outputs - self._before[point], outputs=True)
                 self._spreads.append(apart.square() / 2)
             self._before[point] = outputs
         self._losses.append(math.nan if loss is None else loss)
@@ -61,50 +64,55 @@ class Draws:
 
 
 class Reference:
-    """Strict fp32's own passes, and what others are measured by.
+    """Strict fp32's own passes, and what others are measured by. Each pass is one vector: its
+    outputs, then its gradients, end to end.
 
     Attributes:
-        rounds: that a comparison takes. One tells all of a model that draws no random numbers.
+        draws: whether a pass draws random numbers.
+        rounds: that a comparison takes. One tells all of a model that draws none.
+        left_s: seconds that are left; `took_s` of each config's last pass.
+        names, sizes: of the tensors in a vector; the first `outputs` of them are outputs.
         signal: (point, tensor) squares of fp32's mean gradients.
         rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
     """
 
-    def __init__(self, sampler: Sampler, fp32: Config) -> None:
-        self.sampler, self.fp32, self.points = sampler, fp32, sampler.subject.points
+    def __init__(self, subject: Subject, fp32: Config) -> None:
+        self._subject, self.fp32 = subject, fp32
+        self.draws, self.points = subject.draws, subject.points
         self.rounds = self.points if self.draws else 1
-        self.own = Draws(sampler)
+        self.left_s: Callable[[], float] = lambda: math.inf
+        self.took_s: dict[Config, float] = defaultdict(float)
+        self.names: list[str] = []
+        self.sizes: list[int] = []
+        self.outputs = 0
+        self.own = Draws(self)
         self._sums = torch.zeros(())  # of the even and the odd rounds at each point
         self._firsts: list[Tensor] = []  # of each point
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], Draws] = {}
         self._shares: dict[Config, Tensor] = {}
 
-    @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers."""
-        return self.sampler.subject.draws
-
     def extend(self) -> None:
         """Make as many passes as others have; slopes are taken along their mean."""
-        own, sampler, points = self.own, self.sampler, self.points
+        own, points = self.own, self.points
         if own.count >= self.rounds * points:
             return
         while (count := own.count) < self.rounds * points:
             point, seed = count % points, self._own_seed(count)
-            vector, loss = sampler.sample(self.fp32, point, seed)
-            if count < points:
-                nudged, _ = sampler.sample(self.fp32, point + points, seed)
-                self._noise.append(sampler.norms(nudged - vector))
+            vector, loss = self.sample(self.fp32, point, seed)
+            if len(self._noise) <= point:
+                nudged, _ = self.sample(self.fp32, point + points, seed)
+                self._noise.append(self.norms(nudged - vector))
                 self._firsts.append(vector)
             if self.draws:
                 if not count:
                     self._sums = vector.new_zeros(points, 2, len(vector))
                 self._sums[point, count // points % 2] += vector
             own.add(vector, loss, vector)
-        self.signal = torch.stack([sampler.dots(*self._halves(point)) for point in range(points)])
+        self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(points)])
         self._formats.clear()  # which were compared with fewer
-        size = torch.stack([sampler.norms(one) for one in self._firsts])
-        gradients = slice(sampler.outputs, None)
+        size = torch.stack([self.norms(one) for one in self._firsts])
+        gradients = slice(self.outputs, None)
         usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
         # A tensor below this is nothing.
         floor = NUDGE * usual * self.counts.sqrt()
@@ -114,7 +122,7 @@ class Reference:
     @property
     def counts(self) -> Tensor:
         """Elements of each tensor."""
-        return torch.tensor(self.sampler.sizes, dtype=torch.float64)
+        return torch.tensor(self.sizes, dtype=torch.float64)
 
     def of(self, config: Config) -> Draws:
         """Passes of fp32 or a plain format."""
@@ -128,17 +136,17 @@ class Reference:
         """Passes of any config, at points moved by `offset`. All have the same seeds: masks that
         are equal in both, as between number formats, leave little to chance. `first`: one round
         that has the seeds of fp32's own first one."""
-        drawn, count = Draws(self.sampler), self.rounds * self.points
+        drawn, count = Draws(self), self.rounds * self.points
         seeds = range(count, 2 * count)
         if first or not self.draws:
             seeds = range(self._own_seed(0), self._own_seed(self.points))
         for number, seed in enumerate(seeds):
             point = number % self.points
-            vector, loss = self.sampler.sample(config, point + offset, seed)
+            vector, loss = self.sample(config, point + offset, seed)
             even, odd = self._halves(point)
             drawn.add(vector, loss, (even + odd) / 2)
             if number < self.points:
-                apart = self.sampler.norms(vector - self._firsts[point])
+                apart = self.norms(vector - self._firsts[point])
                 drawn.apart.append(apart / self._size[point])
         return drawn
 
@@ -163,3 +171,35 @@ class Reference:
             return self._firsts[point], self._firsts[point]
         even, odd = self._sums[point] / (self.own.count / self.points / 2)
         return even, odd
+
+    def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
+        """As `Subject.sample`, and its loss; raises NoTime if the config's last one took longer
+        than is left."""
+        began = time.perf_counter()
+        if self.left_s() < self.took_s[config]:
+            raise NoTime
+        found = self._subject.sample(config, point, seed)
+        tensors = found.tensors
+        if not self.names:
+            self.names, self.outputs = list(tensors), len(found.outputs)
+            self.sizes = [one.numel() for one in tensors.values()]
+        vector = torch.cat([tensors[name] for name in self.names])
+        if vector.is_cuda:
+            torch.cuda.synchronize()
+        self.took_s[config] = time.perf_counter() - began
+        return vector, found.loss
+
+    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """The scalar product of each tensor, as float64 on the host."""
+        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
+        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
+
+    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
+        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
+        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
+        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
+
+    def label(self, tensor: int) -> str:
+        """What to call a tensor in a sentence."""
+        name = self.names[tensor]
+        return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,48 +105,3 @@ def part_of(tensor: Tensor) -> Tensor:
 def sampled(tensor: Tensor) -> Tensor:
     """A float32 copy of `part_of` a tensor."""
     return part_of(tensor).to(torch.float32, copy=True)
-
-
-class Sampler:
-    """Makes samples of a subject while there is time, each as one vector: its outputs, then its
-    gradients, end to end."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.left_s: Callable[[], float] = lambda: math.inf  # seconds that are left
-        self.took_s: dict[Config, float] = defaultdict(float)  # by each config's last sample
-        self.names: list[str] = []  # of the tensors in a vector
-        self.sizes: list[int] = []
-        self.outputs = 0  # so many of them come first
-
-    def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
-        """As `Subject.sample`, and its loss; raises NoTime if the config's last one took longer
-        than is left."""
-        began = time.perf_counter()
-        if self.left_s() < self.took_s[config]:
-            raise NoTime
-        found = self.subject.sample(config, point, seed)
-        tensors = found.tensors
-        if not self.names:
-            self.names, self.outputs = list(tensors), len(found.outputs)
-            self.sizes = [one.numel() for one in tensors.values()]
-        vector = torch.cat([tensors[name] for name in self.names])
-        if vector.is_cuda:
-            torch.cuda.synchronize()
-        self.took_s[config] = time.perf_counter() - began
-        return vector, found.loss
-
-    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        """The scalar product of each tensor, as float64 on the host."""
-        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
-        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
-
-    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
-        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
-        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
-        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
-
-    def label(self, tensor: int) -> str:
-        """What to call a tensor in a sentence."""
-        name = self.names[tensor]
-        return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"
