@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.config import Config
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, passes, plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.updates import KeptUpdates
@@ -116,8 +117,6 @@ class Step:
         made: passes, by config.
     """
 
-    points = 4
-
     def __init__(self, kind: str, fault: str = "", backend: str = "aot_eager") -> None:
         torch.manual_seed(0)
         model = MODELS[kind]
@@ -135,9 +134,9 @@ class Step:
         with torch.no_grad():
             for weight, kept in zip(weights.values(), self._kept, strict=True):
                 weight.copy_(kept)
-        move(list(weights.values()), point, self.points)
+        move(list(weights.values()), point)
         torch.manual_seed(seed)
-        inputs, labels = self._batches[point % self.points]
+        inputs, labels = self._batches[point % POINTS]
         compiled = config["compile"] != "none"
         with torch.autocast("cpu", torch.bfloat16, enabled=config["precision"] == "bf16"):
             output = self._called(inputs, self._fault if compiled else "", compiled=compiled)
@@ -300,15 +299,15 @@ def test_weights_move_alike_whatever_their_layout() -> None:
     weights = [torch.randn(4, 3, 5, 5), torch.zeros(6), torch.arange(3)]
     others = [weights[0].to(memory_format=torch.channels_last), *map(torch.clone, weights[1:])]
     kept = [one.clone() for one in weights]
-    move(weights, 1, 4)
+    move(weights, 1)
     assert all(map(torch.equal, weights, kept))
-    move(weights, 2, 4)
-    move(others, 2, 4)
+    move(weights, 2)
+    move(others, 2)
     assert all(map(torch.equal, weights, others))
     assert not torch.allclose(weights[0], kept[0], rtol=0.05) and bool(weights[1].all())
     assert torch.equal(weights[2], kept[2])
     weights[0].copy_(kept[0])
-    move(weights[:1], 5, 4)
+    move(weights[:1], 5)
     assert 0 < float((weights[0] / kept[0] - 1).abs().max()) < 2 * NUDGE
 
 

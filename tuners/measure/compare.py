@@ -133,7 +133,7 @@ class References:
             beyond = [one for one in found if not one.part <= 1]
             if beyond and config == plain and self._coarse is None:
                 # Rounded weights may take as much from fp32's own gradient.
-                self._coarse = reference.draw(self._fp32, 2 * reference.points)
+                self._coarse = reference.draw(self._fp32, 2 * limits.POINTS)
                 continue
             # Other draws must show it too.
             if sure := [o for o in beyond if o.name in suspects or not reference.draws]:
@@ -148,15 +148,15 @@ class References:
             suspects = {one.name for one in beyond}
             # As many as it takes at once, but no more than twice too few: all are drawn anew.
             more = 2 ** int(math.log2(more))
-            reference.rounds = min(reference.rounds * more, limits.MOST_DRAWS // reference.points)
+            reference.rounds = min(reference.rounds * more, limits.MOST_DRAWS // limits.POINTS)
 
     def _said(self, one: _Figure) -> str:
-        draws = self._reference.rounds * self._reference.points
+        draws = self._reference.rounds * limits.POINTS
         return f"{one}, over {draws} draws" if self._reference.draws else str(one)
 
     def _no_more(self, config: Config, times: float) -> str:
         """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
-        now, took_s = self._reference.rounds * self._reference.points, self._reference.took_s
+        now, took_s = self._reference.rounds * limits.POINTS, self._reference.took_s
         needed = times * now
         # That estimate is a rough one itself.
         if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
@@ -167,7 +167,7 @@ class References:
         return ""
 
     def _figures(self, drawn: Draws, config: Config, plain: Config) -> list[_Figure]:
-        half = self._reference.points // 2
+        half = limits.POINTS // 2
         kept, disturbed = slice(half), slice(half, None)
         share = self._reference.share(plain)
         if config == plain:  # nothing is stale because of a format

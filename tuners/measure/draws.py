@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import LOST
+from advisor.tuners.decisions import LOST, POINTS
 from advisor.tuners.measure.samples import NUDGE, NoTime, Subject
 
 OWN_SEEDS = 1_000_003
@@ -24,7 +24,7 @@ class Draws:
     """Passes of a config at each point in turn; a round is one at each."""
 
     def __init__(self, reference: Reference) -> None:
-        self._reference, self._points = reference, reference.points
+        self._reference = reference
         self.count = 0
         self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
         self._before: dict[int, Tensor] = {}
@@ -34,11 +34,11 @@ class Draws:
 
     def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
         """Add a pass at the next point, whose mean in fp32 is `direction`."""
-        reference, point = self._reference, self.count % self._points
+        reference, point = self._reference, self.count % POINTS
         self._along.append(reference.dots(vector, direction))
         if reference.draws:
             outputs = vector[: sum(reference.sizes[: reference.outputs])].clone()
-            if self.count // self._points % 2:
+            if self.count // POINTS % 2:
                 apart = reference.norms(outputs - self._before[point], outputs=True)
                 self._spreads.append(apart.square() / 2)
             self._before[point] = outputs
@@ -48,19 +48,19 @@ class Draws:
     @property
     def along(self) -> Tensor:
         """(round, point, tensor) scalar products with fp32's mean of this point."""
-        return torch.stack(self._along).view(-1, self._points, len(self._along[0]))
+        return torch.stack(self._along).view(-1, POINTS, len(self._along[0]))
 
     @property
     def spreads(self) -> Tensor:
         """(round / 2, point, output) half the squared distances of two draws."""
         if not self._spreads:
-            return torch.zeros(0, self._points, 0)
-        return torch.stack(self._spreads).view(-1, self._points, len(self._spreads[0]))
+            return torch.zeros(0, POINTS, 0)
+        return torch.stack(self._spreads).view(-1, POINTS, len(self._spreads[0]))
 
     @property
     def losses(self) -> Tensor:
         """(round, point); not a number where a loss is not known."""
-        return torch.tensor(self._losses, dtype=torch.float64).view(-1, self._points)
+        return torch.tensor(self._losses, dtype=torch.float64).view(-1, POINTS)
 
 
 class Reference:
@@ -78,8 +78,8 @@ class Reference:
 
     def __init__(self, subject: Subject, fp32: Config) -> None:
         self._subject, self.fp32 = subject, fp32
-        self.draws, self.points = subject.draws, subject.points
-        self.rounds = self.points if self.draws else 1
+        self.draws = subject.draws
+        self.rounds = POINTS if self.draws else 1
         self.left_s: Callable[[], float] = lambda: math.inf
         self.took_s: dict[Config, float] = defaultdict(float)
         self.names: list[str] = []
@@ -94,22 +94,22 @@ class Reference:
 
     def extend(self) -> None:
         """Make as many passes as others have; slopes are taken along their mean."""
-        own, points = self.own, self.points
-        if own.count >= self.rounds * points:
+        own = self.own
+        if own.count >= self.rounds * POINTS:
             return
-        while (count := own.count) < self.rounds * points:
-            point, seed = count % points, self._own_seed(count)
+        while (count := own.count) < self.rounds * POINTS:
+            point, seed = count % POINTS, self._own_seed(count)
             vector, loss = self.sample(self.fp32, point, seed)
             if len(self._noise) <= point:
-                nudged, _ = self.sample(self.fp32, point + points, seed)
+                nudged, _ = self.sample(self.fp32, point + POINTS, seed)
                 self._noise.append(self.norms(nudged - vector))
                 self._firsts.append(vector)
             if self.draws:
                 if not count:
-                    self._sums = vector.new_zeros(points, 2, len(vector))
-                self._sums[point, count // points % 2] += vector
+                    self._sums = vector.new_zeros(POINTS, 2, len(vector))
+                self._sums[point, count // POINTS % 2] += vector
             own.add(vector, loss, vector)
-        self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(points)])
+        self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(POINTS)])
         self._formats.clear()  # which were compared with fewer
         size = torch.stack([self.norms(one) for one in self._firsts])
         gradients = slice(self.outputs, None)
@@ -136,16 +136,16 @@ class Reference:
         """Passes of any config, at points moved by `offset`. All have the same seeds: masks that
         are equal in both, as between number formats, leave little to chance. `first`: one round
         that has the seeds of fp32's own first one."""
-        drawn, count = Draws(self), self.rounds * self.points
+        drawn, count = Draws(self), self.rounds * POINTS
         seeds = range(count, 2 * count)
         if first or not self.draws:
-            seeds = range(self._own_seed(0), self._own_seed(self.points))
+            seeds = range(self._own_seed(0), self._own_seed(POINTS))
         for number, seed in enumerate(seeds):
-            point = number % self.points
+            point = number % POINTS
             vector, loss = self.sample(config, point + offset, seed)
             even, odd = self._halves(point)
             drawn.add(vector, loss, (even + odd) / 2)
-            if number < self.points:
+            if number < POINTS:
                 apart = self.norms(vector - self._firsts[point])
                 drawn.apart.append(apart / self._size[point])
         return drawn
@@ -169,7 +169,7 @@ class Reference:
         """fp32's mean over the even rounds, and over as many odd ones."""
         if not self.draws:
             return self._firsts[point], self._firsts[point]
-        even, odd = self._sums[point] / (self.own.count / self.points / 2)
+        even, odd = self._sums[point] / (self.own.count / POINTS / 2)
         return even, odd
 
     def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:

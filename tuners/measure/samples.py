@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import DISTURBED
+from advisor.tuners.decisions import DISTURBED, POINTS
 
 Named = dict[str, Tensor]
 NUDGE = 8 * torch.finfo(torch.float32).eps
@@ -46,11 +46,8 @@ class Sample:
 
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at given weights and batches."""
-
-    @property
-    def points(self) -> int:
-        """Pairs of weights and a batch: half at the kept weights, half at disturbed ones."""
+    """A training step that can be made again under any config, at each of POINTS pairs of weights
+    and a batch."""
 
     @property
     def draws(self) -> bool:
@@ -60,7 +57,7 @@ class Subject(Protocol):
         """Make one pass from a seed, with the weights that `move` makes for a point.
 
         Args:
-            point: below `points`; add `points` for weights nudged by NUDGE, twice that for COARSE.
+            point: below POINTS; add POINTS for weights nudged by NUDGE, twice that for COARSE.
 
         Raises:
             Overflow: no loss scale is found.
@@ -72,11 +69,16 @@ class Subject(Protocol):
         part of the update, and the parameter's name; (0, '') if the config sets no optimizer."""
 
 
+def is_disturbed(point: int) -> bool:
+    """Whether a point is not at the kept weights; every second half of POINTS is."""
+    return point % POINTS >= POINTS // 2
+
+
 @torch.no_grad()
-def move(weights: Sequence[Tensor], point: int, points: int) -> None:
+def move(weights: Sequence[Tensor], point: int) -> None:
     """Change kept weights, in place, to those of a point, alike under every config. Values computed
     from the kept weights, such as constants of compiled code, no longer fit."""
-    disturbed, nudged = point % points >= points // 2, point >= points
+    disturbed, nudged = is_disturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
     seen: Counter[int] = Counter()
@@ -91,7 +93,7 @@ def move(weights: Sequence[Tensor], point: int, points: int) -> None:
             zeros = DISTURBED / 10 * noise * (weight == 0)
             weight.copy_(weight * (factor * (1 + DISTURBED / 2 * noise)) + zeros)
         if nudged:
-            weight.mul_(1 + (NUDGE if point < 2 * points else COARSE) * noise)
+            weight.mul_(1 + (NUDGE if point < 2 * POINTS else COARSE) * noise)
 
 
 def part_of(tensor: Tensor) -> Tensor:

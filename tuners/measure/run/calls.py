@@ -35,7 +35,7 @@ from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
-from advisor.tuners.measure.samples import Named, Sample, move, sampled
+from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
@@ -168,10 +168,6 @@ class KeptCalls:
 
     # A Subject.
 
-    @property
-    def points(self) -> int:
-        return len(self._steps) // 2 * 2
-
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         with self._aside() as put_attributes, torch.enable_grad():
             if self._of_switch.config != config:
@@ -192,12 +188,9 @@ class KeptCalls:
         names = {id(tensor): name for name, tensor in self._named.items()}
         return self._updates.error(own, names)
 
-    def _disturbed(self, point: int) -> bool:
-        return point % self.points >= self.points // 2
-
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
-        calls, loss = self._steps[point % self.points]
+        calls, loss = self._steps[point % POINTS]
         outputs: Named = {}
         gradients: Named = {}
         slope = torch.zeros((), device=self._device)
@@ -223,7 +216,7 @@ class KeptCalls:
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
-        known = None if self._disturbed(point) else loss
+        known = None if is_disturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
 
     # What is kept, and put back.
@@ -333,12 +326,12 @@ class KeptCalls:
 
     def _place(self, point: int) -> None:
         """Put the kept buffers in place, and the weights of a point."""
-        weights = point // self.points * 2 + self._disturbed(point)
+        weights = point // POINTS * 2 + is_disturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
         if weights != self._placed:
             _copy(tensors[:count], self._values[:count])
-            move(tensors[:count], point, self.points)
+            move(tensors[:count], point)
             self._placed = weights
 
 

@@ -22,8 +22,6 @@ SCALE_STEPS = 20
 class WorkloadSubject:
     """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
 
-    points = POINTS
-
     def __init__(
         self,
         build: Callable[[], nn.Module],
@@ -98,7 +96,7 @@ class WorkloadSubject:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        move([weight for _, weight in _trained(workload)], point, POINTS)
+        move([weight for _, weight in _trained(workload)], point)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
