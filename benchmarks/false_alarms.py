@@ -23,6 +23,7 @@ from torch.nn import functional
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
@@ -129,8 +130,6 @@ class Step:
         passes: that were made.
     """
 
-    points = 4
-
     def __init__(self, model: Model) -> None:
         self.draws, self.fault, self.passes = model.draws, "", 0
         torch.manual_seed(0)
@@ -169,7 +168,7 @@ class Step:
         self, model: nn.Module, advice: Advice, point: int, seed: int, scale: float, fault: str
     ) -> Sample:
         torch.manual_seed(seed)
-        inputs, labels = self._batches[point % self.points]
+        inputs, labels = self._batches[point % POINTS]
         torch.compiler.cudagraph_mark_step_begin()
         with advice.autocast():
             output = model(advice.place(inputs))
@@ -207,7 +206,7 @@ class Step:
     def _place(self, weights: list[nn.Parameter], point: int, *, stale: bool) -> None:
         for weight, kept in zip(weights, self._kept, strict=True):
             weight.copy_(kept)
-        move(weights, point, self.points)
+        move(weights, point)
         if stale:
             at = [n for n, weight in enumerate(weights) if weight.dim() > 1][-2]
             weights[at].copy_(self._kept[at])

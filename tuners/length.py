@@ -66,18 +66,12 @@ def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
 
     The first pair is from step 1; of equal paces the first counts. All are at one batch.
     """
-    if not paces:
-        return []
-    indexed = list(enumerate(paces))
-    here, slow = min(indexed, key=lambda one: (one[1].first_step_s, one[1].step_s))
-    found = [(1, here)]
-    while faster := [one for one in indexed if one[1].step_s < slow.step_s]:
-        # Where several overtake at one step, the one that is the fastest there.
-        starts = ((_overtakes(slow, fast), i, fast) for i, fast in faster)
-        start, here, slow = min(
-            starts, key=lambda one: (one[0], one[2].time_s(one[0]), one[2].step_s)
-        )
+    found, start, left = [], 1, list(enumerate(paces))
+    while left:
+        here, slow = min(left, key=lambda one: (one[1].time_s(start), one[1].step_s))
         found.append((start, here))
+        left = [one for one in left if one[1].step_s < slow.step_s]
+        start = min((_overtakes(slow, fast) for _, fast in left), default=0)
     return found
 
 

@@ -19,7 +19,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.decisions import KEPT_STEPS, KEPT_WITHIN
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.calls import KeptCalls
@@ -58,7 +58,7 @@ class Asking:
         plain = plain_of(candidate, fp32)
         asked = Comparison(fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0)
         # What the first comparison has kept serves the next ones.
-        steps = 1 if self.found else KEPT_STEPS
+        steps = 1 if self.found else POINTS
         return Order(config=own, own=own, steps=steps, compare=asked)
 
     def failed(self, exc: BaseException) -> None:
@@ -142,7 +142,7 @@ def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(
 
 def test_a_pilot_that_leaves_in_the_middle_leaves_nothing() -> None:
     guide = Asking(HALF)
-    trained(Net(), guide, steps=KEPT_STEPS + 2)
+    trained(Net(), guide, steps=POINTS + 2)
     assert not guide.found
 
 
@@ -273,7 +273,7 @@ class Hiding(Net):
 
 def test_of_a_model_without_gradients_of_outputs_no_end_of_steps_is_looked_at() -> None:
     guide = Asking(HALF)
-    trained(Hiding(), guide, within=True, steps=KEPT_WITHIN + 10)
+    trained(Hiding(), guide, within=True, steps=8 * POINTS + 10)
     assert guide.found[0].outcome == UNVERIFIED
     assert guide.found[0].reason == "no gradient came back to what the model returned"
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import NUDGE, SAMPLED
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, passes, plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.updates import KeptUpdates
-from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
+from advisor.tuners.measure.samples import NUDGE, Overflow, Sample, move, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")
@@ -117,8 +117,6 @@ class Step:
         made: passes, by config.
     """
 
-    points = 4
-
     def __init__(self, kind: str, fault: str = "", backend: str = "aot_eager") -> None:
         torch.manual_seed(0)
         model = MODELS[kind]
@@ -136,9 +134,9 @@ class Step:
         with torch.no_grad():
             for weight, kept in zip(weights.values(), self._kept, strict=True):
                 weight.copy_(kept)
-        move(list(weights.values()), point, self.points)
+        move(list(weights.values()), point)
         torch.manual_seed(seed)
-        inputs, labels = self._batches[point % self.points]
+        inputs, labels = self._batches[point % POINTS]
         compiled = config["compile"] != "none"
         with torch.autocast("cpu", torch.bfloat16, enabled=config["precision"] == "bf16"):
             output = self._called(inputs, self._fault if compiled else "", compiled=compiled)
@@ -147,6 +145,8 @@ class Step:
         gradients = dict(zip(weights, map(sampled, found), strict=True))
         if compiled:
             self._spoil(gradients)
+        elif config["precision"] == "bf16" and self._fault == "lost":
+            gradients["query.weight"] = torch.zeros_like(gradients["query.weight"])
         return Sample(outputs={"output 0": sampled(output)}, gradients=gradients, loss=loss.item())
 
     def _called(self, inputs: Tensor, fault: str, *, compiled: bool) -> Tensor:
@@ -236,6 +236,13 @@ def test_planted_faults_are_found(kind: str, fault: str, blames: str, said: str)
     assert said in found.reason
 
 
+@pytest.mark.parametrize("kind", ["attention", "dropout"])
+def test_a_number_format_that_loses_one_small_gradient_is_found(kind: str) -> None:
+    found = compared(Step(kind, "lost"), BF16)
+    assert (found.outcome, found.blames) == ("wrong", "format"), found
+    assert "the slope of the gradient of query.weight is -100" in found.reason
+
+
 @pytest.mark.parametrize("kind", ["layers", "convolutions"])
 def test_references_are_made_once_and_a_fault_is_the_codes_alone(kind: str) -> None:
     step = Step(kind, "scale")
@@ -282,7 +289,7 @@ def test_samples_are_in_logical_order_and_have_memory_of_their_own() -> None:
     image = torch.randn(2, 3, 4, 5)
     last = image.to(memory_format=torch.channels_last)
     assert torch.equal(sampled(last), image.flatten())
-    assert len(sampled(torch.zeros(10 * SAMPLED))) <= SAMPLED
+    assert len(sampled(torch.zeros(10**6))) < 10**5
     before = sampled(image)
     image.zero_()
     assert before.abs().sum() > 0
@@ -292,15 +299,15 @@ def test_weights_move_alike_whatever_their_layout() -> None:
     weights = [torch.randn(4, 3, 5, 5), torch.zeros(6), torch.arange(3)]
     others = [weights[0].to(memory_format=torch.channels_last), *map(torch.clone, weights[1:])]
     kept = [one.clone() for one in weights]
-    move(weights, 1, 4)
+    move(weights, 1)
     assert all(map(torch.equal, weights, kept))
-    move(weights, 2, 4)
-    move(others, 2, 4)
+    move(weights, 2)
+    move(others, 2)
     assert all(map(torch.equal, weights, others))
     assert not torch.allclose(weights[0], kept[0], rtol=0.05) and bool(weights[1].all())
     assert torch.equal(weights[2], kept[2])
     weights[0].copy_(kept[0])
-    move(weights[:1], 5, 4)
+    move(weights[:1], 5)
     assert 0 < float((weights[0] / kept[0] - 1).abs().max()) < 2 * NUDGE
 
 

@@ -12,11 +12,12 @@ import torch
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning, TargetError, TargetFailed
 from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker import bench as benches
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject, _apart
+from advisor.tuners.measure.worker.subject import WorkloadSubject, _apart
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
@@ -289,7 +290,6 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
     for config in (one, other):
         made.block(config, 3, 1)
     held = subject(made)
-    assert held.points == POINTS == 4
     workload = made._built[one].workload
     for point in (*range(POINTS), POINTS):
         first, second = (held.sample(config, point, 0) for config in (one, other))

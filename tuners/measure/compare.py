@@ -2,22 +2,29 @@
 
 A config's number format alone ('plain') is compared with fp32 once; code that is compiled or
 captured is compared with that format. A fault in one layer scales its gradient (the *slope*, the
-part along fp32's gradient, is not 1), or adds errors that the format by itself does not have. If a
-model draws random numbers, as dropout does, only means over many draws tell: `compare_draws`.
+part along fp32's gradient, is not 1), or adds errors that the format by itself does not have.
+
+Compiled code draws other random numbers than eager code does. So a model that draws them, as
+dropout does, is compared by means over many draws: more are made until a fault of a tenth in one
+layer would stand out of their standard error. Of any other model one pass at each point tells.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from advisor.cache.config import Config
+from advisor.tuners import decisions as limits
 from advisor.tuners.act.pilot.orders import told
-from advisor.tuners.decisions import UPDATE_OFF
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
-from advisor.tuners.measure.compare_draws import Draws
-from advisor.tuners.measure.compare_exact import Exact
+from advisor.tuners.measure.draws import TINY, Draws, Reference
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import NoTime, Overflow, Sampler, Subject, wrong
+from advisor.tuners.measure.samples import NoTime, Overflow, Subject
 
 
 def plain_of(candidate: Config, fp32: Config) -> Config:
@@ -36,43 +43,252 @@ def passes(config: Config) -> Config:
     return config.only(*computing)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """How far something is off, its standard error, and how far it may be off besides.
+
+    Attributes:
+        fault: the least one that must stand out; inf where the error may be any.
+        beside: more figures, for people.
+    """
+
+    name: str
+    off: float
+    limit: float
+    error: float = 0.0
+    fault: float = math.inf
+    beside: str = ""
+
+    @property
+    def unsure(self) -> float:
+        return limits.STANDARD_ERRORS * self.error
+
+    @property
+    def doubt(self) -> float:
+        """Above 1 a fault would not stand out yet."""
+        return self.unsure / (self.fault * (1 - limits.ALLOWED))
+
+    @property
+    def part(self) -> float:
+        """What it is off, as part of what is allowed."""
+        return abs(self.off) / max(self.limit + self.unsure, TINY)
+
+    def __str__(self) -> str:
+        give = f", give or take {self.unsure:.1%}" if self.error else ""
+        return f"{self.name} is {self.off:+.1%} off{give}{self.beside}; {self.limit:.1%} allowed"
+
+
 class References:
-    """Samples of strict fp32 and of plain number formats, made once for several configs. The loss
-    may always be off by the tolerance, as part of it."""
+    """Compares configs with samples of strict fp32 and of plain number formats, which are made once
+    for all of them. The loss may always be off by the tolerance, as part of it."""
 
     def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
         self._subject, self._fp32, self._tolerance = subject, fp32, tolerance
-        self._sampler = Sampler(subject)
-        self._way: Exact | Draws | None = None
+        self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
+        self._coarse: Draws | None = None
 
     def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
         """Compare a config with strict fp32 while seconds are left; `plain` as by `plain_of`."""
-        self._sampler.left_s = left_s
+        self._reference.left_s = left_s
         try:
             return self._compare(candidate, plain)
         except Overflow as exc:
-            return wrong(str(exc) or "fp16 overflows", "format")
+            return Compared("wrong", str(exc) or "fp16 overflows", "format")
         except NoTime:
-            return Compared(outcome=UNVERIFIED, reason="no time was left to compare it with fp32")
+            return Compared(UNVERIFIED, "no time was left to compare it with fp32")
         except Exception as exc:  # whatever a config raises
             exc.__traceback__ = None  # its frames hold what was computed
-            outcome, reason = told(exc)
-            return Compared(outcome=outcome, reason=reason)
+            return Compared(*told(exc))
 
     def _compare(self, candidate: Config, plain: Config) -> Compared:
-        if self._way is None:
-            kind = Draws if self._subject.draws else Exact
-            self._way = kind(self._sampler, self._fp32, self._tolerance)
         if plain not in self._formats:
-            self._formats[plain] = self._way.check_format(plain)
+            self._formats[plain] = self._check(plain, plain)
         found = self._formats[plain]
         if found.ok and passes(candidate) != passes(plain):
-            found = self._way.check_code(candidate, plain)
+            found = self._check(candidate, plain)
         if not found.ok:
             return found
         part, name = self._subject.optimizer_error(candidate)
-        if part <= UPDATE_OFF:
+        if part <= limits.UPDATE_OFF:
             return found
         reason = f"its optimizer changes {name} by {part:.2%} otherwise than the script's own"
-        return wrong(reason, "optimizer")
+        return Compared("wrong", reason, "optimizer")
+
+    def _check(self, config: Config, plain: Config) -> Compared:
+        """Draw until there is a verdict on code, or on a format if that is the config itself."""
+        blames, suspects = "format" if config == plain else "code", set[str]()
+        reference = self._reference
+        began = reference.rounds
+        while True:
+            reference.extend()
+            if not bool(reference.signal.isfinite().all()):
+                return Compared(UNVERIFIED, "strict fp32 is not finite either")
+            if config == self._fp32:
+                return Compared("ok", "strict fp32")
+            drawn = reference.of(config) if config == plain else reference.draw(config)
+            if not bool(drawn.along.isfinite().all() and drawn.spreads.isfinite().all()):
+                return Compared("wrong", "an output or a gradient is not finite", blames)
+            found = self._figures(drawn, config, plain)
+            beyond = [one for one in found if not one.part <= 1]
+            if beyond and config == plain and self._coarse is None:
+                # Rounded weights may take as much from fp32's own gradient.
+                self._coarse = reference.draw(self._fp32, 2 * limits.POINTS)
+                continue
+            # Other draws must show it too.
+            if sure := [o for o in beyond if o.name in suspects or not reference.draws]:
+                reference.rounds = began
+                return Compared("wrong", self._said(max(sure, key=lambda one: one.part)), blames)
+            unsure = max(found, key=lambda one: one.doubt)
+            if not beyond and unsure.doubt <= 1:
+                return Compared("ok", self._said(max(found, key=lambda one: one.part)))
+            more = 2.0 if beyond else max(2.0, unsure.doubt**2)
+            if why := self._no_more(config, more):
+                return Compared(UNVERIFIED, f"{self._said((beyond or [unsure])[0])}; {why}")
+            suspects = {one.name for one in beyond}
+            # As many as it takes at once, but no more than twice too few: all are drawn anew.
+            more = 2 ** int(math.log2(more))
+            reference.rounds = min(reference.rounds * more, limits.MOST_DRAWS // limits.POINTS)
+
+    def _said(self, one: _Figure) -> str:
+        draws = self._reference.rounds * limits.POINTS
+        return f"{one}, over {draws} draws" if self._reference.draws else str(one)
+
+    def _no_more(self, config: Config, times: float) -> str:
+        """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
+        now, took_s = self._reference.rounds * limits.POINTS, self._reference.took_s
+        needed = times * now
+        # That estimate is a rough one itself.
+        if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
+            return f"more than {limits.MOST_DRAWS} draws would be needed"
+        needed_s = needed * (took_s[config] + took_s[self._fp32])
+        if needed_s > self._reference.left_s():
+            return f"about {needed:.0f} draws would be needed, {needed_s:.0f} s"
+        return ""
+
+    def _figures(self, drawn: Draws, config: Config, plain: Config) -> list[_Figure]:
+        half = limits.POINTS // 2
+        kept, disturbed = slice(half), slice(half, None)
+        share = self._reference.share(plain)
+        if config == plain:  # nothing is stale because of a format
+            found = self._of_format(drawn, share, kept)
+        else:
+            found, than = [], self._reference.of(plain)
+            # Also at some of the points alone, where a stale value shows.
+            for points in (slice(None), kept, disturbed):
+                allowed = torch.full_like(share[0], limits.ALLOWED * limits.FAULT)
+                if not self._reference.draws:  # rounding may lie along the gradient by itself
+                    allowed += share[points].amax(0)
+                allowed[share[points].amax(0) > limits.LOST] = math.inf
+                fault = limits.FAULT if points == slice(None) else math.inf
+                found += self._slopes(drawn, than, allowed, share, points, fault)
+            if not self._reference.draws:
+                found += self._distances(drawn, share, kept)
+                found += self._distances(drawn, share, disturbed)
+        return found + self._spreads(drawn) + self._loss(drawn)
+
+    def _of_format(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
+        """Of all gradients together, and of each tensor: as far as rounded weights take them."""
+        reference, gradients = self._reference, slice(self._reference.outputs, None)
+        than, signal = reference.of(self._fp32), reference.signal[points].sum(0).clamp(min=TINY)
+        lost = torch.zeros_like(signal)
+        if self._coarse is not None:
+            lost = (than.along.mean(0) - self._coarse.along.mean(0))[points].sum(0)
+        whole = signal[gradients].sum()
+        together = _mean((drawn.along - than.along)[:, points, gradients].sum(2) / whole)
+        off, error = map(float, together)
+        taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
+        limit = limits.FORMAT_SLOPE + limits.ROUNDINGS * taken
+        name = "the slope of all gradients"
+        figure = _Figure(name=name, off=off, error=error, limit=limit, fault=limits.FAULT)
+        allowed = limits.LOST + limits.ROUNDINGS * (lost / signal).abs()
+        allowed[reference.rounding[points].amax(0) > limits.LOST] = math.inf
+        return [figure, *self._slopes(drawn, than, allowed, share, points)]
+
+    def _slopes(
+        self,
+        drawn: Draws,
+        than: Draws,
+        allowed: Tensor,
+        share: Tensor,
+        points: slice,
+        fault: float = math.inf,
+    ) -> list[_Figure]:
+        """Of each tensor for which a limit is given; `fault` is for those whose gradient is not
+        much smaller than usual."""
+        reference, outputs = self._reference, self._reference.outputs
+        signal = reference.signal[points].sum(0).clamp(min=TINY)
+        off, error = _mean((drawn.along - than.along)[:, points] / signal)
+        ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
+        # Rounding has a part along the gradient by chance, the larger the fewer its elements.
+        elements = reference.counts * len(share[points])
+        limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
+        element = (reference.signal.sum(0).clamp(min=0) / reference.counts).sqrt()
+        matters = element > limits.NEGLIGIBLE * element[outputs:].median()
+        matters[:outputs] = False
+        return [
+            _Figure(
+                name=f"the slope of {self._reference.label(at)}",
+                off=float(off[at]),
+                error=float(error[at]),
+                limit=float(limit[at]),
+                fault=fault if matters[at] else math.inf,
+                beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
+            )
+            for at in limit.isfinite().nonzero().flatten().tolist()
+        ]
+
+    def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
+        """Of tensors from fp32's, at the point where that is least: all must show a fault."""
+        apart, share = torch.stack(drawn.apart)[points], share[points]
+        alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
+        allowed = limits.ROUNDINGS * share + limits.NEGLIGIBLE
+        allowed = allowed.where(share <= limits.LOST, alone)
+        least = (apart / allowed).argmin(0)
+        return [
+            _Figure(
+                name=self._reference.label(at),
+                off=float(apart[point, at]),
+                limit=float(allowed[point, at]),
+                beside=f" fp32, {float(share[point, at]):.2%} in its number format alone",
+            )
+            for at, point in enumerate(least.tolist())
+        ]
+
+    def _spreads(self, drawn: Draws) -> list[_Figure]:
+        """By logarithms: a rare draw far from the others weighs no more than they do."""
+        found = []
+        for at in range(self._reference.outputs if self._reference.draws else 0):
+            own = self._reference.own.spreads[..., at]
+            # One number's variance is too unsure to tell anything.
+            if self._reference.sizes[at] < 2 or not float(own.mean()):
+                continue
+            least = 1e-3 * own.mean(0)
+            logs = (one.maximum(least).log2() for one in (drawn.spreads[..., at], own))
+            off, error = _difference(*logs)
+            name = f"the variance of {self._reference.label(at)} over draws, in doublings,"
+            found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))
+        return found
+
+    def _loss(self, drawn: Draws) -> list[_Figure]:
+        own = self._reference.own.losses
+        known = (~own.isnan()).all(0)
+        if not bool(known.any()):
+            return []
+        scale = float(own[:, known].mean().abs()) or 1.0
+        off, error = _difference(drawn.losses[:, known] / scale, own[:, known] / scale)
+        return [_Figure(name="the loss", off=off, error=error, limit=self._tolerance)]
+
+
+def _mean(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over rounds of the sum over points, of (round, point, ...), and its standard
+    error; 0 if there is one round."""
+    rounds = len(samples)
+    error = (samples.var(0, correction=min(1, rounds - 1)) / rounds).sum(0).sqrt()
+    return samples.mean(0).sum(0), error
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """How far the means of two (round, point) samples are apart, and its standard error."""
+    (own, error), (other, beside) = (_mean(one / one.shape[1]) for one in (ours, theirs))
+    return float(own - other), math.hypot(error, beside)

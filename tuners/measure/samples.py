@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import COARSE, DISTURBED, DISTURBED_NOISE, NUDGE, SAMPLED
-from advisor.tuners.measure.place import UNVERIFIED, Compared
+from advisor.tuners.decisions import DISTURBED, POINTS
 
 Named = dict[str, Tensor]
-
-NOT_FINITE = "an output or a gradient is not finite"
-FP32_NOT_FINITE = Compared(outcome=UNVERIFIED, reason="strict fp32 is not finite either")
+NUDGE = 8 * torch.finfo(torch.float32).eps
+"""Relative change of the weights that shows what rounding alone does to a tensor."""
+COARSE = torch.finfo(torch.bfloat16).eps / 2
+"""The same for rounding to bf16."""
+_MOST = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
 
 class Overflow(Exception):
@@ -46,11 +46,8 @@ class Sample:
 
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at given weights and batches."""
-
-    @property
-    def points(self) -> int:
-        """Pairs of weights and a batch: half at the kept weights, half at disturbed ones."""
+    """A training step that can be made again under any config, at each of POINTS pairs of weights
+    and a batch."""
 
     @property
     def draws(self) -> bool:
@@ -60,7 +57,7 @@ class Subject(Protocol):
         """Make one pass from a seed, with the weights that `move` makes for a point.
 
         Args:
-            point: below `points`; add `points` for weights nudged by NUDGE, twice that for COARSE.
+            point: below POINTS; add POINTS for weights nudged by NUDGE, twice that for COARSE.
 
         Raises:
             Overflow: no loss scale is found.
@@ -72,11 +69,16 @@ class Subject(Protocol):
         part of the update, and the parameter's name; (0, '') if the config sets no optimizer."""
 
 
+def is_disturbed(point: int) -> bool:
+    """Whether a point is not at the kept weights; every second half of POINTS is."""
+    return point % POINTS >= POINTS // 2
+
+
 @torch.no_grad()
-def move(weights: Sequence[Tensor], point: int, points: int) -> None:
+def move(weights: Sequence[Tensor], point: int) -> None:
     """Change kept weights, in place, to those of a point, alike under every config. Values computed
     from the kept weights, such as constants of compiled code, no longer fit."""
-    disturbed, nudged = point % points >= points // 2, point >= points
+    disturbed, nudged = is_disturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
     seen: Counter[int] = Counter()
@@ -86,67 +88,22 @@ def move(weights: Sequence[Tensor], point: int, points: int) -> None:
         noise = 2 * torch.rand(weight.shape, generator=draw, device=weight.device) - 1
         if disturbed:
             # Up and down in turn, so that no activation grows with the depth.
-            factor = DISTURBED if seen[weight.dim()] % 2 else 1 / DISTURBED
+            factor = (1 + DISTURBED) ** (1 if seen[weight.dim()] % 2 else -1)
             seen[weight.dim()] += 1
-            zeros = 0.2 * DISTURBED_NOISE * noise * (weight == 0)
-            weight.copy_(weight * (factor * (1 + DISTURBED_NOISE * noise)) + zeros)
+            zeros = DISTURBED / 10 * noise * (weight == 0)
+            weight.copy_(weight * (factor * (1 + DISTURBED / 2 * noise)) + zeros)
         if nudged:
-            weight.mul_(1 + (NUDGE if point < 2 * points else COARSE) * noise)
+            weight.mul_(1 + (NUDGE if point < 2 * POINTS else COARSE) * noise)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements that are compared, in logical order whatever the memory format."""
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    # Odd, so that it does not meet the same column of every row.
+    stride = math.ceil(dense.numel() / _MOST) | 1 if dense.numel() > _MOST else 1
+    return dense.contiguous().flatten()[::stride]
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """A float32 copy of at most SAMPLED elements, in logical order whatever the memory format."""
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    # Odd, so that it does not meet the same column of every row.
-    stride = math.ceil(dense.numel() / SAMPLED) | 1 if dense.numel() > SAMPLED else 1
-    return dense.contiguous().flatten()[::stride].to(torch.float32, copy=True)
-
-
-class Sampler:
-    """Makes samples of a subject while there is time, each as one vector: its outputs, then its
-    gradients, end to end."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.left_s: Callable[[], float] = lambda: math.inf  # seconds that are left
-        self.took_s: dict[Config, float] = defaultdict(float)  # by each config's last sample
-        self.names: list[str] = []  # of the tensors in a vector
-        self.sizes: list[int] = []
-        self.outputs = 0  # so many of them come first
-
-    def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
-        """As `Subject.sample`, and its loss; raises NoTime if the config's last one took longer
-        than is left."""
-        began = time.perf_counter()
-        if self.left_s() < self.took_s[config]:
-            raise NoTime
-        found = self.subject.sample(config, point, seed)
-        tensors = found.tensors
-        if not self.names:
-            self.names, self.outputs = list(tensors), len(found.outputs)
-            self.sizes = [one.numel() for one in tensors.values()]
-        vector = torch.cat([tensors[name] for name in self.names])
-        if vector.is_cuda:
-            torch.cuda.synchronize()
-        self.took_s[config] = time.perf_counter() - began
-        return vector, found.loss
-
-    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        """The scalar product of each tensor, as float64 on the host."""
-        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
-        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
-
-    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
-        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
-        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
-        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
-
-    def label(self, tensor: int) -> str:
-        """What to call a tensor in a sentence."""
-        name = self.names[tensor]
-        return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"
-
-
-def wrong(reason: str, blames: str) -> Compared:
-    """The verdict on a fault; `blames` as in `Compared`."""
-    return Compared(outcome="wrong", reason=reason, blames=blames)
+    """A float32 copy of `part_of` a tensor."""
+    return part_of(tensor).to(torch.float32, copy=True)

@@ -30,15 +30,18 @@ from advisor.tuners.act.pilot.crew import Drawn, Trained
 from advisor.tuners.act.pilot.orders import Comparison, told
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
-from advisor.tuners.decisions import KEPT_CALLS, KEPT_ROOM, KEPT_STEPS, KEPT_WITHIN
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
 from advisor.tuners.measure.run.updates import KeptUpdates
-from advisor.tuners.measure.samples import Named, Sample, move, sampled
+from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
+_MOST_CALLS = 8  # of one step, for their memory
+_MOST_STEPS = 8 * POINTS  # that are looked at until a gradient comes back to a model's outputs
+_COPIES = 3  # of the weights, in memory: the kept ones, the script's own meanwhile, gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +113,7 @@ class KeptCalls:
     @property
     def _ready(self) -> bool:
         """A config can be compared without another step of the script."""
-        return bool(self._refused) or len(self._steps) == KEPT_STEPS
+        return bool(self._refused) or len(self._steps) == POINTS
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
@@ -143,7 +146,7 @@ class KeptCalls:
                     self._updates = KeptUpdates(self._of_switch.optimizers)
             self._calls = []
             self._looked += 1
-            if not self._ready and self._looked >= KEPT_WITHIN:
+            if not self._ready and self._looked >= _MOST_STEPS:
                 self._refuse("no gradient came back to what the model returned")
             (self._rest if self._ready else self._look)()
         return self._verdict() if self._ready else None
@@ -165,10 +168,6 @@ class KeptCalls:
 
     # A Subject.
 
-    @property
-    def points(self) -> int:
-        return len(self._steps) // 2 * 2
-
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         with self._aside() as put_attributes, torch.enable_grad():
             if self._of_switch.config != config:
@@ -189,12 +188,9 @@ class KeptCalls:
         names = {id(tensor): name for name, tensor in self._named.items()}
         return self._updates.error(own, names)
 
-    def _disturbed(self, point: int) -> bool:
-        return point % self.points >= self.points // 2
-
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
-        calls, loss = self._steps[point % self.points]
+        calls, loss = self._steps[point % POINTS]
         outputs: Named = {}
         gradients: Named = {}
         slope = torch.zeros((), device=self._device)
@@ -220,7 +216,7 @@ class KeptCalls:
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
-        known = None if self._disturbed(point) else loss
+        known = None if is_disturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
 
     # What is kept, and put back.
@@ -264,12 +260,12 @@ class KeptCalls:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if free <= KEPT_ROOM * sum(tensor.nbytes for tensor in found):
+            if free <= _COPIES * sum(tensor.nbytes for tensor in found):
                 return [tensor.detach().to("cpu", copy=True) for tensor in found]
         return [tensor.detach().clone() for tensor in found]
 
     def _keep(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        if self._refused or len(self._calls) >= KEPT_CALLS:
+        if self._refused or len(self._calls) >= _MOST_CALLS:
             self._unhook()  # the losses of calls that are not made again do not count
             return call.plain(*args, **kwargs)
         try:
@@ -330,12 +326,12 @@ class KeptCalls:
 
     def _place(self, point: int) -> None:
         """Put the kept buffers in place, and the weights of a point."""
-        weights = point // self.points * 2 + self._disturbed(point)
+        weights = point // POINTS * 2 + is_disturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
         if weights != self._placed:
             _copy(tensors[:count], self._values[:count])
-            move(tensors[:count], point, self.points)
+            move(tensors[:count], point)
             self._placed = weights
 
 

@@ -14,15 +14,14 @@ from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.decisions import MOST_STARTS, NEAR_BATCH, RESTARTS, SHARED_MEMORY, START_S
+from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
 from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import Ended, Flight
 
-SAVE_S, PATIENT_S = 30.0, 3600.0
-"""For saving what was compiled; for the steps of a config in a script that is not interrupted."""
+SAVE_S = 30.0  # for saving what was compiled
 SHORT = "give it more to train on, as more epochs"
 TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
@@ -106,7 +105,7 @@ class Run:
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         until = time.monotonic() + deadline_s
         last: Ended | None = None
-        for _ in range(RESTARTS):
+        for _ in range(STARTS):
             try:
                 flight = self._ensured(config, until)
                 block = flight.block(self._within(config), self.own, steps, warm, until)
@@ -130,7 +129,7 @@ class Run:
                 if config.batch == self.own.batch:
                     self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
                 return block
-        raise WorkerError(f"{TOO_SOON} ({last}, {RESTARTS} times in a row); {SHORT}")
+        raise WorkerError(f"{TOO_SOON} ({last}, {STARTS} times in a row); {SHORT}")
 
     def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
         """What to raise where no time is left; `before`: how the start before this one ended."""
@@ -145,7 +144,7 @@ class Run:
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         until, last = time.monotonic() + deadline_s, ""
         asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
-        for _ in range(RESTARTS):
+        for _ in range(STARTS):
             try:
                 return self._ensured(config, until).compare(asked, self.own, until)
             except Ended as exc:
@@ -221,7 +220,7 @@ class Run:
             session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
         for name in self._command.changed(config, self.own):
-            _check_shown(session.seen, name, config[name])
+            _check_shown(session.seen, name, config[name], self.own.batch)
         return session
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
@@ -231,12 +230,12 @@ class Run:
     def _has_room(self, config: Config) -> bool:
         """Whether one more start may run beside those that do."""
         # A launcher of several processes holds a port.
-        if self._processes > 1 or len(self._sessions) >= MOST_STARTS:
+        if self._processes > 1 or len(self._sessions) >= STARTS:
             return False
         own = self.own.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
-        return not self.memory or taken <= SHARED_MEMORY * self.memory
+        return not self.memory or HEADROOM * taken <= self.memory
 
 
 def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> Comparison:
@@ -246,11 +245,12 @@ def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> 
     return Comparison(fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s)
 
 
-def _check_shown(seen: Seen, name: str, value: Value) -> None:
+def _check_shown(seen: Seen, name: str, value: Value, own_batch: int) -> None:
     """Raise Ended unless a start has what an option was to set."""
     assert isinstance(value, int)
     if name == BATCH:
-        if abs(seen.shape[0] / value - 1) >= NEAR_BATCH:
+        # Not the very number: the last batch of an epoch is shorter.
+        if abs(seen.shape[0] - value) >= abs(seen.shape[0] - own_batch):
             raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
         raise Ended("failed", f"the script has {knobs.described(Config({name: has}))}, not {value}")
@@ -280,14 +280,14 @@ class AttachedRun(Run):
 
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes."""
-        self._ensured(config, time.monotonic() + PATIENT_S).leave(config, self.own, found)
+        self._ensured(config, time.monotonic() + START_S).leave(config, self.own, found)
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
     @contextmanager
     def _running(self, config: Config) -> Iterator[tuple[Flight, float]]:
-        until = time.monotonic() + PATIENT_S
+        until = time.monotonic() + START_S
         try:
             yield self._ensured(config, until), until
         except Ended as exc:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.decisions import KEPT_ELEMENTS, KEPT_PARAMETERS
+_MOST_PARAMETERS = 64  # of an optimizer, evenly spaced over all
+_MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
     found: _Groups = []
     for group in optimizer.param_groups:
         fit = [p for p in group["params"] if _fits(p)]
-        few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // KEPT_PARAMETERS))]
+        few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // _MOST_PARAMETERS))]
         kept = []
         for one in few:
             value, gradient = one.detach().clone(), one.grad.detach().clone()
@@ -80,7 +81,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
 
 def _fits(parameter: Tensor) -> bool:
     dense = parameter.grad is not None and parameter.grad.layout == torch.strided
-    return dense and parameter.numel() <= KEPT_ELEMENTS and parameter.is_floating_point()
+    return dense and parameter.numel() <= _MOST_ELEMENTS and parameter.is_floating_point()
 
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot import orders
 from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.served import Served
+from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import told
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
@@ -35,7 +36,7 @@ from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.timing import Clock, warm_up
-from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
+from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
 

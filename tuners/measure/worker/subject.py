@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import SAMPLED
-from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, sampled
+from advisor.tuners.decisions import POINTS
+from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, part_of, sampled
 from advisor.tuners.measure.workload import Workload
 
-POINTS = 4
-"""Two at the kept weights, two at disturbed ones: each pair rules out what one batch alone does."""
 OPTIMIZER_STEPS = 2
 """Updates that are compared: what an optimizer keeps of the first shows in the second."""
 SCALE_STEPS = 20
@@ -23,8 +21,6 @@ SCALE_STEPS = 20
 
 class WorkloadSubject:
     """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
-
-    points = POINTS
 
     def __init__(
         self,
@@ -60,14 +56,14 @@ class WorkloadSubject:
             return 0.0, ""
         self._set(workload, 0)
         weights = dict(_trained(workload))
-        starts = {name: _part(weight).clone() for name, weight in weights.items()}
+        starts = {name: part_of(weight).clone() for name, weight in weights.items()}
         shadows = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
         optimizer = workload.plain_optimizer(list(shadows.values()))
         for step in range(OPTIMIZER_STEPS):
             self._pass(workload, lambda: None, step, step)
             for name, shadow in shadows.items():
                 grad = weights[name].grad
-                shadow.grad = None if grad is None else _part(grad)
+                shadow.grad = None if grad is None else part_of(grad)
             optimizer.step()
         return _apart(weights, shadows, starts)
 
@@ -100,7 +96,7 @@ class WorkloadSubject:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        move([weight for _, weight in _trained(workload)], point, POINTS)
+        move([weight for _, weight in _trained(workload)], point)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
@@ -123,12 +119,6 @@ def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in workload.model.named_parameters() if p.requires_grad]
 
 
-def _part(tensor: Tensor) -> Tensor:
-    """As `sampled`, in its own number format."""
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.contiguous().flatten()[:: dense.numel() // SAMPLED | 1]
-
-
 @torch.no_grad()
 def _apart(
     weights: dict[str, nn.Parameter], shadows: dict[str, nn.Parameter], starts: Named
@@ -136,7 +126,7 @@ def _apart(
     """The largest part of an update that the other optimizer does not make, and its parameter."""
     worst = (0.0, "")
     for name, shadow in shadows.items():
-        start, own = starts[name].double(), _part(weights[name]).double()
+        start, own = starts[name].double(), part_of(weights[name]).double()
         # Rounding a weight after each update is no difference.
         rounding = OPTIMIZER_STEPS * torch.finfo(shadow.dtype).eps * start.norm()
         error, update = (own - shadow.double()).norm() - rounding, (shadow.double() - start).norm()
