@@ -128,7 +128,7 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; look again until there are none, as they may fork meanwhile."""
-        compilers = [one for one in host.family(os.getpid())[1:] if _name(one) in COMPILERS]
+        compilers = [one for one in host.family(os.getpid())[1:] if host.name(one) in COMPILERS]
         for process in compilers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGTERM)
@@ -160,13 +160,6 @@ class Guard:
                 with contextlib.suppress(OSError):  # the disk is full
                     self._log.write(said)
             self._words = (self._words + said)[-WORDS:]
-
-
-def _name(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/comm").read_text().strip()
-    except OSError:  # gone
-        return ""
 
 
 if __name__ == "__main__":
