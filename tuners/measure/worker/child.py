@@ -132,7 +132,6 @@ def main() -> int:
     logging.getLogger("advisor").setLevel(logging.CRITICAL)
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
     bench: Bench | None = None
-    send(pipe, {"ready": True})
     while True:
         try:
             message = receive(pipe)
