@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import Clock, warm_up
+from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.subject import POINTS, WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
@@ -50,9 +50,10 @@ class _Built:
     """A workload with its compiled code, the bytes that it holds and the most that it took."""
 
     workload: Workload
-    code: tuple[set[str], set[int]]
-    own_bytes: int
-    peak_bytes: int
+    codes: set[str] = field(default_factory=set)
+    replays: set[int] = field(default_factory=set)
+    own_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class Bench:
@@ -140,9 +141,9 @@ class Bench:
             not self._loads(config)
             and (built := self._built.pop(config.without(*INPUTS), None)) is not None
         ):
-            compiled = built.code
+            codes, replays = built.codes, built.replays
             del built
-            free(*compiled)
+            free(codes, replays)
 
     def save(self, config: Config, file: str) -> bool:
         """Save all that this process has compiled, a config among it."""
@@ -195,13 +196,8 @@ class Bench:
             raise ConfigFailed("out_of_memory", said)
         if workload.loss is not None and not math.isfinite(loss := float(workload.loss)):
             raise ConfigFailed("wrong", f"the loss is {loss}")
-        peak, most = self.peak_bytes(held), self._task.max_memory
-        if not self._cuda and most and peak > most:
-            said = f"it held {size(peak)} of the {size(most)} permitted"
-            raise ConfigFailed("out_of_memory", said)
-        built.peak_bytes = max(built.peak_bytes, peak)
+        self._hold(built, held)
         self._at_work = config
-        self._peak_bytes = max(self._peak_bytes, built.peak_bytes)
         samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
         return Block(
             steps=steps,
@@ -213,6 +209,19 @@ class Bench:
             peak_bytes=built.peak_bytes,
             compiled=graphs_compiled() - graphs,
         )
+
+    def _hold(self, built: _Built, held: int) -> None:
+        """Note what steps of a config have compiled, and what they take beside what was held."""
+        peak, most = self.peak_bytes(held), self._task.max_memory
+        if not self._cuda and most and peak > most:
+            said = f"it held {size(peak)} of the {size(most)} permitted"
+            raise ConfigFailed("out_of_memory", said)
+        codes, replays = self._code.claim()
+        built.codes |= codes
+        built.replays |= replays
+        built.own_bytes = self._allocated() - held
+        built.peak_bytes = max(built.peak_bytes, peak)
+        self._peak_bytes = max(self._peak_bytes, peak)
 
     def _switch(self, config: Config, workload: Workload) -> None:
         """Put a config in force, and start its loader."""
@@ -251,10 +260,12 @@ class Bench:
         before = self._allocated()
         self.reset_peak()
         workload = self.workload(config)
-        warm_up(workload.step, self._clock, workload.start)
-        own_bytes, peak_bytes = self._allocated() - before, self.peak_bytes(before)
-        self._built[config] = _Built(workload, self._code.claim(), own_bytes, peak_bytes)
-        return self._built[config]
+        workload.start()
+        self._clock.synchronize()
+        built = _Built(workload)
+        self._hold(built, before)
+        self._built[config] = built
+        return built
 
     def workload(self, config: Config, *, made_up: bool = False) -> Workload:
         """A new workload, before its first step; `made_up`: even where the task has data."""
