@@ -23,8 +23,6 @@ from advisor.tuners.fingerprint import NOT_COMPUTED, plain
 
 MOST_BYTES = 2**18
 """Of all files that are read for one digest: some 7,000 lines."""
-MOST_KNOWN = 64
-"""Digests that are kept for the next lookup."""
 ABOVE = 3
 """Folders above a file's own in which a module that it imports is looked for."""
 ALL, ON_IMPORT = "*", ""
@@ -81,8 +79,6 @@ def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]
         except (OSError, *_INVALID) as exc:
             why = getattr(exc, "strerror", None) or type(exc).__name__
             raise TargetError(f"{path.name} cannot be read: {why}") from exc
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
         _KNOWN[path, names] = known
     return known
 

@@ -82,7 +82,7 @@ class Bench:
         with contextlib.suppress(TargetError):  # of a very large file
             # Read at import: what is edited later is not what is measured.
             self.code = self.loaded.spec.code
-        self._subject = WorkloadSubject(self._new_model, self._workload, self.device)
+        self._subject = WorkloadSubject(self.new_model, self._workload, self.device)
 
     @functools.cached_property
     def loading(self) -> Described:
@@ -137,10 +137,8 @@ class Bench:
         """Free what was built for a config; of one that a loader feeds, the loader alone."""
         if self._at_work == config:
             self._leave()
-        if (
-            not self._loads(config)
-            and (built := self._built.pop(config.without(*INPUTS), None)) is not None
-        ):
+        built = None if self._loads(config) else self._built.pop(config.without(*INPUTS), None)
+        if built is not None:
             codes, replays = built.codes, built.replays
             del built
             free(codes, replays)
@@ -293,7 +291,8 @@ class Bench:
     def _batch(self, config: Config) -> int:
         return config.batch or self._task.batch
 
-    def _new_model(self) -> torch.nn.Module:
+    def new_model(self) -> torch.nn.Module:
+        """The model as it is at first."""
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 

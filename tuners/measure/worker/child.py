@@ -39,13 +39,12 @@ def describe(bench: Bench) -> Facts:
         TargetFailed: the user's code raised, or memory does not do.
     """
     loaded, device = bench.loaded, bench.device
-    torch.manual_seed(bench.job.seed)
-    built = target.build(loaded)
+    built = bench.new_model()
     model = fingerprint.of_model(built)
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     recognise(bench.job, loaded.spec.name, model, hooks)
     modules, parameters = fingerprint.size(built)
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Before any knob touches the model, as in a script.
     known: dict[str, Any] = {
         "convolves": convolves(built),
@@ -68,8 +67,8 @@ def describe(bench: Bench) -> Facts:
         modules=modules,
         parameters=parameters,
         draws=drew,
-        device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
-        memory_bytes=int(properties.total_memory) if properties else 0,
+        device_uuid=str(getattr(properties, "uuid", "")),
+        memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),
         step_s=time.perf_counter() - began,
         **known,
@@ -101,7 +100,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
                 f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
                 "settings: out of memory; give a smaller batch"
             ) from exc
-        at = f" at {where}" if (where := layer_that_raised(built, exc)) else ""
+        at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
         raise TargetError(
