@@ -41,8 +41,8 @@ def default_device() -> str:
 def detect(device: str) -> Environment:
     """The environment of 'cuda', 'cuda:N' or 'cpu'.
 
-    NVML counts CUDA devices by PCI address. On a machine with different GPUs, CUDA does so only
-    under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    NVML counts devices by PCI address; with different GPUs, CUDA does so only under
+    CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         UsageError: there is no such device.
@@ -97,19 +97,15 @@ def device_uuid(device: str) -> str:
     if device == "cpu":
         return ""
     index = cuda_index(device)
-    uuid = next((one.uuid for one in gpus()[index : index + 1]), "")
-    return uuid.removeprefix("GPU-") if uuid.startswith("GPU-") else ""
+    kind, _, uuid = "".join(one.uuid for one in gpus()[index : index + 1]).partition("-")
+    return uuid if kind == "GPU" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU that this process could use.
-
-    Attributes:
-        uuid: as in CUDA_VISIBLE_DEVICES: 'GPU-...', or 'MIG-...' of a slice.
-        users: ids of the processes that compute on it, as far as the driver reports them; in a
-            container those of the host, or none.
-    """
+    """A GPU that this process could use: its UUID as in CUDA_VISIBLE_DEVICES ('GPU-...', or
+    'MIG-...' of a slice), and the ids of the processes that compute on it, as far as the driver
+    reports them; in a container those of the host, or none."""
 
     uuid: str
     name: str
@@ -287,12 +283,7 @@ def _nvml() -> Any:
 
 
 def _cuda_count() -> int:
-    return _count(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-@functools.cache
-def _count(_visible_devices: str | None) -> int:
-    """CUDA devices; cached because NVML takes milliseconds."""
+    """CUDA devices that this process sees."""
     if not _built():
         return 0
     nvml = _nvml()

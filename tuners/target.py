@@ -43,17 +43,13 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A parsed target string. `attribute` is '' if the file's only model is meant."""
+    """A parsed target string."""
 
-    kind: str
-    """'file', 'module' or 'torchvision'."""
-    place: str
-    """Absolute path, module name, or ''."""
-    attribute: str
-    file: str = ""
-    """Absolute path of the user's own source; '' where that is a library's, or not found."""
-    role: str = "target"
-    """'target' or 'data', in messages."""
+    kind: str  # 'file', 'module' or 'torchvision'
+    place: str  # absolute path, module name, or ''
+    attribute: str  # '' if the file's only model is meant
+    file: str = ""  # absolute path of the user's own source; '' if a library's, or not found
+    role: str = "target"  # 'target' or 'data', in messages
 
     @property
     def name(self) -> str:

@@ -145,7 +145,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     def forget() -> None:
         detect.cache_clear()
         environment._nvml.cache_clear()
-        environment._count.cache_clear()
 
     def make(nvml: FakeNvml, visible: str | None = None) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -34,13 +34,6 @@ DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
 """What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
 
 
-def _length(sized: Any) -> int:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """A dataset, and how its samples come to a batch; None: as a DataLoader does by itself."""
@@ -222,6 +215,12 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
     )
 
 
+def _length(sized: Any) -> int:
+    with suppress(TypeError, NotImplementedError):
+        return len(sized)
+    return 0
+
+
 class _WorkerInfo:
     """What `get_worker_info` returns to a dataset; notes whether anything of it is read."""
 
@@ -253,14 +252,13 @@ class Feeding:
 
     Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
     speed. Time whole rounds of `together` batches, one of each worker, once `settling` have come.
-    `waited_s`: seconds that were waited for batches.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.together = max(1, loader.num_workers)
         self.settling = self.together * (loader.prefetch_factor or room.AHEAD)
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # for batches
         self._epoch: Any = None
 
     def __iter__(self) -> Iterator[Any]:
