@@ -10,11 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from advisor.cache.config import Config
 from advisor.cache.shown import size
@@ -265,15 +266,16 @@ class Bench:
         self._built[config] = built
         return built
 
-    def workload(self, config: Config, *, made_up: bool = False) -> Workload:
-        """A new workload, before its first step; `made_up`: even where the task has data."""
+    def workload(self, config: Config, built: nn.Module | None = None) -> Workload:
+        """A new workload, before its first step; of a model that is `built` on made-up batches."""
         IN_FORCE.release()
         batch = self._batch(config)
         own = batch == self._task.batch
-        given = self.loading.batches if self._task.data and own and not made_up else ()
+        given = self.loading.batches if self._task.data and own and built is None else ()
+        loaded = self.loaded if built is None else replace(self.loaded, factory=lambda: built)
         # At other batches nothing is compared.
         return Workload(
-            self.loaded,
+            loaded,
             self._task,
             self._advice(config),
             batch=batch,
@@ -291,7 +293,7 @@ class Bench:
     def _batch(self, config: Config) -> int:
         return config.batch or self._task.batch
 
-    def new_model(self) -> torch.nn.Module:
+    def new_model(self) -> nn.Module:
         """The model as it is at first."""
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import gc
 import logging
 import os
@@ -85,10 +84,8 @@ def recognise(job: Job, name: str, *found: str) -> None:
 def _first_step(bench: Bench, built: nn.Module) -> Workload:
     """Take a step at the user's batch; errors name the layer that raised them."""
     task, spec = bench.job.task, bench.loaded.spec
-    # The model that is run must be the one whose layers have names here.
-    bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
     try:
-        workload = bench.workload(plain(task, bench.job.device), made_up=True)
+        workload = bench.workload(plain(task, bench.job.device), built)
         workload.step()
         Clock(bench.device).synchronize()
         return workload
@@ -107,8 +104,6 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
             f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
             target.failed(spec, "", exc).details,
         ) from exc
-    finally:
-        bench.loaded = loaded
 
 
 def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
