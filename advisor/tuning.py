@@ -437,7 +437,7 @@ class _OfTarget(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[Subject]:
-        from advisor.tuners.measure.worker.parent import DATA_S
+        from advisor.tuners.measure.worker.parent import START_S
         from advisor.tuners.search.space import Space
 
         with self._worker() as worker:
@@ -455,7 +455,7 @@ class _OfTarget(_Tuning):
             situation = _situation(key, self._plan, facts, batches)
             data = None
             if self._task.data:
-                most_s = min(DATA_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
+                most_s = min(START_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
                 with self._progress.making(self._task.data, most_s):
                     data = worker.describe_data(most_s)
                 situation, data = self._fed(situation, data)

@@ -187,7 +187,7 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
         "loader": {name: value for name, value in advice.loader.items() if name != "batch_size"},
         "recipe": pinned,
         "cores": host.cores(),
-        "shared_bytes": host.shared_bytes(),
+        "shared_bytes": host.shared_bytes()[0],
         "samples_per_s": middle,
         "limit": limit,
         "turns": turns,

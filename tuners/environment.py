@@ -7,38 +7,26 @@ import functools
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
+from advisor.tuners import host
 from advisor.tuners.lazily import torch
-from advisor.tuners.torch_facts import fact, version
+from advisor.tuners.torch_facts import fact
 
-# CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
-_CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
-_CORES_ELSE = 128
-MOST_DIGITS = 9
-
-
-@dataclass(frozen=True, slots=True)
-class _Visible:
-    """A device that CUDA gives this process: NVML's handles of it and of its card."""
-
-    handle: Any
-    card: Any
-    is_slice: bool = False
-    """A MIG slice of the card, not all of it."""
+_Gpus = list[tuple[Any, Any]]
+"""Devices that CUDA gives this process: NVML's handle of each, and of its card. They are the same,
+unless the device is a MIG slice of the card."""
 
 
 def env_int(variable: str, default: int) -> int:
     """The number in an environment variable; `default` if it has none of up to nine digits."""
     text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else default
 
 
 def default_device() -> str:
@@ -53,24 +41,23 @@ def default_device() -> str:
 def detect(device: str) -> Environment:
     """The environment of 'cuda', 'cuda:N' or 'cpu'.
 
-    NVML counts CUDA devices by PCI address. On a machine with different GPUs, CUDA does so only
-    under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    NVML counts devices by PCI address; with different GPUs, CUDA does so only under
+    CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         UsageError: there is no such device.
         AdvisorError: NVML does not answer.
     """
     if device == "cpu":
-        there = hasattr(os, "sched_getaffinity")
         return Environment(
             device=Device(
                 kind="cpu",
                 name=host_cpu(),
                 capability=str(fact("capability", lambda: torch.backends.cpu.get_cpu_capability())),
-                multiprocessors=len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1,
+                multiprocessors=host.affinity(),
                 memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             ),
-            software=Software(driver="", cuda="", cudnn="", torch=version("torch")),
+            software=Software(driver="", cuda="", cudnn="", torch=_torch_version()),
         )
     index, count = cuda_index(device), _cuda_count()
     if index >= count:
@@ -82,7 +69,7 @@ def detect(device: str) -> Environment:
             "advisor reads driver and device from it; AMD GPUs are not supported"
         )
     try:
-        return _ask(nvml, _visible(nvml)[index])
+        return _ask(nvml, *_visible(nvml)[index])
     except nvml.NVMLError as exc:
         raise AdvisorError(
             f"device {device!r}: the NVIDIA management library (NVML) says {exc}; see nvidia-smi"
@@ -110,19 +97,15 @@ def device_uuid(device: str) -> str:
     if device == "cpu":
         return ""
     index = cuda_index(device)
-    uuid = next((one.uuid for one in gpus()[index : index + 1]), "")
-    return uuid.removeprefix("GPU-") if uuid.startswith("GPU-") else ""
+    kind, _, uuid = "".join(one.uuid for one in gpus()[index : index + 1]).partition("-")
+    return uuid if kind == "GPU" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU that this process could use.
-
-    Attributes:
-        uuid: as in CUDA_VISIBLE_DEVICES: 'GPU-...', or 'MIG-...' of a slice.
-        users: ids of the processes that compute on it, as far as the driver reports them; in a
-            container those of the host, or none.
-    """
+    """A GPU that this process could use: its UUID as in CUDA_VISIBLE_DEVICES ('GPU-...', or
+    'MIG-...' of a slice), and the ids of the processes that compute on it, as far as the driver
+    reports them; in a container those of the host, or none."""
 
     uuid: str
     name: str
@@ -131,14 +114,8 @@ class Gpu:
     @property
     def used_by(self) -> str:
         """The processes on it, for people: '812 (python)'; '' for none."""
-        return ", ".join(f"{one}{_process_name(one)}" for one in self.users)
-
-
-def _process_name(process: int) -> str:
-    try:
-        return f" ({printable(Path(f'/proc/{process}/comm').read_text().strip())})"
-    except (OSError, ValueError):  # of another container
-        return ""
+        names = ((one, host.name(one)) for one in self.users)
+        return ", ".join(f"{one} ({printable(name)})" if name else f"{one}" for one, name in names)
 
 
 def gpus() -> list[Gpu]:
@@ -149,11 +126,11 @@ def gpus() -> list[Gpu]:
     try:
         return [
             Gpu(
-                uuid=_text(nvml.nvmlDeviceGetUUID(gpu.handle)),
-                name=_text(nvml.nvmlDeviceGetName(gpu.handle)),
-                users=_users(nvml, gpu.handle),
+                uuid=nvml.nvmlDeviceGetUUID(handle),
+                name=nvml.nvmlDeviceGetName(handle),
+                users=_users(nvml, handle),
             )
-            for gpu in _visible(nvml)
+            for handle, _card in _visible(nvml)
         ]
     except nvml.NVMLError:
         return []
@@ -169,7 +146,7 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
 @functools.cache
 def host_cpu() -> str:
     """The CPU's model name."""
-    named = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    named = re.search(r"^model name\s*:\s*(.+)$", host.cpu(), re.MULTILINE)
     return named.group(1).strip() if named else platform.processor() or platform.machine()
 
 
@@ -197,17 +174,13 @@ def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
 
     ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast."""
-    if not re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", _cpuinfo()):
-        return False
-    return bool(
-        fact(
-            "bf16",
-            lambda: (
-                not torch.backends.mkldnn.is_available()
-                or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            ),
-        )
-    )
+    in_hardware = re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", host.cpu()) is not None
+    return in_hardware and bool(fact("bf16", _kernels_use_bf16))
+
+
+def _kernels_use_bf16() -> bool:
+    mkldnn: Any = torch.ops.mkldnn
+    return not torch.backends.mkldnn.is_available() or mkldnn._is_mkldnn_bf16_supported()
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
@@ -228,33 +201,56 @@ def threads_set() -> bool:
     return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
-def _ask(nvml: Any, gpu: _Visible) -> Environment:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(gpu.card)
-    milliwatts = _read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
-    mig = _text(nvml.nvmlDeviceGetName(gpu.handle)).partition(" MIG ")[2] if gpu.is_slice else ""
+def _ask(nvml: Any, handle: Any, card: Any) -> Environment:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(card)
+    if handle is not card:
+        multiprocessors = int(nvml.nvmlDeviceGetAttributes(handle).multiprocessorCount)
+    else:
+        # CUDA samples, Common/helper_cuda.h, _ConvertSMVer2Cores: cores per multiprocessor.
+        cores = 64 if major == 7 or (major, minor) in ((6, 0), (8, 0)) else 128
+        multiprocessors = _number(nvml, nvml.nvmlDeviceGetNumGpuCores, card) // cores
+    milliwatts = _number(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, card)
     return Environment(
         device=Device(
             kind="cuda",
-            name=_text(nvml.nvmlDeviceGetName(gpu.card)),
+            name=nvml.nvmlDeviceGetName(card),
             capability=f"{major}.{minor}",
-            multiprocessors=_multiprocessors(nvml, gpu, (major, minor)),
-            memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(gpu.handle).total / 2**30),
-            mig=mig,
+            multiprocessors=multiprocessors,
+            memory_gib=round(nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30),
+            mig=nvml.nvmlDeviceGetName(handle).partition(" MIG ")[2] if handle is not card else "",
         ),
         software=Software(
-            driver=_text(nvml.nvmlSystemGetDriverVersion()),
-            cuda=version("cuda"),
+            driver=nvml.nvmlSystemGetDriverVersion(),
+            cuda=str(fact("cuda", lambda: torch.version.cuda or "")),
             cudnn=str(fact("cudnn", _cudnn_version)),
-            torch=version("torch"),
+            torch=_torch_version(),
             power_limit_w=round(milliwatts / 1000),
-            clock_cap_mhz=_clock_cap(nvml, gpu.card),
+            clock_cap_mhz=_clock_cap(nvml, card),
         ),
     )
 
 
+def _clock_cap(nvml: Any, card: Any) -> int:
+    """MHz of the application clock, if someone set it below the default and the top; else 0."""
+    sm = nvml.NVML_CLOCK_SM
+    now = _number(nvml, nvml.nvmlDeviceGetApplicationsClock, card, sm)
+    own = _number(nvml, nvml.nvmlDeviceGetDefaultApplicationsClock, card, sm)
+    top = _number(nvml, nvml.nvmlDeviceGetMaxClockInfo, card, sm)
+    # Some cards' own default is below the top, and does not cap them.
+    return now if now != own and now < top else 0
+
+
+def _number(nvml: Any, ask: Callable[..., Any], *given: Any) -> int:
+    """0 where a card or a container does not answer."""
+    try:
+        return int(ask(*given))
+    except nvml.NVMLError:
+        return 0
+
+
 def _what_there_is(count: int) -> str:
     if not _built():
-        return f"this torch ({version('torch')}) is built without CUDA; use cpu"
+        return f"this torch ({_torch_version()}) is built without CUDA; use cpu"
     there = ", ".join(f"cuda:{n}" for n in range(count))
     return (
         f"this process sees {count or 'no'} CUDA device{'s' * (count > 1)}"
@@ -263,13 +259,8 @@ def _what_there_is(count: int) -> str:
     )
 
 
-@functools.cache
-def _cpuinfo() -> str:
-    try:
-        # The first processor's lines: they are alike, and a large host has hundreds.
-        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
-        return ""
+def _torch_version() -> str:
+    return str(fact("torch", lambda: str(torch.__version__)))
 
 
 def _cudnn_version() -> str:
@@ -292,25 +283,17 @@ def _nvml() -> Any:
 
 
 def _cuda_count() -> int:
-    return _count(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-@functools.cache
-def _count(_visible_devices: str | None) -> int:
-    """CUDA devices; cached because NVML takes milliseconds."""
+    """CUDA devices that this process sees."""
     if not _built():
         return 0
     nvml = _nvml()
     if nvml is not None:
         with contextlib.suppress(nvml.NVMLError):
             return len(_visible(nvml))
-    if "torch" not in sys.modules and not version("hip") and not _has_driver():
-        return 0
-    # ROCm, or a container without the library: torch may know better.
-    try:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except ValueError:  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
-        return 0
+    with contextlib.suppress(ValueError):  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
+        # Of ROCm, or in a container without the library, torch may know better.
+        return int(fact("devices", lambda: torch.cuda.device_count()))
+    return 0
 
 
 def _built() -> bool:
@@ -318,91 +301,47 @@ def _built() -> bool:
     return bool(fact("built", lambda: torch.backends.cuda.is_built()))
 
 
-def _has_driver() -> bool:
-    import ctypes
-
-    try:
-        ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
-    except OSError:
-        return False
-    return True
-
-
-def _visible(nvml: Any) -> list[_Visible]:
+def _visible(nvml: Any) -> _Gpus:
     """The devices that CUDA gives this process, in its order.
 
     A process gets either whole cards or a single MIG slice, the first (NVIDIA's MIG user guide,
     'CUDA Device Enumeration').
     """
-    cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(int(nvml.nvmlDeviceGetCount()))]
+    cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         found = [gpu for card in cards for gpu in _on_card(nvml, card)]
     else:
         found = list(_named(nvml, asked, cards))
-    return next(([gpu] for gpu in found if gpu.is_slice), found)
+    return next(([gpu] for gpu in found if gpu[0] is not gpu[1]), found)
 
 
-def _named(nvml: Any, asked: str, cards: list[Any]) -> Iterator[_Visible]:
+def _named(nvml: Any, asked: str, cards: list[Any]) -> Iterator[tuple[Any, Any]]:
     """What CUDA_VISIBLE_DEVICES names; as in CUDA, the first invalid entry ends the list."""
     entries = [entry.strip() for entry in asked.split(",")]
     if len(set(entries)) < len(entries):
         return  # CUDA shows nothing when an entry is repeated
     for entry in entries:
-        if entry.startswith("MIG-"):
-            try:
-                handle = nvml.nvmlDeviceGetHandleByUUID(entry)
-                card = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-            except nvml.NVMLError:
-                return
-            yield _Visible(handle, card, is_slice=True)
-            continue
         found: list[Any] = []
-        if entry.startswith("GPU-"):
-            found = [c for c in cards if _text(nvml.nvmlDeviceGetUUID(c)).startswith(entry)]
+        if entry.startswith("MIG-"):
+            with contextlib.suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByUUID(entry)
+                found = [(handle, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle))]
+        elif entry.startswith("GPU-"):
+            found = [c for c in cards if nvml.nvmlDeviceGetUUID(c).startswith(entry)]
         elif number := re.match(r"\+?[0-9]+", entry):  # CUDA reads '1gpu' as 1
             found = cards[int(number[0]) :][:1]
         if len(found) != 1:
             return
-        yield from _on_card(nvml, found[0])
+        yield from found if entry.startswith("MIG-") else _on_card(nvml, found[0])
 
 
-def _on_card(nvml: Any, card: Any) -> list[_Visible]:
+def _on_card(nvml: Any, card: Any) -> _Gpus:
     """The card, or the first of its MIG slices."""
     # Returns (current, pending); a card without MIG raises.
-    if not _read(nvml, lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
-        return [_Visible(card, card)]
-    for n in range(_read(nvml, lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card))):
+    if not _number(nvml, lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
+        return [(card, card)]
+    for n in range(_number(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card)):
         with contextlib.suppress(nvml.NVMLError):  # numbers of slices may have gaps
-            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, n)
-            return [_Visible(handle, card, is_slice=True)]
+            return [(nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, n), card)]
     return []
-
-
-def _multiprocessors(nvml: Any, gpu: _Visible, capability: tuple[int, int]) -> int:
-    if gpu.is_slice:
-        return int(nvml.nvmlDeviceGetAttributes(gpu.handle).multiprocessorCount)
-    cores = _read(nvml, lambda: nvml.nvmlDeviceGetNumGpuCores(gpu.handle))
-    return cores // _CORES.get(capability, _CORES_ELSE)
-
-
-def _clock_cap(nvml: Any, card: Any) -> int:
-    """MHz of the application clock, if someone set it below the default and the top; else 0."""
-    sm = nvml.NVML_CLOCK_SM
-    now = _read(nvml, lambda: nvml.nvmlDeviceGetApplicationsClock(card, sm))
-    own = _read(nvml, lambda: nvml.nvmlDeviceGetDefaultApplicationsClock(card, sm))
-    top = _read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(card, sm))
-    # Some cards' own default is below the top, and does not cap them.
-    return now if now != own and now < top else 0
-
-
-def _read(nvml: Any, ask: Callable[[], Any]) -> int:
-    """0 where a card or a container does not answer."""
-    try:
-        return int(ask())
-    except nvml.NVMLError:
-        return 0
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

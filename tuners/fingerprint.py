@@ -42,13 +42,11 @@ MOST_VALUE = 10_000
 def of_model(model: nn.Module) -> str:
     """Digest of the module tree, class names, hyperparameters, parameter and buffer types, and the
     user's own code. It raises nothing."""
-    model = unwrapped(model)
-    modules = [
-        [name, type(module).__qualname__, _stated(module)] for name, module in model.named_modules()
-    ]
+    model, lazy = unwrapped(model), torch.nn.parameter.is_lazy
+    modules = [[name, type(one).__qualname__, _stated(one)] for name, one in model.named_modules()]
     tensors = [
         # A lazy parameter has no shape before the first forward.
-        [name, [] if torch.nn.parameter.is_lazy(tensor) else list(tensor.shape), str(tensor.dtype)]
+        [name, [] if lazy(tensor) else list(tensor.shape), str(tensor.dtype)]
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     ]
@@ -99,7 +97,6 @@ def _code(pieces: list[Any]) -> list[str]:
         if id(piece) in seen:
             continue
         seen[id(piece)] = piece
-        referred: Sequence[Any] = ()
         try:
             if not _is_own(piece):
                 continue
@@ -107,10 +104,10 @@ def _code(pieces: list[Any]) -> list[str]:
                 found.add(_whole_file(piece))
                 continue
             text, referred = _of_piece(inspect.unwrap(_bare(piece)))
+            found.add(text)
+            waiting += referred
         except Exception:  # the user's metaclasses and decorators may do anything
-            text = _whole_file(piece)
-        found.add(text)
-        waiting += referred
+            found.add(_whole_file(piece))
     return sorted(found)
 
 
@@ -284,22 +281,16 @@ def family(model: nn.Module) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside torch.compile and (Distributed)DataParallel wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel
-        ):
-            inner = model.module
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
 
 
 def size(model: nn.Module) -> tuple[int, int]:
     """(modules, parameters): they show a person how a model has changed."""
     model = unwrapped(model)
     lazy = torch.nn.parameter.is_lazy
-    counts = (0 if lazy(parameter) else parameter.numel() for parameter in model.parameters())
+    counts = (0 if lazy(one) else one.numel() for one in model.parameters())
     return sum(1 for _ in model.modules()), sum(counts)
 
 

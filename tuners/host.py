@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import stat
@@ -39,10 +40,16 @@ def keep_private() -> None:
     control(_PR_SET_DUMPABLE, 0)
 
 
+def affinity() -> int:
+    """Cores that this process may be scheduled on: the kernel keeps them within its cpuset."""
+    there = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
+
+
 def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Cores that this process may use, by its affinity, which the kernel keeps within its cpuset,
-    and by the quotas of its control groups (v2 or v1)."""
-    found = [float(len(os.sched_getaffinity(0)))]
+    """Cores that this process may use, by its affinity and by the quotas of its control groups (v2
+    or v1)."""
+    found = [float(affinity())]
     for group in _groups(groups, process, "cpu"):
         v1 = [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
         for quota in (_words(group / "cpu.max"), v1):
@@ -53,35 +60,18 @@ def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
 
 def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
     """Bytes that may be used: the machine's, or less if a control group says so (v2 or v1)."""
-    found = [_total()]
-    for group in _groups(groups, process, "memory"):
-        found += [_number(group / most) or 0 for most, _now, _idle in _MEMORY]
-    return int(SHARE * min((one for one in found if 0 < one < 2**60), default=0))
+    limits = [limit for limit, _free in _memory(groups, process)]
+    return int(SHARE * min([os.sysconf("SC_PHYS_PAGES") * _PAGE, *limits]))
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Free memory of the host and of this process's control groups (v2 or v1). Inactive file cache
-    of a group counts as free, because the kernel gives it up."""
-    found = [_field(_PROC / "meminfo", "MemAvailable:") * 1024]
-    for group in _groups(groups, process, "memory"):
-        for most, now, idle in _MEMORY:
-            limit, held = _number(group / most), _number(group / now)
-            if limit is not None and held is not None:
-                found.append(limit - held + _field(group / "memory.stat", idle))
-    return max(0, min(found))
+    """Free memory of the host and of this process's control groups (v2 or v1)."""
+    free = [free for _limit, free in _memory(groups, process)]
+    return max(0, min([_field(_PROC / "meminfo", "MemAvailable:") * 1024, *free]))
 
 
-def shared_bytes() -> int:
-    """Size of /dev/shm, through which loader workers hand batches over."""
-    return _shared()[0]
-
-
-def shared_free_bytes() -> int:
-    """Free bytes of /dev/shm."""
-    return _shared()[1]
-
-
-def _shared() -> tuple[int, int]:
+def shared_bytes() -> tuple[int, int]:
+    """Size of /dev/shm, through which loader workers hand batches over, and how much is free."""
     try:
         there = os.statvfs("/dev/shm")
     except OSError:
@@ -126,6 +116,17 @@ def proportional_bytes(process: int) -> int:
 def killed_for_memory() -> int:
     """How many processes of this host the kernel has killed so far for want of memory."""
     return _field(_PROC / "vmstat", "oom_kill")
+
+
+def name(process: int) -> str:
+    """The name of a process, '' where it is gone, or of another container."""
+    return _text(_PROC / str(process) / "comm").strip()
+
+
+@functools.cache
+def cpu() -> str:
+    """What /proc/cpuinfo says of the first processor: a large host has hundreds, all alike."""
+    return _text(_PROC / "cpuinfo").partition("\n\n")[0]
 
 
 def family(process: int) -> list[int]:
@@ -184,23 +185,21 @@ def _groups(groups: Path, process: Path, controller: str) -> Iterator[Path]:
             yield from (at for at in (folder, *folder.parents) if root in (at, *at.parents))
 
 
-def _total() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * _PAGE
-    except (OSError, ValueError):
-        return 0
+def _memory(groups: Path, process: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group of a process, and how much of it is free: inactive file cache
+    too, because the kernel gives it up."""
+    for group in _groups(groups, process, "memory"):
+        for most, now, idle in _MEMORY:
+            limit = _text(group / most).strip()
+            if limit.isdigit():  # v2's 'max' is no limit
+                held = int(_text(group / now) or 0) - _field(group / "memory.stat", idle)
+                yield int(limit), int(limit) - held
 
 
 def _field(file: Path, name: str) -> int:
     """The number behind a name in a file of lines 'name number'; 0 if it is not there."""
     said = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
-
-
-def _number(file: Path) -> int | None:
-    """The number in a file; None if it has none, as 'max'."""
-    said = _words(file)
-    return int(said[0]) if said and said[0].isdigit() else None
 
 
 def _words(file: Path) -> list[str]:

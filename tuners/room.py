@@ -16,9 +16,7 @@ AHEAD = 2
 PREFETCHED = AHEAD + 1
 """Batches of each worker in shared memory: one is on its way."""
 SHARE = 0.5
-"""Of free memory, and of all shared memory, for workers."""
-FULL = 0.9
-"""Of shared memory that is free now, for batches of a known size."""
+"""Of free memory, and of all shared memory, for workers whose batches are not known yet."""
 
 
 def cores() -> int:
@@ -37,7 +35,7 @@ def workers(batch_bytes: int) -> int:
 
 def times(size: int) -> float:
     """How often so many bytes fit into the shared memory of one process of a job."""
-    return SHARE * host.shared_bytes() / (_ranks() * size) if size else math.inf
+    return SHARE * host.shared_bytes()[0] / (_ranks() * size) if size else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class Batch:
 
 def has_files(batch: Batch, workers: int, ahead: int) -> bool:
     """Whether this process may open the files of so many workers, with `ahead` batches each."""
-    return _ready(workers, ahead) * batch.tensors <= FULL * host.files_left()
+    return _ready(workers, ahead) * batch.tensors <= host.SHARE * host.files_left()
 
 
 def lacking(batch: Batch, workers: int, ahead: int) -> str:
@@ -59,8 +57,8 @@ def lacking(batch: Batch, workers: int, ahead: int) -> str:
     A batch that does not fit into /dev/shm ends its worker by SIGBUS.
     """
     there = _ready(workers, ahead)
-    free = host.shared_free_bytes()
-    if there * batch.bytes > FULL * free / _ranks():
+    _, free = host.shared_bytes()
+    if there * batch.bytes > host.SHARE * free / _ranks():
         return (
             f"{there} batches of {size(batch.bytes)} do not fit into /dev/shm, of which "
             f"{size(free)} is free; in a container give more, as docker's --shm-size"

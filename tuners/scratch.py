@@ -8,26 +8,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
-PREFIX = "advisor-"
-_OWNER = "owner"
-"""A file in each, locked while its process lives."""
+PREFIX = "advisor-scratch-"
 
 
 class Scratch:
-    """A private folder until `remove`; `sweep` removes those of killed processes."""
+    """A private folder until `remove`; `sweep` removes those of killed processes. Its process holds
+    a lock on it."""
 
     def __init__(self) -> None:
         import tempfile
 
-        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-        self.path = Path(self._folder.name)
-        new = self.path / "new"
-        self._owner = new.open("wb")
+        new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        lock = os.open(new, os.O_RDONLY)
         with contextlib.suppress(OSError):  # on a file system without locks nothing is swept
-            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(self.path / _OWNER)  # it is never seen unlocked
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = new.rename(new.with_name(new.name[1:]))  # it is never seen unlocked
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
 
     def __enter__(self) -> Path:
         return self.path
@@ -35,39 +34,24 @@ class Scratch:
     def __exit__(self, *_exc: object) -> None:
         self.remove()
 
-    def remove(self) -> None:
-        self._folder.cleanup()
-        self._owner.close()
-
 
 def sweep(root: Path) -> None:
     """Remove the scratch folders in `root` whose processes are gone."""
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # it has no owner, or its owner lives
-                    _remove_left(Path(entry.path))
+    import shutil
+
+    for folder in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is no folder, or its process lives
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
-def _remove_left(folder: Path) -> None:
-    owner = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        uids = {os.fstat(owner).st_uid, folder.lstat().st_uid}
-        if uids != {os.geteuid()}:
-            return
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        import shutil
+def _remove(folder: Path, lock: int) -> None:
+    import shutil
 
-        for one in list(folder.iterdir()):
-            if one.name != _OWNER:
-                if one.is_dir() and not one.is_symlink():
-                    shutil.rmtree(one, ignore_errors=True)
-                else:
-                    one.unlink()
-        (folder / _OWNER).unlink()
-        try:
-            folder.rmdir()
-        except OSError:  # a dying process has written once more
-            (folder / _OWNER).touch()
-    finally:
-        os.close(owner)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

@@ -12,9 +12,10 @@ import ast
 import contextlib
 import hashlib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import TargetError
@@ -22,8 +23,6 @@ from advisor.tuners.fingerprint import NOT_COMPUTED, plain
 
 MOST_BYTES = 2**18
 """Of all files that are read for one digest: some 7,000 lines."""
-MOST_KNOWN = 64
-"""Digests that are kept for the next lookup."""
 ABOVE = 3
 """Folders above a file's own in which a module that it imports is looked for."""
 ALL, ON_IMPORT = "*", ""
@@ -39,8 +38,7 @@ _INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What Python raises of a text that is no Python."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Import:
+class _Import(NamedTuple):
     """`from MODULE import NAME`, with LEVEL dots; without a name the module itself."""
 
     module: str
@@ -48,6 +46,7 @@ class _Import:
     level: int = 0
 
 
+_Defined = dict[str, list[ast.stmt | _Import]]
 _Place = tuple[Path, str, str]
 """A file, a name in it, and which attribute of that is used, or ''."""
 _Stamp = tuple[int, int, int] | None
@@ -57,55 +56,38 @@ _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 def digest(path: Path, names: tuple[str, ...]) -> str:
     """64 hex characters over what decides these names of a file; names that it lacks are ignored.
 
-    Files are read again only if one of them has changed.
-
     Raises:
         TargetError: the file cannot be read.
     """
-    stamps, known = _KNOWN.get((path, names), ({}, ""))
-    if not known or any(_stamp(one) != stamp for one, stamp in stamps.items()):
-        try:
-            stamps, known = _read(path, names)
-        except OSError as exc:
-            raise TargetError(f"{path.name} cannot be read: {exc.strerror}") from exc
-        except _INVALID as exc:
-            raise TargetError(f"{path.name} cannot be read: {type(exc).__name__}") from exc
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[path, names] = stamps, known
-    return known
+    return _known(path, names)[1]
 
 
 def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script imports, directly or through others. Imports by a string
-    are not seen, nor what lies beyond MOST_BYTES of text."""
-    found: set[Path] = set()
-    waiting, left = [script], MOST_BYTES
-    while waiting:
-        at = waiting.pop()
+    """The project's files that a script uses, directly or through others. Imports by a string are
+    not seen, nor what lies beyond MOST_BYTES of text."""
+    with contextlib.suppress(TargetError):
+        return set(_known(script, (ALL,))[0])
+    return set()
+
+
+def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
+    """As `_read`; files are read again only if one of them has changed. Raises: TargetError."""
+    known = _KNOWN.get((path, names))
+    if known is None or any(_stamp(one) != stamp for one, stamp in known[0].items()):
         try:
-            tree, size = _parsed(at, left)
-        except (OSError, *_INVALID):
-            continue
-        left -= size
-        statements = (one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom))
-        for what in (what for one in statements for _name, what in _imports(one)):
-            parts = [*what.module.split("."), *([what.name] if what.name != ALL else [])]
-            parts = [*filter(None, parts)]
-            # An import runs the packages around a module too.
-            for end in range(0 if what.level else 1, len(parts) + 1):
-                file = _located(at, ".".join(parts[:end]), what.level)
-                if file is not None and file not in found:
-                    found.add(file)
-                    waiting.append(file)
-    return found
+            known = _read(path, names)
+        except (OSError, *_INVALID) as exc:
+            why = getattr(exc, "strerror", None) or type(exc).__name__
+            raise TargetError(f"{path.name} cannot be read: {why}") from exc
+        _KNOWN[path, names] = known
+    return known
 
 
 def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
     """The files that were read, with their stamps, and the digest."""
     found, left = hashlib.sha256(), MOST_BYTES
     stamps: dict[Path, _Stamp] = {}
-    files: dict[Path, dict[str, list[ast.stmt | _Import]]] = {}
+    files: dict[Path, _Defined] = {}
     seen: set[_Place] = set()
     waiting: list[_Place] = [(path, name, "") for name in names]
     while waiting:
@@ -117,7 +99,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
         if at not in stamps:
             stamps[at] = _stamp(at)
             try:
-                tree, size = _parsed(at, left)
+                files[at], size = _definitions(at, left)
             except (OSError, *_INVALID):
                 if at == path:
                     raise
@@ -125,7 +107,6 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
                 found.update(repr(stamps[at]).encode())
                 continue
             left -= size
-            files[at] = _definitions(tree.body)
             waiting.append((at, ON_IMPORT, ""))
         defined = files.get(at, {})
         for one in defined if name == ALL else [name]:
@@ -142,14 +123,6 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
     return stamps, found.hexdigest()
 
 
-def _parsed(path: Path, most: int) -> tuple[ast.Module, int]:
-    """A file of at most so many bytes, and its size."""
-    data = read_regular(path, most)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python shows them when it runs the file
-        return ast.parse(data), len(data)
-
-
 def _stamp(path: Path) -> _Stamp:
     with contextlib.suppress(OSError):
         there = path.stat()
@@ -157,17 +130,22 @@ def _stamp(path: Path) -> _Stamp:
     return None
 
 
-def _definitions(statements: Iterable[ast.stmt]) -> dict[str, list[ast.stmt | _Import]]:
-    """A file's statements by the names that they define."""
-    found: dict[str, list[ast.stmt | _Import]] = {ON_IMPORT: []}
-    for statement in _executed(statements):
+def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
+    """The statements of a file of at most so many bytes by the names that they define, and its
+    size."""
+    data = read_regular(path, most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python shows them when it runs the file
+        tree = ast.parse(data)
+    found: _Defined = defaultdict(list, {ON_IMPORT: []})
+    for statement in _executed(tree.body):
         defined = _defined(statement)
         for name, one in defined.items():
-            found.setdefault(name, []).append(one)
+            found[name].append(one)
         # A class that is decorated may be registered, and be used by no name.
         if not defined or (isinstance(statement, ast.ClassDef) and statement.decorator_list):
             found[ON_IMPORT].append(statement)
-    return found
+    return found, len(data)
 
 
 def _executed(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -197,12 +175,12 @@ def _imports(one: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, _Import]]:
     """What an import statement binds, by name."""
     for alias in one.names:
         if isinstance(one, ast.ImportFrom):
-            what = _Import(one.module or "", alias.name, one.level)
+            yield alias.asname or alias.name, _Import(one.module or "", alias.name, one.level)
         else:
             # Of `import a.b` the name is `a`, and which attribute is used says little.
-            what = _Import(alias.name, ALL if "." in alias.name and not alias.asname else "")
-        short = alias.name if isinstance(one, ast.ImportFrom) else alias.name.partition(".")[0]
-        yield alias.asname or short, what
+            whole = "." in alias.name and not alias.asname
+            short = alias.asname or alias.name.partition(".")[0]
+            yield short, _Import(alias.name, ALL if whole else "")
 
 
 def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
@@ -249,11 +227,15 @@ def _located(at: Path, module: str, level: int) -> Path | None:
         return None  # the most frequent by far
     above = at.parents[level - 1 : level] if level else at.parents[: ABOVE + 1]
     for folder in above:
-        place = folder.joinpath(*module.split("."))
-        files = [place / "__init__.py"]
-        if module:
-            files.append(place.with_name(f"{place.name}.py"))
-        with contextlib.suppress(OSError):  # what may not be looked at is not imported either
-            if file := next((one for one in files if one.is_file()), None):
-                return file
+        if file := module_file(folder, module):
+            return file
+    return None
+
+
+def module_file(folder: Path, module: str) -> Path | None:
+    """The file of a module whose name is looked for in a folder; '' is the folder's own package."""
+    place = folder.joinpath(*module.split("."))
+    files = [place / "__init__.py", *([place.with_name(f"{place.name}.py")] if module else [])]
+    with contextlib.suppress(OSError):  # what may not be looked at is not imported either
+        return next((one for one in files if one.is_file()), None)
     return None

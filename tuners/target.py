@@ -43,17 +43,13 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A parsed target string. `attribute` is '' if the file's only model is meant."""
+    """A parsed target string."""
 
-    kind: str
-    """'file', 'module' or 'torchvision'."""
-    place: str
-    """Absolute path, module name, or ''."""
-    attribute: str
-    file: str = ""
-    """Absolute path of the user's own source; '' where that is a library's, or not found."""
-    role: str = "target"
-    """'target' or 'data', in messages."""
+    kind: str  # 'file', 'module' or 'torchvision'
+    place: str  # absolute path, module name, or ''
+    attribute: str  # '' if the file's only model is meant
+    file: str = ""  # absolute path of the user's own source; '' if a library's, or not found
+    role: str = "target"  # 'target' or 'data', in messages
 
     @property
     def name(self) -> str:
@@ -127,21 +123,17 @@ def _source_of(module: str) -> str:
 
     Nothing is imported: of a dotted name the packages are folders.
     """
-    top, *below = module.split(".")
     folders: list[Path] = []
     with contextlib.suppress(OSError):
         folders.append(Path.cwd())
     with contextlib.suppress(ImportError, ValueError):
-        found = importlib.util.find_spec(top)  # imports nothing of a name without dots
+        # This imports nothing of a name without dots.
+        found = importlib.util.find_spec(module.partition(".")[0])
         inside = [] if found is None else found.submodule_search_locations or [found.origin or ""]
         folders += [Path(one).parent for one in inside]
-    for folder in folders:
-        place = Path(folder, top, *below)
-        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
-            with contextlib.suppress(OSError):
-                if file.is_file() and not is_library(str(file)):
-                    return str(file.resolve())
-    return ""
+    files = (source.module_file(folder, module) for folder in folders)
+    own = (str(one.resolve()) for one in files if one is not None and not is_library(str(one)))
+    return next(own, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +157,8 @@ def load(spec: Spec, arguments: Config) -> Loaded:
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
     module = imported(spec)
     candidates = _candidates(module, arguments)
-    file = Path(spec.place).name
-    if not spec.attribute and not candidates:
+    file, attribute = Path(spec.place).name, spec.attribute or next(iter(candidates), "")
+    if not attribute:
         how = f"with {', '.join(arguments)}" if len(arguments) else "without arguments"
         raise TargetError(
             f"target {file!r}: it defines no nn.Module class that builds {how} and no "
@@ -175,7 +167,6 @@ def load(spec: Spec, arguments: Config) -> Loaded:
     if not spec.attribute and len(candidates) > 1:
         listed = ", ".join(f"{file}:{name}" for name in candidates)
         raise TargetError(f"target {file!r}: several candidates; choose one of {listed}")
-    attribute = spec.attribute or candidates[0]
     found = getattr(module, attribute, None)
     if found is None:
         raise TargetError(
@@ -215,12 +206,7 @@ def build(loaded: Loaded) -> nn.Module:
 def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
     """The user's own error as one line, with its traceback cut to their frames."""
     said = "".join(traceback.format_exception_only(exc)).strip().splitlines()[-1]
-    folder = str(Path(spec.place).parent) if spec.kind == "file" else "\0"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(exc.__traceback__)
-        if frame.filename.startswith(folder) and "site-packages" not in frame.filename
-    ]
+    frames = [f for f in traceback.extract_tb(exc.__traceback__) if not is_library(f.filename)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames), said, "\n"]
     at = f" ({found})" if (found := where(exc)) else ""
     line = f"{spec.role} {spec.name!r}: {what} {said}{at}"
@@ -259,8 +245,7 @@ def _run_file(path: Path) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"advisor_target_{path.stem}"
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)
     except Exception:
@@ -300,13 +285,8 @@ def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module
 
         near = ", ".join(difflib.get_close_matches(name, models.list_models(), n=3))
         hint = f"did you mean {near}?" if near else "see torchvision.models.list_models()"
-        raise TargetError(
-            f"target 'torchvision:{name}': torchvision has no such model; {hint}"
-        ) from exc
+        said = f"target 'torchvision:{name}': torchvision has no such model; {hint}"
+        raise TargetError(said) from exc
     # Untrained: speed does not depend on the weights, and nothing is downloaded.
-    untrained = {
-        key: None
-        for key in ("weights", "weights_backbone")
-        if key == "weights" or key in inspect.signature(builder).parameters
-    }
-    return lambda: builder(**(untrained | arguments))
+    weights = {"weights"} | {"weights_backbone"} & inspect.signature(builder).parameters.keys()
+    return lambda: builder(**(dict.fromkeys(weights) | arguments))

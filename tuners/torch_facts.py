@@ -10,11 +10,13 @@ import importlib.util
 import json
 import os
 import platform
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from advisor.cache.stores.filesystem import write_whole
+from advisor.tuners import host
 
 _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
@@ -36,25 +38,14 @@ def fact(name: str, read: Callable[[], Any]) -> Any:
     return _read[name]
 
 
-def version(name: str) -> str:
-    """Version of 'torch', or of the 'cuda' or 'hip' that it is built with; '' for none."""
-    return str(_versions().get("__version__" if name == "torch" else name) or "")
-
-
 def keep() -> None:
     """Write what this process has read to the cache, if it is new."""
-    before = _kept()
-    state = _state() if _read else ""
-    now = {**before.get(state, {}), **_read}
-    if not _read or now == before.get(state):
-        return
-    states = {**{one: facts for one, facts in before.items() if one != state}, state: now}
-    file = _file()
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new = file.with_name(f"{file.name}.{os.getpid()}")
-        new.write_text(json.dumps(dict(list(states.items())[-MOST:])))
-        new.replace(file)
+    states, state = dict(_kept()), _state() if _read else ""
+    before = states.pop(state, {})
+    states[state] = before | _read
+    if states[state] != before:
+        with contextlib.suppress(OSError):
+            write_whole(_file(), json.dumps(dict(list(states.items())[-MOST:])).encode())
 
 
 def _file() -> Path:
@@ -75,21 +66,11 @@ def _kept() -> dict[str, dict[str, Any]]:
 
 def _state() -> str:
     """The torch that would be imported here, the host, and the variables that it reads."""
-    with contextlib.suppress(OSError):
-        changed = _version_file().stat().st_mtime_ns
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-        variables = [os.environ.get(name) for name in _VARIABLES]
-        return json.dumps([str(_version_file()), changed, platform.node(), cores, variables])
-    return ""
-
-
-def _version_file() -> Path:
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("torch is not installed")
-    return Path(spec.submodule_search_locations[0]) / "version.py"
-
-
-@functools.cache
-def _versions() -> dict[str, Any]:
-    return runpy.run_path(str(_version_file()))
+    with contextlib.suppress(OSError):
+        if spec is not None and spec.origin:
+            file = Path(spec.origin).with_name("version.py")
+            torch_here = [str(file), file.stat().st_mtime_ns]
+            variables = [os.environ.get(name) for name in _VARIABLES]
+            return json.dumps([*torch_here, platform.node(), host.affinity(), variables])
+    return ""

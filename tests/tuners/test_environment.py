@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from advisor.errors import AdvisorError, UsageError
-from advisor.tuners import environment
+from advisor.tuners import environment, host
 from advisor.tuners.environment import default_device, detect, device_uuid
 
 
@@ -48,8 +48,8 @@ class FakeNvml:
     def nvmlInit(self) -> None:
         pass
 
-    def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.95.05"
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.95.05"
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
@@ -91,8 +91,8 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, card: dict[str, Any]) -> SimpleNamespace:
         return SimpleNamespace(total=card["memory"])
 
-    def nvmlDeviceGetName(self, card: dict[str, Any]) -> str | bytes:
-        return card["name"]  # type: ignore[no-any-return]
+    def nvmlDeviceGetName(self, card: dict[str, Any]) -> str:
+        return str(card["name"])
 
     def nvmlDeviceGetUUID(self, card: dict[str, Any]) -> str:
         return str(card["uuid"])
@@ -145,7 +145,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     def forget() -> None:
         detect.cache_clear()
         environment._nvml.cache_clear()
-        environment._count.cache_clear()
 
     def make(nvml: FakeNvml, visible: str | None = None) -> None:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -242,7 +241,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(
 
 @pytest.mark.parametrize("visible", [None, "0", "1", "GPU-b", "MIG-2", "MIG-2,MIG-3"])
 def test_a_process_is_given_one_slice(machine: Machine, visible: str | None) -> None:
-    cut = h200("GPU-b", name=b"NVIDIA H200", slices=[None, mig("MIG-2"), mig("MIG-3")])
+    cut = h200("GPU-b", name="NVIDIA H200", slices=[None, mig("MIG-2"), mig("MIG-3")])
     machine(FakeNvml(h200("GPU-a"), cut), visible)
     if visible == "0":
         assert detect("cuda:0").device.multiprocessors == 132
@@ -335,7 +334,7 @@ def test_this_cpu() -> None:
 def test_cpu_model_and_bf16_are_read_from_its_flags(
     monkeypatch: pytest.MonkeyPatch, text: str, name: str | None, bf16: bool
 ) -> None:
-    monkeypatch.setattr(environment, "_cpuinfo", lambda: text)
+    monkeypatch.setattr(host, "cpu", lambda: text)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     environment.host_cpu.cache_clear()
     assert environment.cpu_has_bf16() is bf16
@@ -346,7 +345,7 @@ def test_cpu_model_and_bf16_are_read_from_its_flags(
 def test_a_cpu_whose_kernels_may_not_use_bf16_has_none() -> None:
     """Recurrent layers raise under bf16 autocast there."""
     code = (
-        "from advisor.tuners import environment as e; e._cpuinfo = lambda: 'flags: avx512_bf16'; "
+        "from advisor.tuners import environment as e; e.host.cpu = lambda: 'flags: avx512_bf16'; "
         "print(e.bf16_notice('cpu', ('default', 'bf16'))); print(e.bf16_notice('cpu', ('tf32',)))"
     )
     done = subprocess.run(

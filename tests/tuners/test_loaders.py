@@ -242,7 +242,7 @@ class Said:
 def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
     fed: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
 ) -> None:
-    monkeypatch.setattr(host, "shared_bytes", lambda: shared_bytes)
+    monkeypatch.setattr(host, "shared_bytes", lambda: (shared_bytes, shared_bytes))
     said = Said()
     loader = DataLoader(Numbered(), batch_size=None, sampler=said)
     assert looked_at(fed, loader).most

@@ -224,7 +224,7 @@ def test_a_database_that_the_dataset_opens_itself_is_seen(
 
 def test_a_small_shared_memory_leaves_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda: 16)
-    monkeypatch.setattr(host, "shared_free_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     found = DataFacts(name="d", batch_bytes=9 * 2**20, tensors=2, shared_out=True, held_open=())
     workers, _by_name, said = fed_by(found)
     assert workers == 2

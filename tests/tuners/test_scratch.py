@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,12 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> Non
     assert gone.parent == root and (gone / "deep" / "file").exists()
     (mine := root / "advisor-work").mkdir()
     (mine / "notes").touch()
-    (root / "advisor-link").symlink_to(mine)
+    (root / f"{scratch.PREFIX}link").symlink_to(mine)
     with Scratch() as living:
         (living / "file").touch()
         scratch.sweep(root)
-        assert {one.name for one in root.iterdir()} == {mine.name, "advisor-link", living.name}
+        left_there = {one.name for one in root.iterdir()}
+        assert left_there == {mine.name, f"{scratch.PREFIX}link", living.name}
         assert (living / "file").exists() and (mine / "notes").exists()
     assert not living.exists()
 
@@ -57,18 +59,25 @@ def test_what_is_written_while_it_is_swept_is_swept_the_next_time(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = left(root)
-    rmdir = Path.rmdir
+    rmdir = os.rmdir
 
-    def late(folder: Path) -> None:
+    def late(folder: Any, **how: Any) -> None:
         (gone / "late").touch()
-        rmdir(folder)
+        rmdir(folder, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rmdir", late)
+        patch.setattr(os, "rmdir", late)
         scratch.sweep(root)
     assert gone.exists()
     scratch.sweep(root)
     assert not gone.exists()
+
+
+def test_it_is_removed_once(root: Path) -> None:
+    made = scratch.Scratch()
+    made.remove()
+    made.remove()
+    assert not list(root.iterdir())
 
 
 def test_a_folder_that_is_none_is_swept_in_peace(root: Path) -> None:

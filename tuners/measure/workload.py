@@ -7,17 +7,20 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
+from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.samples import sampled
 from advisor.tuners.target import Loaded, build, failed
 
@@ -25,46 +28,46 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
-PATIENCE = 100  # steps within which a captured step must come to its first replay
 
 
+@dataclass(eq=False)
 class _Step:
-    """One step on a batch, as a script has it."""
+    """One step on a batch, as a script has it.
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[..., Tensor] | None, advice: Advice, optimizer: Any
-    ) -> None:
-        self._model, self._loss = model, loss or _loss
-        self._advice, self._optimizer = advice, optimizer
-        self.keeps = False
-        self.outputs: list[Tensor] = []  # samples of the model's, of the last step that kept them
+    Attributes:
+        outputs: samples of the model's, of the last step while `keeps` was set.
+    """
+
+    model: nn.Module
+    loss: Callable[..., Tensor]
+    advice: Advice
+    optimizer: Any
+    keeps: bool = False
+    outputs: list[Tensor] = field(default_factory=list)
 
     def train(self, batch: Any) -> Tensor:
         """Forward, loss, backward and optimizer step; the loss."""
         inputs, target = batch
-        with self._advice.autocast():
+        with self.advice.autocast():
             output = self.forward(inputs)
-            loss = self._loss(output, target)
-        if self.keeps:
-            self._keep(output)
-        self._advice.step(loss, self._optimizer)
+            loss = self.loss(output, target)
+        self._keep(output)
+        self.advice.step(loss, self.optimizer)
         return loss.detach()
 
     def infer(self, batch: Any) -> None:
         """A forward pass."""
-        with torch.inference_mode(), self._advice.autocast():
-            output = self.forward(batch[0])
-        if self.keeps:
-            self._keep(output)
+        with torch.inference_mode(), self.advice.autocast():
+            self._keep(self.forward(batch[0]))
 
     def forward(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
-            return self._model(**inputs)
-        if isinstance(inputs, tuple | list):
-            return self._model(*inputs)
-        return self._model(inputs)
+            return self.model(**inputs)
+        return self.model(*(inputs if isinstance(inputs, tuple | list) else (inputs,)))
 
     def _keep(self, output: Any) -> None:
+        if not self.keeps:
+            return
         # In place, so that a captured step does it too.
         found = [sampled(one) for one in _outputs_of(output)]
         if [one.shape for one in found] == [one.shape for one in self.outputs]:
@@ -75,10 +78,10 @@ class _Step:
 
 
 class Workload:
-    """One training or inference step on one config, built as a script would build it.
+    """One training or inference step on one config, built as a script would build it; of a mix of
+    shapes a pass through all.
 
     Args:
-        task: if it has a mix of shapes, a step is a pass through all of them.
         count: different batches of each shape, which are cycled through.
         given: batches to use instead of made-up ones.
     """
@@ -103,7 +106,7 @@ class Workload:
         self.loss: Tensor | None = None
         self.plain_optimizer = OPTIMIZERS[task.optimizer]  # without advice
         self.optimizer = self._optimizer() if training else None
-        self._own = _Step(self.model, loaded.loss, advice, self.optimizer)
+        self._own = _Step(self.model, loaded.loss or _loss, advice, self.optimizer)
         made = list(given) or self._made_batches(batch, seed + 1, count)
         self._passes = max(1, len(task.mix))
         plain = self._own.train if training else self._own.infer
@@ -131,15 +134,12 @@ class Workload:
                 inputs, target = _make_batch(self._loaded, self._task, shape)
                 if target is None and self.optimizer is not None:
                     if shape not in outputs:
-                        outputs[shape] = self._output(inputs)
+                        with torch.no_grad(), self.advice.autocast(), _plainly(self.model):
+                            outputs[shape] = self._own.forward(self.advice.place(inputs))
                     torch.manual_seed(seed + number)
                     target = _random_targets(outputs[shape])
                 made.append((inputs, target))
         return made
-
-    def _output(self, inputs: Any) -> Any:
-        with torch.no_grad(), self.advice.autocast(), _plainly(self.model):
-            return self._own.forward(self.advice.place(inputs))
 
     def rewind(self, first: int = 0) -> None:
         """Go on with the batch of this number, and from there in their order."""
@@ -173,17 +173,16 @@ class Workload:
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
+            return self._own.outputs
         finally:
             self._own.keeps = before
-        return self._own.outputs
 
     def start(self) -> None:
         """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
-        self.step()
-        for _ in range(PATIENCE):
+        for _ in range(LOOKED):
+            self.step()
             if not isinstance(self._step, StepGraph) or self._step.ready:
                 return
-            self.step()
         raise RuntimeError("no CUDA graph: the batches are not alike")
 
 
@@ -237,23 +236,16 @@ def _outputs_of(output: Any) -> list[Tensor]:
     # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
     if isinstance(logits, Tensor) and not isinstance(output, tuple):
         return [logits]
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if mapping:
-        output = list(output.values())
-    if isinstance(output, list | tuple):
-        return [tensor for part in output for tensor in _outputs_of(part)]
-    return []
+    leaves = tree_leaves(list(output.values()) if mapping else output)
+    return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
 
 
 def _random_targets(output: Any) -> Tensor | list[Tensor]:
     """Labels for outputs with two dimensions, else values; a list where there are several."""
-    found = []
-    for one in _outputs_of(output):
-        labels = one.dim() == 2
-        found.append(
-            torch.randint(one.shape[1], one.shape[:1]) if labels else torch.randn(one.shape)
-        )
+    found = [
+        torch.randint(one.shape[1], one.shape[:1]) if one.dim() == 2 else torch.randn(one.shape)
+        for one in _outputs_of(output)
+    ]
     if not found:
         raise TargetError(
             f"the model's output ({type(output).__name__}) holds no floating-point tensor; "
@@ -263,15 +255,14 @@ def _random_targets(output: Any) -> Tensor | list[Tensor]:
 
 
 def _loss(output: Any, target: Any) -> Tensor:
+    losses = []
     targets = [target] if isinstance(target, Tensor) else list(target)
-    pairs = zip(_outputs_of(output), targets, strict=False)
-    return torch.stack([_one_loss(tensor, wanted).float() for tensor, wanted in pairs]).sum()
-
-
-def _one_loss(output: Tensor, target: Tensor) -> Tensor:
-    if output.dim() == 2 and not target.is_floating_point():
-        return functional.cross_entropy(output, target)
-    return functional.mse_loss(output, target.to(output.dtype))
+    for one, wanted in zip(_outputs_of(output), targets, strict=False):
+        if one.dim() == 2 and not wanted.is_floating_point():
+            losses.append(functional.cross_entropy(one, wanted).float())
+        else:
+            losses.append(functional.mse_loss(one, wanted.to(one.dtype)).float())
+    return torch.stack(losses).sum()
 
 
 def layer_that_raised(model: nn.Module, exc: BaseException) -> str:

@@ -28,19 +28,10 @@ from advisor.tuners.act.pilot import hooks
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuners.target import Spec, failed, imported, parse
 
-WARM = 3
-"""Batches before those that are timed, at least."""
 LOOKED_AT = 2
 """Batches whose shapes must be the task's."""
 DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
 """What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
-
-
-def _length(sized: Any) -> int:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +106,9 @@ def load(task: Task) -> Data:
     if spec.kind == "torchvision":
         factory = _torchvision(spec, task.sample)
     else:
-        module = _module(spec)
+        # Of data in the target's own file the module is imported already.
+        there = sys.modules.get(Path(spec.place).stem)
+        module = there if getattr(there, "__file__", None) == spec.place else imported(spec)
         name = spec.attribute or DATASET
         factory = getattr(module, name, None)
         if not callable(factory):
@@ -132,14 +125,6 @@ def load(task: Task) -> Data:
     makers = (getattr(module, name, None) for name in (COLLATE, SAMPLER))
     collate, sampler = (make and _called(spec, make, dataset) for make in makers)
     return Data(spec=spec, dataset=dataset, collate=collate, sampler=sampler)
-
-
-def _module(spec: Spec) -> ModuleType:
-    """The module; of data in the target's own file the one that is already imported."""
-    there = sys.modules.get(Path(spec.place).stem)
-    if there is not None and getattr(there, "__file__", None) == spec.place:
-        return there
-    return imported(spec)
 
 
 def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -230,6 +215,12 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
     )
 
 
+def _length(sized: Any) -> int:
+    with suppress(TypeError, NotImplementedError):
+        return len(sized)
+    return 0
+
+
 class _WorkerInfo:
     """What `get_worker_info` returns to a dataset; notes whether anything of it is read."""
 
@@ -261,15 +252,13 @@ class Feeding:
 
     Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
     speed. Time whole rounds of `together` batches, one of each worker, once `settling` have come.
-    `waited_s`: seconds that were waited for batches.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        workers = loader.num_workers
-        self.settling = max(WARM, workers * (loader.prefetch_factor or room.AHEAD))
-        self.together = max(1, workers)
-        self.waited_s = 0.0
+        self.together = max(1, loader.num_workers)
+        self.settling = self.together * (loader.prefetch_factor or room.AHEAD)
+        self.waited_s = 0.0  # for batches
         self._epoch: Any = None
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,11 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from advisor.cache.config import Config
 from advisor.cache.shown import size
@@ -35,7 +36,7 @@ from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import Clock, warm_up
+from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
@@ -51,9 +52,10 @@ class _Built:
     """A workload with its compiled code, the bytes that it holds and the most that it took."""
 
     workload: Workload
-    code: tuple[set[str], set[int]]
-    own_bytes: int
-    peak_bytes: int
+    codes: set[str] = field(default_factory=set)
+    replays: set[int] = field(default_factory=set)
+    own_bytes: int = 0
+    peak_bytes: int = 0
 
 
 class Bench:
@@ -82,7 +84,7 @@ class Bench:
         with contextlib.suppress(TargetError):  # of a very large file
             # Read at import: what is edited later is not what is measured.
             self.code = self.loaded.spec.code
-        self._subject = WorkloadSubject(self._new_model, self._workload, self.device)
+        self._subject = WorkloadSubject(self.new_model, self._workload, self.device)
 
     @functools.cached_property
     def loading(self) -> Described:
@@ -137,13 +139,11 @@ class Bench:
         """Free what was built for a config; of one that a loader feeds, the loader alone."""
         if self._at_work == config:
             self._leave()
-        if (
-            not self._loads(config)
-            and (built := self._built.pop(config.without(*INPUTS), None)) is not None
-        ):
-            compiled = built.code
+        built = None if self._loads(config) else self._built.pop(config.without(*INPUTS), None)
+        if built is not None:
+            codes, replays = built.codes, built.replays
             del built
-            free(*compiled)
+            free(codes, replays)
 
     def save(self, config: Config, file: str) -> bool:
         """Save all that this process has compiled, a config among it."""
@@ -196,13 +196,8 @@ class Bench:
             raise ConfigFailed("out_of_memory", said)
         if workload.loss is not None and not math.isfinite(loss := float(workload.loss)):
             raise ConfigFailed("wrong", f"the loss is {loss}")
-        peak, most = self.peak_bytes(held), self._task.max_memory
-        if not self._cuda and most and peak > most:
-            said = f"it held {size(peak)} of the {size(most)} permitted"
-            raise ConfigFailed("out_of_memory", said)
-        built.peak_bytes = max(built.peak_bytes, peak)
+        self._hold(built, held)
         self._at_work = config
-        self._peak_bytes = max(self._peak_bytes, built.peak_bytes)
         samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
         return Block(
             steps=steps,
@@ -214,6 +209,19 @@ class Bench:
             peak_bytes=built.peak_bytes,
             compiled=graphs_compiled() - graphs,
         )
+
+    def _hold(self, built: _Built, held: int) -> None:
+        """Note what steps of a config have compiled, and what they take beside what was held."""
+        peak, most = self.peak_bytes(held), self._task.max_memory
+        if not self._cuda and most and peak > most:
+            said = f"it held {size(peak)} of the {size(most)} permitted"
+            raise ConfigFailed("out_of_memory", said)
+        codes, replays = self._code.claim()
+        built.codes |= codes
+        built.replays |= replays
+        built.own_bytes = self._allocated() - held
+        built.peak_bytes = max(built.peak_bytes, peak)
+        self._peak_bytes = max(self._peak_bytes, peak)
 
     def _switch(self, config: Config, workload: Workload) -> None:
         """Put a config in force, and start its loader."""
@@ -252,20 +260,23 @@ class Bench:
         before = self._allocated()
         self.reset_peak()
         workload = self.workload(config)
-        warm_up(workload.step, self._clock, workload.start)
-        own_bytes, peak_bytes = self._allocated() - before, self.peak_bytes(before)
-        self._built[config] = _Built(workload, self._code.claim(), own_bytes, peak_bytes)
-        return self._built[config]
+        workload.start()
+        self._clock.synchronize()
+        built = _Built(workload)
+        self._hold(built, before)
+        self._built[config] = built
+        return built
 
-    def workload(self, config: Config, *, made_up: bool = False) -> Workload:
-        """A new workload, before its first step; `made_up`: even where the task has data."""
+    def workload(self, config: Config, built: nn.Module | None = None) -> Workload:
+        """A new workload, before its first step; of a model that is `built` on made-up batches."""
         IN_FORCE.release()
         batch = self._batch(config)
         own = batch == self._task.batch
-        given = self.loading.batches if self._task.data and own and not made_up else ()
+        given = self.loading.batches if self._task.data and own and built is None else ()
+        loaded = self.loaded if built is None else replace(self.loaded, factory=lambda: built)
         # At other batches nothing is compared.
         return Workload(
-            self.loaded,
+            loaded,
             self._task,
             self._advice(config),
             batch=batch,
@@ -283,7 +294,8 @@ class Bench:
     def _batch(self, config: Config) -> int:
         return config.batch or self._task.batch
 
-    def _new_model(self) -> torch.nn.Module:
+    def new_model(self) -> nn.Module:
+        """The model as it is at first."""
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import gc
 import logging
 import os
@@ -39,13 +38,12 @@ def describe(bench: Bench) -> Facts:
         TargetFailed: the user's code raised, or memory does not do.
     """
     loaded, device = bench.loaded, bench.device
-    torch.manual_seed(bench.job.seed)
-    built = target.build(loaded)
+    built = bench.new_model()
     model = fingerprint.of_model(built)
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     recognise(bench.job, loaded.spec.name, model, hooks)
     modules, parameters = fingerprint.size(built)
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Before any knob touches the model, as in a script.
     known: dict[str, Any] = {
         "convolves": convolves(built),
@@ -68,8 +66,8 @@ def describe(bench: Bench) -> Facts:
         modules=modules,
         parameters=parameters,
         draws=drew,
-        device_uuid=str(getattr(properties, "uuid", "")) if properties else "",
-        memory_bytes=int(properties.total_memory) if properties else 0,
+        device_uuid=str(getattr(properties, "uuid", "")),
+        memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),
         step_s=time.perf_counter() - began,
         **known,
@@ -86,10 +84,8 @@ def recognise(job: Job, name: str, *found: str) -> None:
 def _first_step(bench: Bench, built: nn.Module) -> Workload:
     """Take a step at the user's batch; errors name the layer that raised them."""
     task, spec = bench.job.task, bench.loaded.spec
-    # The model that is run must be the one whose layers have names here.
-    bench.loaded, loaded = dataclasses.replace(bench.loaded, factory=lambda: built), bench.loaded
     try:
-        workload = bench.workload(plain(task, bench.job.device), made_up=True)
+        workload = bench.workload(plain(task, bench.job.device), built)
         workload.step()
         Clock(bench.device).synchronize()
         return workload
@@ -101,15 +97,13 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
                 f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
                 "settings: out of memory; give a smaller batch"
             ) from exc
-        at = f" at {where}" if (where := layer_that_raised(built, exc)) else ""
+        at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)
         raise TargetError(
             f"target {spec.name!r} rejects --shape {shape} {task.dtype}{at}: {message}",
             target.failed(spec, "", exc).details,
         ) from exc
-    finally:
-        bench.loaded = loaded
 
 
 def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +126,6 @@ def main() -> int:
     logging.getLogger("advisor").setLevel(logging.CRITICAL)
     atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
     bench: Bench | None = None
-    send(pipe, {"ready": True})
     while True:
         try:
             message = receive(pipe)

@@ -30,7 +30,7 @@ LOGGED = 2**26
 WORDS = 4000
 """Bytes of the end of the output that are reported."""
 LOOK_S = 0.1
-"""Between two looks at the memory in use."""
+"""Between two looks at the worker and the memory in use."""
 FAMILY_S = 1.0
 """Between two searches for what the worker started: each reads all of /proc."""
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
@@ -52,17 +52,14 @@ class Guard:
         # A process that loses its parent becomes this process's child, wherever it went.
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        self._wake, wake = os.pipe()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or its end would not be known
         self._output, theirs = os.pipe()
-        for end in (self._wake, wake, self._output):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
         os.close(theirs)
         if pipe >= 0:
             os.close(pipe)  # or the tuning process would not see the worker's end of it close
-        self._heard = [self._lifeline, self._output, self._wake]
+        self._heard = [self._lifeline, self._output]
         self._status: int | None = None
 
     def _start(self, command: list[str], output: int) -> int:
@@ -78,7 +75,6 @@ class Guard:
             with contextlib.suppress(OSError):
                 # Where memory runs out the kernel is to end this one, not the tuning process.
                 Path("/proc/self/oom_score_adj").write_text("1000")
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.set_inheritable(self._lifeline, False)
@@ -91,12 +87,10 @@ class Guard:
     def run(self) -> None:
         family, searched = [self._worker], 0.0
         while self._status is None:
-            ready, _, _ = select.select(self._heard, [], [], LOOK_S if self._memory else None)
-            if self._wake in ready:
-                os.read(self._wake, 4096)
-            self._reap()
+            ready, _, _ = select.select(self._heard, [], [], LOOK_S)
             if self._output in ready:
                 self._drain()
+            self._reap()
             if self._lifeline in ready:
                 break
             if self._memory and time.monotonic() - searched >= FAMILY_S:
@@ -128,22 +122,19 @@ class Guard:
 
     def _end(self) -> None:
         """End all descendants; look again until there are none, as they may fork meanwhile."""
-        compilers = [one for one in host.family(os.getpid())[1:] if _name(one) in COMPILERS]
+        compilers = [one for one in host.family(os.getpid())[1:] if host.name(one) in COMPILERS]
         for process in compilers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGTERM)
+            _kill(process, signal.SIGTERM)
         if compilers:
             time.sleep(COMPILERS_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._worker, signal.SIGKILL)
+        _kill(-self._worker, signal.SIGKILL)
         while True:
             self._reap()
             others = host.family(os.getpid())[1:]
             if not others and self._status is not None:
                 return
             for process in others:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
+                _kill(process, signal.SIGKILL)
             time.sleep(0.002)
 
     def _drain(self) -> None:
@@ -154,7 +145,7 @@ class Guard:
             except BlockingIOError:
                 return
             if not said:
-                self._heard = [self._lifeline, self._wake]
+                self._heard = [self._lifeline]
                 return
             if self._log is not None and self._log.tell() < LOGGED:
                 with contextlib.suppress(OSError):  # the disk is full
@@ -162,11 +153,10 @@ class Guard:
             self._words = (self._words + said)[-WORDS:]
 
 
-def _name(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/comm").read_text().strip()
-    except OSError:  # gone
-        return ""
+def _kill(process: int, how: signal.Signals) -> None:
+    """Send a signal to a process, or to a group by its negative number; it may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process, how)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,9 @@ from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, rec
 from advisor.tuners.scratch import Scratch
 
 T = TypeVar("T")
-START_S = DATA_S = 300.0
-"""For importing torch alone: a cold network file system takes minutes. And for making a dataset and
-loading a batch: a folder of millions of files is listed for minutes."""
-LOAD_S = 60.0
-"""For the target's import, and for its first steps, at least."""
+START_S = 300.0
+"""Seconds for importing torch and the target, for its first steps, and for a first batch of its
+data, at least: a cold network file system takes minutes, as does listing millions of files."""
 LATE_S = 30.0
 """Beyond a deadline: a comparison looks at its time between two passes."""
 
@@ -80,41 +78,37 @@ class Worker:
             TargetError, TargetFailed: the user's code, data or input is wrong.
             WorkerError: it crashed or hung.
         """
-        self._ready(plain(self._job.task, self._job.device))
         try:
-            reply = self._answered({"do": "describe"}, max(LOAD_S, self.deadline_s))
-            return from_plain(Facts, reply["answer"])
-        except _Gone as exc:
-            self._kill()
-            if exc.outcome != "out_of_memory":
-                raise self._lost(exc) from exc
+            return self._asked(Facts, "describe", max(START_S, self.deadline_s))
+        except ConfigFailed as failed:
+            if failed.outcome != "out_of_memory":
+                raise self._lost(failed) from failed
             raise TargetFailed(
                 f"batch {self._job.task.batch} does not fit on {self._job.device} with torch's "
-                f"default settings: {exc}; give a smaller batch"
-            ) from exc
+                f"default settings: {failed}; give a smaller batch"
+            ) from failed
 
-    def describe_data(self, most_s: float = DATA_S) -> DataFacts:
+    def describe_data(self, most_s: float = START_S) -> DataFacts:
         """Load batches of the task's data, in so many seconds at most. Raises: as `describe`."""
-        facts = self._of_data(DataFacts, {"do": "describe_data"}, most_s)
+        facts = self._of_data(DataFacts, "describe_data", most_s)
         self._data_s = most_s
         return facts
 
     def costs(self, seconds: float) -> Costs:
         """What a sample of the data costs a worker of its loader. Raises: as `describe`."""
-        request = {"do": "costs", "seconds": seconds}
-        return self._of_data(Costs, request, max(DATA_S, self.deadline_s))
+        return self._of_data(Costs, "costs", max(START_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """See Place. Steps of a config with a loader are whole rounds of its workers."""
-        return self._of_config(Block, "block", config, deadline_s, steps=steps, warm=warm)
+        return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """See Place. A config of another batch is compared at the user's."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
-        most_s = deadline_s + LATE_S
         try:
-            return self._of_config(Compared, "compare", config.at(batch), most_s, **given)
+            most_s = deadline_s + LATE_S
+            return self._asked(Compared, "compare", most_s, config.at(batch), **given)
         except ConfigFailed as failed:
             return Compared(outcome=failed.outcome, reason=str(failed))
 
@@ -130,51 +124,54 @@ class Worker:
     def save(self, config: Config, file: Path) -> None:
         """See Place."""
         if compiles(config):
-            most_s = LATE_S + self.deadline_s
             with contextlib.suppress(ConfigFailed):
-                self._of_config(bool, "save", config, most_s, file=str(file))
+                self._asked(bool, "save", LATE_S + self.deadline_s, config, file=str(file))
 
     def stop(self) -> None:
         """End the worker and everything it started."""
         self._kill()
         self._scratch.remove()
 
-    def _of_config(
-        self, kind: type[T], what: str, config: Config, deadline_s: float, **given: Any
+    def _asked(
+        self,
+        kind: type[T],
+        what: str,
+        deadline_s: float,
+        config: Config | None = None,
+        **given: Any,
     ) -> T:
-        """What the worker answers to a request for a config. Raises: as Place.block."""
+        """What a worker answers to a request, of a config or of the job. Raises: as Place.block."""
         others = self._built - {config}
-        self._ready(config)
+        request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
+        self._ready(plain(self._job.task, self._job.device) if config is None else config)
         try:
-            reply = self._answered({"do": what, "config": dict(config), **given}, deadline_s)
+            reply = self._answered(request, deadline_s)
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
                 raise ConfigFailed(reply["outcome"], reply["reason"])
-            self._built.add(config)
+            if config is not None:
+                self._built.add(config)
             return from_plain(kind, reply["answer"])
         except _Gone as exc:
             self._kill()
             if exc.outcome == "out_of_memory" and others:
                 # What else was built held memory too: once more, alone.
-                return self._of_config(kind, what, config, deadline_s, **given)
+                return self._asked(kind, what, deadline_s, config, **given)
             raise ConfigFailed(exc.outcome, str(exc)) from exc
         except (KeyError, RecordDamaged) as exc:
             self._kill()
             raise ConfigFailed("crashed", f"the worker's answer made no sense: {exc}") from exc
 
-    def _of_data(self, kind: type[T], request: dict[str, Any], most_s: float) -> T:
-        if not self._runs():
-            self._start()
+    def _of_data(self, kind: type[T], what: str, most_s: float, **given: Any) -> T:
         try:
-            return from_plain(kind, self._answered(request, most_s)["answer"])
-        except _Gone as exc:
-            self._kill()
-            why = str(exc)
-            if exc.outcome == "timed_out":
-                longer = f"; a larger --budget gives it up to {DATA_S:.0f} s" * (most_s < DATA_S)
+            return self._asked(kind, what, most_s, **given)
+        except ConfigFailed as failed:
+            why = str(failed)
+            if failed.outcome == "timed_out":
+                longer = f"; a larger --budget gives it up to {START_S:.0f} s" * (most_s < START_S)
                 why = f"given up after {most_s:.0f} s, in which a batch of it is to be made{longer}"
-            raise WorkerError(f"data {self._job.task.data!r}: {why}") from exc
+            raise WorkerError(f"data {self._job.task.data!r}: {why}") from failed
 
     def _runs(self) -> bool:
         if self._pipe is None or self._process is None or self._process.ended:
@@ -195,25 +192,23 @@ class Worker:
     def _start(self) -> None:
         """Start a worker with the target loaded. Raises: as `describe`."""
         self._kill()
-        limits = [host.memory_limit()]
-        if self._job.device.startswith("cpu"):
-            limits.append(self._job.task.max_memory)
-        self._permitted = min(filter(None, limits), default=0)
+        self._permitted = host.memory_limit()
+        if self._job.device.startswith("cpu") and self._job.task.max_memory:
+            self._permitted = min(self._permitted, self._job.task.max_memory)
         self._killed = host.killed_for_memory()
         environment = {"TORCHINDUCTOR_CACHE_DIR": inductor_folder(), **os.environ}
         environment["TMPDIR"] = str(self._scratch.path)
         self._pipe, theirs = Pipe()
-        pipe, most = theirs.fileno(), self._permitted
+        pipe, memory = theirs.fileno(), self._permitted
         # -P: a user's own queue.py or types.py must not shadow a library's import.
         words = [sys.executable, "-P", "-m", "advisor.tuners.measure.worker", str(pipe)]
         try:
             with theirs:
                 self._process = Guarded(
-                    words, log=None, environment=environment, pipe=pipe, memory=most
+                    words, log=None, environment=environment, pipe=pipe, memory=memory
                 )
-            self._answered(None, START_S)
             load = {"do": "load", "job": to_plain(self._job)}
-            self._answered(load, max(LOAD_S, self.deadline_s))
+            self._answered(load, max(START_S, self.deadline_s))
         except (_Gone, OSError) as exc:
             self._kill()
             raise self._lost(exc) from exc
@@ -221,12 +216,11 @@ class Worker:
     def _lost(self, exc: Exception) -> WorkerError:
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
-    def _answered(self, request: dict[str, Any] | None, deadline_s: float) -> dict[str, Any]:
-        """The reply to a request; without one, that it is ready. Raises: as `describe`; _Gone."""
+    def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """The reply to a request. Raises: as `describe`; _Gone."""
         assert self._pipe is not None
         try:
-            if request is not None:
-                send(self._pipe, request)
+            send(self._pipe, request)
             if not self._pipe.poll(deadline_s):
                 raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
             reply = receive(self._pipe)

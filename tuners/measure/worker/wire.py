@@ -27,70 +27,48 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What running one step shows of a workload.
-
-    Attributes:
-        model, hooks: fingerprints; hooks is '' without make_batch and loss.
-        code: digest of the source of both; '' where that is no file of the user's.
-        libraries: of its classes, as 'torchvision==0.26.0'.
-        repeats: whether blocks that it repeats are most of it.
-        draws: whether a step draws random numbers.
-        wide: linear layers that fp8 may make faster.
-    """
+    """What running one step shows of a workload."""
 
     name: str
-    model: str
-    hooks: str
-    code: str
-    libraries: tuple[str, ...]
+    model: str  # fingerprint
+    hooks: str  # fingerprint; '' without make_batch and loss
+    code: str  # digest of the source of both; '' where that is no file of the user's
+    libraries: tuple[str, ...]  # of its classes, as 'torchvision==0.26.0'
     family: str
     modules: int
     parameters: int
     convolves: bool
-    repeats: bool
-    draws: bool
+    repeats: bool  # whether blocks that it repeats are most of it
+    draws: bool  # whether a step draws random numbers
     threads: int
     device_uuid: str
     memory_bytes: int
     peak_bytes: int
     step_s: float
-    wide: int = 0
+    wide: int = 0  # linear layers that fp8 may make faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What loading a batch shows of a workload's data.
-
-    Attributes:
-        tensors: in a batch, each of them a file; 0 where workers share by name.
-        shared_out: whether several workers share it out; else each would read all of it.
-        held_open: files and connections of the dataset, which forked workers would share.
-        batches: in an epoch; 0 where that is not known.
-    """
+    """What loading a batch shows of a workload's data."""
 
     name: str
     batch_bytes: int
-    tensors: int
-    shared_out: bool
-    held_open: tuple[str, ...]
-    batches: int = 0
+    tensors: int  # in a batch, each of them a file; 0 where workers share by name
+    shared_out: bool  # whether several workers share it out; else each would read all of it
+    held_open: tuple[str, ...]  # files and connections, which forked workers would share
+    batches: int = 0  # in an epoch; 0 where that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """A loader worker's time for one part of a sample.
-
-    Attributes:
-        file: of its function; '' where that is not known.
-        made_bytes: of what it returns for a sample; 0 where that is not known.
-        place: in the order of calls, from 1 on; 0 where that is not known.
-    """
+    """A loader worker's time for one part of a sample."""
 
     part: str
     seconds: float
-    file: str = ""
-    made_bytes: int = 0
-    place: int = 0
+    file: str = ""  # of its function; '' where that is not known
+    made_bytes: int = 0  # of what it returns for a sample; 0 where that is not known
+    place: int = 0  # in the order of calls, from 1 on; 0 where that is not known
 
     @property
     def where(self) -> str:
