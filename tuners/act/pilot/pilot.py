@@ -368,13 +368,11 @@ class Pilot:
             torch.cuda.empty_cache()
 
     def _lost(self, switch: Switch, exc: Exception) -> None:
-        """Backward has raised under a config."""
+        """Backward has raised under a config. The script may end of it: the lap, and with it the
+        next order, waits for the next step."""
         switch.give_up()
         self._fails(exc)
         self._guide.lost(exc, self._order)
-        if self._order.steps and self._processes == 1:
-            # Told now, as the script may end of it; of several processes the others wait in theirs.
-            self._obey(switch, self._guide.next(self._lap()))
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:
         """Whether a GPU has so many times free what a step allocates, or the host so many bytes."""
