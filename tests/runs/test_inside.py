@@ -30,7 +30,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import noted
-from advisor.tuners.decisions import ELSEWHERE, LOOKED
+from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
@@ -431,7 +431,8 @@ def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script
 
 def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of_it() -> None:
     class Answers:
-        laps: list[Lap] = []
+        def __init__(self) -> None:
+            self.laps: list[Lap] = []
 
         def next(self, lap: Lap) -> Order:
             self.laps.append(lap)
@@ -503,7 +504,7 @@ def without_an_order() -> None:
 
 def two_models_in_turn() -> None:
     train(nn.Linear(6, 4), 8)
-    train(nn.Linear(6, 5), ELSEWHERE)
+    train(nn.Linear(6, 5), LOOKED)
 
 
 @pytest.mark.parametrize(

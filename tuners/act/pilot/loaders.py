@@ -28,12 +28,12 @@ from advisor.cache import settings
 from advisor.tuners import faults, host, room
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.orders import Unfed
-from advisor.tuners.decisions import BATCH_S
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
 
 _NONE = object()  # no batch
+BATCH_S = 60.0  # that workers have for one: they may hang on a lock held when they were forked
 
 
 class _Ours(DataLoader[Any]):
