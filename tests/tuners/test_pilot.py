@@ -33,7 +33,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
-from advisor.tuners.act.pilot.trees import returned
+from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
@@ -446,7 +446,7 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 
 def test_an_object_without_half_precision_in_it_is_the_models_own() -> None:
     given = {"a": Loose(torch.ones(1), {}), "kind": Loose, "net": nn.Linear(1, 1)}
-    found = returned(lambda tensor: tensor, given)
+    found = mapped(lambda tensor: tensor, given)
     assert all(found[name] is one for name, one in given.items())
 
 

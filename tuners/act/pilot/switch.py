@@ -21,7 +21,7 @@ from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.orders import of_config
-from advisor.tuners.act.pilot.trees import mapped, returned
+from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
@@ -497,7 +497,7 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
         else:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found = inner(*args, **kwargs)
-        return returned(handed_back, found)
+        return mapped(handed_back, found)
 
     def handed_back(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):
