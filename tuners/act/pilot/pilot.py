@@ -219,9 +219,7 @@ class Pilot:
 
     def _step(self, switch: Switch) -> None:
         """A step of the script is over."""
-        switch.began()
-        if self._crew.spends:
-            switch.spent()
+        switch.began(spent=self._crew.spends)
         if not self._order.steps:
             return
         if self._comparing:
