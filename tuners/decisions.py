@@ -155,33 +155,20 @@ one; and starts in a row that end within a block, after which the command counts
 # Looking at a run ------------------------------------------------------------------------------
 LEAST_STEPS = 4
 """Optimizer steps before it is decided which of them make one step of the script."""
-MOST_PERIOD = 64
-"""Optimizer steps that one step of the script has at most."""
-MOST_AWAITED = 32
-"""Optimizer steps for which an optimizer that has made none yet is waited for: twice a period of up
-to 15 steps of a critic for one of a generator."""
-LOOKED = 256
-"""Optimizer steps after which a script whose steps cannot be told apart is left alone."""
-ELSEWHERE = 2 * MOST_PERIOD
-"""Steps in a row of other optimizers after which a trial is over: its model trains no more."""
+LOOKED = 128
+"""Optimizer steps after which it is left alone if they cannot be told apart, or, in a trial, if
+none of them was of the model that trained: a step of the script has at most half as many. An
+optimizer that has made none of them, as that of a generator, is waited for as long."""
 ANEW = 8
-"""Steps in a row of an optimizer like the advised one after which the advice is applied to its
-model; and steps of unlike ones after which the user is told, once. An optimizer that fits a few
-weights before the training makes fewer."""
-MOST_CUTS = 3
-"""Times that a lap begins anew after an evaluation; a script that evaluates more often has it in
-its steps."""
+"""Steps of an optimizer like the advised one after which the advice is applied to its model; and
+of unlike ones after which the user is told, once. An optimizer that fits a few weights before the
+training makes fewer."""
 
 # Memory of a run -------------------------------------------------------------------------------
 HEADROOM = 1.5
 """A config is tried in a real run if so many times what a step of the script allocates beyond what
-it holds is free."""
-COMPARES = 3.0
-"""The same for a comparison: strict fp32 takes twice what half precision does, and its gradients
-lie beside those of the script."""
+it holds is free; and compared, with strict fp32, which takes twice what half precision does, if
+twice as much is."""
 LEAST_FREE = 0.1
 """Fraction of the device's memory; if less is free, PyTorch's reserve is given back at a switch.
 That waits for the device, and later steps allocate anew."""
-BATCH_S = 60.0
-"""Seconds that workers have for a batch: they may hang on a lock that was held when they were
-forked."""

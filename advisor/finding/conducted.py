@@ -26,7 +26,7 @@ from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
 from advisor.tuners.act.pilot.crew import Brief, Over
 from advisor.tuners.act.pilot.line import Line
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Order, told
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import ADDRESS, RUN
 from advisor.tuners.act.ranks import Group
@@ -53,6 +53,7 @@ class Conducted(Found):
         self._folder = ""
         self._conductor: subprocess.Popen[bytes] | None = None
         self._began = 0.0
+        self._early: Order | None = None
 
     def begin(self, seen: Seen) -> Order:
         """As `Guide.begin`."""
@@ -77,7 +78,16 @@ class Conducted(Found):
     def next(self, lap: Lap) -> Order:
         """As `Guide.next`."""
         assert self._line is not None
-        return self._heard(self._line.next(lap))
+        order, self._early = self._early or self._line.next(lap), None
+        return self._heard(order)
+
+    def lost(self, exc: Exception, order: Order) -> None:
+        """As `Guide.lost`. The process that searches hears of it at once, or the next run would try
+        the config again: this one may end before its lap does."""
+        super().lost(exc, order)
+        if order.steps and self._line is not None and Group.current() is None:
+            outcome, reason = told(exc)
+            self._early = self._line.next(Lap(outcome=outcome, reason=reason))
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""

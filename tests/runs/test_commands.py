@@ -453,17 +453,6 @@ def test_a_config_that_raises_as_scripts_do_is_told_from_one() -> None:
     assert measured(run, OWN).steps == 8
 
 
-def test_no_config_is_blamed_for_what_the_one_before_it_has_raised() -> None:
-    """Backward raised under one config, and the script ended of that under the next."""
-    said = "RuntimeError: overwritten"
-    ends = [ConfigFailed("failed", said), raised(f"{said} (train.py:9)", own=False)]
-    run = MadeUpRun(lambda config, _made: ends.pop(0) if ends and config != OWN else None)
-    with pytest.raises(ConfigFailed, match="overwritten"):
-        measured(run, HALF)
-    assert measured(run, HALF).steps == 8
-    assert run.starts == 2
-
-
 def test_without_time_for_another_start_it_is_said_how_the_first_one_ended() -> None:
     late = Ended("timed_out", "no process of the command has imported torch")
     first = [raised("ValueError: bad (train.py:4)")]

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from advisor.cache.config import Value
+from advisor.cache.config import Config, Value
+from advisor.finding.conducted import Conducted
+from advisor.finding.piloted import Terms
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
@@ -28,7 +30,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import noted
-from advisor.tuners.decisions import ELSEWHERE, LOOKED
+from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
@@ -413,7 +415,7 @@ def test_a_loader_that_stays_as_it_is(
     assert guide.seen.lines()[:1] == ([said] if said else [])
 
 
-def test_a_config_that_raises_in_backward_is_told_before_the_script_has_it(
+def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script_goes_on(
     charge: InCharge,
 ) -> None:
     guide, net = Careful(), Net(MemoryError, backward=True)
@@ -421,10 +423,28 @@ def test_a_config_that_raises_in_backward_is_told_before_the_script_has_it(
     with pytest.raises(MemoryError) as caught:
         train(net, 12)
     assert caught.value.__notes__ == ["bf16"]
-    (lap,) = guide.laps
-    assert (lap.outcome, lap.reason) == ("out_of_memory", "MemoryError: not in bf16")
+    assert not guide.laps
     train(net, 8)
+    assert guide.laps[0].reason == "MemoryError: not in bf16"
     assert [one.outcome for one in guide.laps] == ["out_of_memory", "ok"]
+
+
+def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of_it() -> None:
+    class Answers:
+        def __init__(self) -> None:
+            self.laps: list[Lap] = []
+
+        def next(self, lap: Lap) -> Order:
+            self.laps.append(lap)
+            return Order(config=own, own=own, steps=len(self.laps))
+
+    own = Config(precision="default")
+    guide = Conducted(["python", "train.py"], Terms(), tune_s=9.0)
+    guide._line = answers = Answers()  # type: ignore[assignment]
+    guide.lost(MemoryError("in backward"), Order(config=own, own=own, steps=3))
+    assert [lap.reason for lap in answers.laps] == ["MemoryError: in backward"]
+    assert guide.next(Lap(outcome="out_of_memory")).steps == 1  # the answer that came then
+    assert guide.next(Lap(steps=1)).steps == 2
 
 
 def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
@@ -484,7 +504,7 @@ def without_an_order() -> None:
 
 def two_models_in_turn() -> None:
     train(nn.Linear(6, 4), 8)
-    train(nn.Linear(6, 5), ELSEWHERE)
+    train(nn.Linear(6, 5), LOOKED)
 
 
 @pytest.mark.parametrize(

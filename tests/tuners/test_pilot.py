@@ -33,7 +33,7 @@ from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
-from advisor.tuners.act.pilot.trees import returned
+from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.steps import Steps
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
@@ -446,7 +446,7 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 
 def test_an_object_without_half_precision_in_it_is_the_models_own() -> None:
     given = {"a": Loose(torch.ones(1), {}), "kind": Loose, "net": nn.Linear(1, 1)}
-    found = returned(lambda tensor: tensor, given)
+    found = mapped(lambda tensor: tensor, given)
     assert all(found[name] is one for name, one in given.items())
 
 
@@ -575,7 +575,7 @@ def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:
         crew.saw_call(net, (x,), {})
         for optimizer in optimizers:
             crew.saw_step(optimizer)
-    return Seen.of(crew, 4, Loading())
+    return Seen.of(crew, Loading())
 
 
 def space_of(one: Seen) -> Space:
@@ -622,7 +622,7 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     crew = Crew()
     crew.called[wrapped] = Trained(wrapped, net, ())
     crew.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
-    one = Seen.of(crew, 4, Loading())
+    one = Seen.of(crew, Loading())
     (line,) = one.lines()
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
     assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
@@ -645,7 +645,7 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
             x = torch.zeros(4, length, dtype=torch.int64)
             crew.saw_call(net, (x,), {"mask": x > 0})
             crew.saw_step(optimizer)
-        return Seen.of(crew, len(lengths), Loading())
+        return Seen.of(crew, Loading())
 
     one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
     assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
@@ -912,7 +912,7 @@ def test_sparse_gradients_have_no_fused_kernels() -> None:
         net(x := torch.zeros(4, dtype=torch.int64)).sum().backward()
         crew.saw_call(net, (x,), {})
         crew.saw_step(optimizer)
-    assert space_of(Seen.of(crew, 4, Loading())).choices["fused_optimizer"] == (False,)
+    assert space_of(Seen.of(crew, Loading())).choices["fused_optimizer"] == (False,)
     switch = switch_of(Trained(net, net), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     optimizer.step()
@@ -1007,8 +1007,7 @@ def test_the_step_of_a_critic_waits_for_its_generator() -> None:
         found.append(crew.period())
     assert found == [0] * 11 + [6]
     later = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert not crew.joins(later)
-    assert not crew.joins(optimizers[1])
+    assert [crew.kind(one) for one in (later, optimizers[1])] == ["like", "ours"]
 
 
 def test_an_optimizer_that_comes_later_has_the_script_looked_at_anew() -> None:
@@ -1020,7 +1019,7 @@ def test_an_optimizer_that_comes_later_has_the_script_looked_at_anew() -> None:
             crew.saw_call(net, (torch.zeros(3, 2),), {})
         crew.saw_step(first)
     assert crew.period() == 1
-    assert crew.joins(torch.optim.SGD(other.parameters(), lr=0.1))
+    assert crew.kind(torch.optim.SGD(other.parameters(), lr=0.1)) == "joins"
 
 
 @pytest.mark.parametrize(

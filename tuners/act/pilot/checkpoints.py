@@ -21,8 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
 """Files that are taken for checkpoints if a script removes them."""
 
@@ -41,29 +39,35 @@ class Redirection:
         self._own = str(folder.parent.resolve())
         self._began = time.time()
         self._patched: list[tuple[Any, str, Any, Any]] = []
-        self._writes, self._reads = _rerouted(1, self._to_write), _rerouted(0, self._to_read)
-        self._libraries: dict[str, Callable[[ModuleType], None]] = {
-            "safetensors": self._safetensors,
-            "torch.distributed.checkpoint.filesystem": self._distributed,
-            "lightning.fabric.utilities.cloud_io": self._lightning,
-            "lightning_fabric.utilities.cloud_io": self._lightning,
+        writes, reads = _rerouted(1, self._to_write), _rerouted(0, self._to_read)
+        pytorch = {"save": writes, "load": reads}
+        safetensors = {"serialize_file": writes, "safe_open": reads}
+        # It writes and reads through file objects of fsspec's.
+        lightning = {"_atomic_save": writes, "_load": reads}
+        self._table: dict[str, dict[str, Wrap]] = {
+            "torch": pytorch,
+            "torch.serialization": pytorch,
+            "os": {n: self._moves for n in ("replace", "rename")}
+            | {n: self._removes for n in ("remove", "unlink")},
+            "shutil": {"rmtree": self._removes, "copyfile": self._copies}
+            | {n: self._skips for n in ("copymode", "copystat")},
+            # The last two import these by name.
+            **{f"safetensors{name}": safetensors for name in ("", ".torch", ".numpy")},
+            # It renames and removes by pathlib, which does so by os.
+            "torch.distributed.checkpoint.filesystem": {
+                "FileSystem.create_stream": self._streams,
+                "FileSystem.exists": _rerouted(1, lambda path: Path(self._to_read(path))),
+                "FileSystem.mkdir": _rerouted(1, lambda path: self._scratch(path) or path),
+            },
+            "lightning.fabric.utilities.cloud_io": lightning,
+            "lightning_fabric.utilities.cloud_io": lightning,
         }
 
     def install(self) -> None:
         """Patch what is imported, and the rest once it is."""
-        for owner in (torch, torch.serialization):
-            self._patch(owner, "save", self._writes)
-            self._patch(owner, "load", self._reads)
-        self._patch(os, "replace", self._moves)
-        self._patch(os, "rename", self._moves)
-        for owner, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
-            self._patch(owner, name, self._removes)
-        self._patch(shutil, "copyfile", self._copies)
-        for name in ("copymode", "copystat"):
-            self._patch(shutil, name, self._skips)
-        for name, patch in self._libraries.items():
+        for name in self._table:
             if (module := sys.modules.get(name)) is not None:
-                patch(module)
+                self._patch(module)
         sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
@@ -79,7 +83,7 @@ class Redirection:
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As of a finder: what the others find, and patches once it is executed."""
-        if name not in self._libraries:
+        if name not in self._table:
             return None
         others = (one for one in sys.meta_path if one is not self)
         found = (one.find_spec(name, path, target) for one in others)
@@ -89,38 +93,23 @@ class Redirection:
 
             def executed(module: ModuleType) -> None:
                 execute(module)
-                self._libraries[name](module)
+                self._patch(module)
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
 
-    def _patch(self, owner: Any, name: str, wrap: Wrap) -> None:
-        plain = vars(owner).get(name)
-        if plain is not None:
+    def _patch(self, module: ModuleType) -> None:
+        for path, wrap in self._table[module.__name__].items():
+            *within, name = path.split(".")
+            owner = functools.reduce(getattr, within, module)
+            plain = vars(owner).get(name)
+            if plain is None or any(plain is ours for _, _, ours, _ in self._patched):
+                continue
             # One function under several names stays one: pickle looks it up by its own name.
             same = (ours for _, _, ours, other in self._patched if other is plain)
             ours = next(same, None) or functools.wraps(plain)(wrap(plain))
             setattr(owner, name, ours)
             self._patched.append((owner, name, ours, plain))
-
-    def _safetensors(self, _module: ModuleType) -> None:
-        """Its own modules import these two by name."""
-        names = ("safetensors", "safetensors.torch", "safetensors.numpy")
-        for there in (sys.modules[name] for name in names if name in sys.modules):
-            self._patch(there, "serialize_file", self._writes)
-            self._patch(there, "safe_open", self._reads)
-
-    def _lightning(self, module: ModuleType) -> None:
-        """It writes and reads through file objects of fsspec's."""
-        self._patch(module, "_atomic_save", self._writes)
-        self._patch(module, "_load", self._reads)
-
-    def _distributed(self, module: ModuleType) -> None:
-        """It renames and removes by pathlib, which does so by os."""
-        files = module.FileSystem
-        self._patch(files, "create_stream", self._streams)
-        self._patch(files, "exists", _rerouted(1, lambda path: Path(self._to_read(path))))
-        self._patch(files, "mkdir", _rerouted(1, lambda path: self._scratch(path) or path))
 
     def _scratch(self, path: Any) -> Path | None:
         """The scratch path for a path of the user's; None for anything else."""

@@ -8,20 +8,20 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
-from advisor.tuners.decisions import LEAST_STEPS, MOST_AWAITED, MOST_PERIOD
+from advisor.tuners.decisions import LEAST_STEPS, LOOKED
 
-MOST_COUNTED = 256  # optimizer steps whose samples are kept
 VARIES = 0
 LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers of earlier folds. None is taken up again, or models that train in turn would be set
 over and over."""
+Kind = Literal["ours", "joins", "like", "let go", "other"]
 
 
 class Unclear(Exception):
@@ -57,9 +57,9 @@ class Trained:
     Attributes:
         outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
         inputs, signatures: of all calls given to `saw`.
-        samples: of the calls with gradients since the last `count_anew`.
-        evaluated: whether it was called in evaluation since then.
-        steps: samples before each optimizer step that was seen, the last of them.
+        samples: of the calls with gradients since `stepped`, or since a lap began.
+        evaluated: whether it was called in evaluation since a lap began.
+        steps: samples of each optimizer step that was seen.
     """
 
     outer: nn.Module
@@ -69,7 +69,6 @@ class Trained:
     evaluated: bool = False
     signatures: Signatures = field(default_factory=Signatures)
     steps: list[int] = field(default_factory=list)
-    _since: int = 0
     _batches: Counter[int] = field(default_factory=Counter)
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,14 +84,12 @@ class Trained:
         """Count the samples of a call with gradients."""
         found = batch_of(args, kwargs)
         self.samples += found
-        self._since += found
         self._batches[found] += 1
 
     def stepped(self) -> None:
         """An optimizer made a step."""
-        self.steps.append(self._since)
-        self._since = 0
-        del self.steps[:-MOST_COUNTED]
+        self.steps.append(self.samples)
+        self.samples = 0
 
     def micro_batches(self, samples: int) -> int:
         """The number of calls in a step with so many samples."""
@@ -105,7 +102,8 @@ class Trained:
         period = max(1, period)
         ends = range(len(self.steps), period - 1, -period)
         found = Counter(sum(self.steps[end - period : end]) for end in ends)
-        return max(found, key=lambda samples: (samples > 0, found[samples], samples), default=0)
+        whole = sum(self.steps)
+        return max(found, key=lambda samples: (samples > 0, found[samples], samples), default=whole)
 
 
 class Drawn:
@@ -151,6 +149,8 @@ class Crew:
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
+        self._kinds: weakref.WeakKeyDictionary[torch.optim.Optimizer, Kind]
+        self._kinds = weakref.WeakKeyDictionary()
 
     def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module was called."""
@@ -177,7 +177,6 @@ class Crew:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)
         self._order.append(at)
-        del self._order[: -2 * MOST_PERIOD]
         gradients = [p.grad for p in _weights(optimizer) if p.grad is not None]
         self.sparse |= any(gradient.is_sparse for gradient in gradients)
         if gradients:
@@ -185,22 +184,34 @@ class Crew:
             self.spends &= before is None or before() is not gradients[0]
             self._gradients[at] = weakref.ref(gradients[0])
 
-    def includes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one of these, or has taken over the parameters of one."""
-        if optimizer in self.optimizers:
-            return True
-        first = _weights(optimizer)[0]
-        return any(first is p for one in self.trained() for p in one.model.parameters())
+    def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+        """What an optimizer is to those that were seen, once a period is known.
 
-    def is_like(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it holds parameters of the same shapes as one of these, as for the next fold of a
-        cross-validation."""
-        shapes = [weight.shape for weight in _weights(optimizer)]
-        return any([weight.shape for weight in _weights(one)] == shapes for one in self.optimizers)
+        'ours': one of them, or one that has taken over their models. 'joins': it holds a weight of
+        a called model that none of them holds. 'like': it holds parameters of the same shapes as
+        one of them, as for the next fold of a cross-validation; 'let go' if it was one earlier.
+        """
+        if optimizer not in self._kinds:  # asked at each step, and seldom another
+            self._kinds[optimizer] = self._kind(optimizer)
+        return self._kinds[optimizer]
+
+    def _kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+        weights = _weights(optimizer)
+        ours = {id(weight) for one in self.trained() for weight in one.model.parameters()}
+        if optimizer in self.optimizers or id(next(iter(weights), None)) in ours:
+            return "ours"
+        if self._joins(optimizer):
+            return "joins"
+        if optimizer in LET_GO:
+            return "let go"
+        shapes = [weight.shape for weight in weights]
+        alike = any([weight.shape for weight in _weights(one)] == shapes for one in self.optimizers)
+        return "like" if alike else "other"
 
     def period(self) -> int:
         """Optimizer steps that make one step of the script; 0 if not known yet."""
-        if len(self._order) < LEAST_STEPS or self._awaits():
+        steps = len(self._order)
+        if steps < LEAST_STEPS or (steps < LOOKED and self._awaits()):
             return 0
         return period(self._order, len(self.optimizers))
 
@@ -209,13 +220,10 @@ class Crew:
         if self._awaited is None:
             # There is no other list of the optimizers that a script has.
             found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-            self._awaited = [weakref.ref(one) for one in found if self.joins(one)]
-        if len(self._order) >= MOST_AWAITED:
-            return False
-        return any((one := there()) is not None and self.joins(one) for there in self._awaited)
+            self._awaited = [weakref.ref(one) for one in found]
+        return any((one := there()) is not None and self._joins(one) for there in self._awaited)
 
-    def joins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it holds a weight of a called model that no optimizer seen stepping holds."""
+    def _joins(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {id(weight) for one in self.optimizers for weight in _weights(one)}
         called = {id(weight) for module in self._met for weight in module.parameters()}
         return any(id(p) in called and id(p) not in held for p in _weights(optimizer))
@@ -229,11 +237,6 @@ class Crew:
             if any(id(parameter) in held for parameter in module.parameters())
         }
         return sorted(sizes, key=lambda one: -sizes[one])
-
-    def count_anew(self) -> None:
-        """Count samples and evaluations from here on."""
-        for one in self.called.values():
-            one.samples, one.evaluated = 0, False
 
     def forget(self) -> None:
         """Hold on to nothing: the script may need the memory."""

@@ -1,13 +1,11 @@
 """Where the pilot attaches to PyTorch: public hooks, and these private or patched places.
 
-- `nn.Module._compiled_call_impl`: the slot through which `Module.compile` replaces a call. It is
-  left out of pickles and deep copies, so that a checkpoint or an EMA copy never holds anything of
-  advisor's; hooks on the module would be copied, and traced by torch.compile.
+- `nn.Module._compiled_call_impl`: the slot through which `Module.compile` replaces a call. Pickles
+  and deep copies leave it out, so that no checkpoint or EMA copy holds anything of advisor's.
 - `DataLoader.__iter__` and `_BaseDataLoaderIter.__next__`: which loader feeds the steps, and how
-  long they wait. The script gets the loader's own iterator, of its own class.
-- `_sampler_iter` and `_base_seed` of such an iterator: what workers need to go on in the middle of
-  an epoch.
-- `_tasks_outstanding`, its queues' lengths and `_shutdown`: whether workers keep up.
+  long they wait. The script gets the loader's own iterator.
+- `_sampler_iter`, `_base_seed`, `_tasks_outstanding`, `_shutdown` and the queues of such an
+  iterator: what workers need to go on in the middle of an epoch, and whether they keep up.
 - `_worker_pids_set` of advisor's own workers: if one dies, PyTorch raises in the middle of whatever
   runs; that it is missed when its batch is due is enough.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
@@ -23,7 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +34,7 @@ from torch.nn.modules.module import (
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.patch import Patch
 
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
 Remove = Callable[[], None]
-"""Takes a hook away again."""
 
 
 class Calls:
@@ -105,45 +99,6 @@ def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
         vars(model).pop("_compiled_call_impl", None)
     else:
         model._compiled_call_impl = call
-
-
-def on_batches(
-    begun: Callable[[DataLoader[Any], Callable[[Any], Any]], Any],
-    fetch: Callable[[Any, Callable[[Any], Any]], Any],
-) -> Remove:
-    """Make iterators of DataLoaders by `begun(loader, plain)`, and batches by `fetch(iterator,
-    plain)`, where `plain` is PyTorch's own function."""
-    from torch.utils.data import dataloader
-
-    def passing(other: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-        return lambda plain: lambda owner: other(owner, plain)
-
-    iterators = Patch(dataloader.DataLoader, "__iter__", passing(begun))
-    batches = Patch(dataloader._BaseDataLoaderIter, "__next__", passing(fetch))
-
-    def remove() -> None:
-        iterators.remove()
-        batches.remove()
-
-    return remove
-
-
-def asked_for(iterator: Any) -> tuple[int, int]:
-    """(Batches that a DataLoader's iterator has asked its workers for, those of them that are not
-    ready). If memory is pinned, finished ones wait in a second queue."""
-    from torch.utils.data import dataloader
-
-    if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) or iterator._shutdown:
-        return 0, 0
-    queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
-    ready: int = sum(one.qsize() for one in queues)
-    asked: int = iterator._tasks_outstanding
-    return asked, max(0, asked - ready)
-
-
-def send_away(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator."""
-    iterator._shutdown_workers()
 
 
 def on_backward(

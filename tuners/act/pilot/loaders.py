@@ -11,11 +11,11 @@ import multiprocessing
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +23,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
 from advisor.tuners import faults, host, room
-from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot.orders import Unfed
-from advisor.tuners.decisions import BATCH_S
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
 
 _NONE = object()  # no batch
+BATCH_S = 60.0  # that workers have for one: they may hang on a lock held when they were forked
+_Place = tuple[tuple[CodeType, int], ...]
+"""The lines of code that began an iterator, from the innermost one. A loader that is made anew at
+each epoch is begun there too."""
 
 
 class _Ours(DataLoader[Any]):
@@ -46,23 +50,20 @@ class _Epoch:
 
     Attributes:
         loader: None if its own workers are at work, which may hold on to it.
-        place: the lines of code that began it, from the innermost one. A loader that is made anew
-            at each epoch is begun there too.
         own: if its workers were taken over, how they work, as a DataLoader's keyword arguments.
         why: they were not, though that was asked for.
         ahead: what its sampler has left, once it has had workers of advisor's.
-        batches: what such workers deliver, if there are any; `decided`: whether there are.
+        batches: what such workers deliver; None without them, _NONE until that is decided.
     """
 
     loader: DataLoader[Any] | None
-    place: tuple[tuple[CodeType, int], ...]
+    place: _Place
     workers: int
     pinned: bool
     own: dict[str, Any]
     why: str
     ahead: Ahead | None = None
-    batches: Any = None
-    decided: bool = False
+    batches: Any = _NONE
 
 
 class Loaders:
@@ -78,19 +79,20 @@ class Loaders:
     """
 
     def __init__(self, failed: Callable[[Unfed], None], *, override: bool = False) -> None:
-        self._override = override
+        self._failed, self._override = failed, override
         self.waited_s = 0.0
         self.taken = self._unfinished_before = 0
-        self._failed = failed
+        self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
-        self._places: set[tuple[tuple[CodeType, int], ...]] = set()
+        self._places: set[_Place] = set()
         self._way: tuple[int, bool, str, int] | None = None
-        self._batch_bytes = 0
-        self._most = 0
         self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
-        self._remove = hooks.on_batches(self._begin, self._timed)
+        self._patches = [
+            Patch(DataLoader, "__iter__", lambda plain: lambda one: self._begin(one, plain)),
+            Patch(_BaseDataLoaderIter, "__next__", lambda plain: lambda i: self._timed(i, plain)),
+        ]
 
     def look_anew(self) -> None:
         """What was fetched so far fed no step: it was for a sanity check of evaluation, say."""
@@ -133,7 +135,7 @@ class Loaders:
     def _queued(self) -> tuple[int, int, int]:
         """(Batches that workers were asked for, those that they have yet to make, workers) of the
         iterators that have some."""
-        found = [(*hooks.asked_for(i), epoch.workers) for i, epoch in list(self._epochs.items())]
+        found = [(*_asked_for(i), epoch.workers) for i, epoch in list(self._epochs.items())]
         asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
         return asked, unfinished, sum(workers for _, n, workers in found if n)
 
@@ -148,9 +150,9 @@ class Loaders:
         config."""
         self._given = {}
         for epoch in list(self._epochs.values()):
-            batches, epoch.batches, epoch.decided = epoch.batches, None, False
-            if epoch.ahead is not None and batches is not None:
-                hooks.send_away(batches)
+            batches, epoch.batches = epoch.batches, _NONE
+            if epoch.ahead is not None and batches not in (None, _NONE):
+                batches._shutdown_workers()
                 epoch.ahead.take_back()
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
@@ -164,7 +166,8 @@ class Loaders:
         self.set({})
         self._override = False
         if not any(epoch.own for epoch in self._epochs.values()):
-            self._remove()
+            for patch in self._patches:
+                patch.remove()
 
     def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
         workers, timeout, own, why = loader.num_workers, loader.timeout, {}, ""
@@ -179,32 +182,25 @@ class Loaders:
             if own:
                 loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
-        stack = traceback.walk_stack(sys._getframe())
-        place = tuple((frame.f_code, line) for frame, line in stack)
+        place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
         self._epochs[iterator] = _Epoch(known, place, workers, loader.pin_memory, own, why)
-        self._unfinished_before += hooks.asked_for(iterator)[1]
+        self._unfinished_before += _asked_for(iterator)[1]
         return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
         if threading.current_thread() is not threading.main_thread():
             return plain(iterator)
-        began = time.perf_counter()
+        began, epoch = time.perf_counter(), self._epochs.get(iterator)
         try:
-            return self._fetched(iterator, plain)
+            batch = _NONE if epoch is None else self._by_workers(iterator, epoch, plain)
+            if batch is _NONE:
+                batch = plain(iterator)
+                self.taken += epoch is not None and epoch.workers > 0
+            if epoch is not None and self._looking and torch.is_grad_enabled():
+                self._saw(epoch, batch)
+            return batch
         finally:
             self.waited_s += time.perf_counter() - began
-
-    def _fetched(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
-        epoch = self._epochs.get(iterator)
-        if epoch is None:
-            return plain(iterator)
-        batch = self._by_workers(iterator, epoch, plain)
-        if batch is _NONE:
-            batch = plain(iterator)
-            self.taken += epoch.workers > 0
-        if self._looking and torch.is_grad_enabled():
-            self._saw(epoch, batch)
-        return batch
 
     def _by_workers(self, iterator: Any, epoch: _Epoch, plain: Callable[[Any], Any]) -> Any:
         """The next batch that workers have fetched ahead; _NONE if there are none, if they fail, or
@@ -212,12 +208,12 @@ class Loaders:
         if not self._given and not epoch.own:
             return _NONE
         try:
-            if not epoch.decided:
+            if epoch.batches is _NONE:
                 self._decide(iterator, epoch)
             if epoch.ahead is None or epoch.batches is None:
                 return _NONE
             batch = plain(epoch.batches)
-            epoch.ahead.delivered()
+            epoch.ahead.out.popleft()
         except StopIteration:
             return _NONE
         except Exception as exc:  # whatever it is: the loader fetches by itself
@@ -246,7 +242,7 @@ class Loaders:
 
     def _decide(self, iterator: Any, epoch: _Epoch) -> None:
         """Start workers for an iterator that feeds steps and may have some."""
-        loader = epoch.loader
+        loader, epoch.batches = epoch.loader, None
         feeds = loader in self._feeding or epoch.place in self._places
         given = self._given if feeds and self._given else epoch.own
         if loader is not None and given:
@@ -254,7 +250,6 @@ class Loaders:
                 raise Unfed(why)
             epoch.ahead = epoch.ahead or Ahead(iterator)
             epoch.batches = epoch.ahead.start(loader, given)
-        epoch.decided = True
 
 
 class Ahead:
@@ -266,7 +261,7 @@ class Ahead:
         self._left: Iterator[Any] = iterator._sampler_iter
         iterator._sampler_iter = self
         self._back: deque[Any] = deque()
-        self._out: deque[Any] = deque()
+        self.out: deque[Any] = deque()  # handed out, and not delivered
         self._raised: Exception | None = None
 
     def __iter__(self) -> Ahead:
@@ -289,7 +284,7 @@ class Ahead:
             except Exception as exc:  # of the script's own sampler: raised when it is its turn
                 self._raised = exc
                 return
-            self._out.append(index)
+            self.out.append(index)
             yield index
 
     def start(self, loader: DataLoader[Any], given: Mapping[str, Any]) -> Any:
@@ -322,14 +317,21 @@ class Ahead:
             found._worker_pids_set = False
         return found
 
-    def delivered(self) -> None:
-        """The batch of the first that was handed out has come."""
-        self._out.popleft()
-
     def take_back(self) -> None:
         """What workers have not delivered is left to fetch."""
-        self._back.extendleft(reversed(self._out))
-        self._out.clear()
+        self._back.extendleft(reversed(self.out))
+        self.out.clear()
+
+
+def _asked_for(iterator: Any) -> tuple[int, int]:
+    """(Batches that an iterator has asked its workers for, those of them that are not ready). If
+    memory is pinned, finished ones wait in a second queue."""
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
+        return 0, 0
+    queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
+    ready: int = sum(one.qsize() for one in queues)
+    asked: int = iterator._tasks_outstanding
+    return asked, max(0, asked - ready)
 
 
 def _why_alone(loader: DataLoader[Any]) -> str:

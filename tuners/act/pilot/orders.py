@@ -70,12 +70,12 @@ class Lap:
             comparison, its result; `blames` as in `Compared`.
     """
 
-    steps: Count
-    samples: Count
-    seconds: Span
-    first_s: Span
-    waited_s: Span
-    peak_bytes: Bytes
+    steps: Count = 0
+    samples: Count = 0
+    seconds: Span = 0.0
+    first_s: Span = 0.0
+    waited_s: Span = 0.0
+    peak_bytes: Bytes = 0
     compiled: Count = 0
     taken: Count = 0
     lent: Count = 0

@@ -22,7 +22,7 @@ from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Un
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
-from advisor.tuners.decisions import ANEW, COMPARES, ELSEWHERE, HEADROOM, LOOKED, MOST_CUTS
+from advisor.tuners.decisions import ANEW, HEADROOM, LOOKED
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -85,9 +85,9 @@ class Pilot:
         self._order = Order(config=Config())
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
-        self._elsewhere = self._unadvised = self._cuts = self._own_peak = 0
+        self._elsewhere = self._own_peak = 0
         self._began = self._first_s = self._waited_s = self._switched = 0.0
-        self._fresh = self._released = False
+        self._fresh = self._released = self._cut = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
@@ -117,11 +117,6 @@ class Pilot:
         self._count_no_more()
         self._unhook_failure()
         atexit.unregister(self._at_exit)
-
-    def _look_anew(self) -> None:
-        """Other models train now than were seen first."""
-        self._leave()
-        self._attach()
 
     def _leave_because(self, exc: Exception) -> None:
         self._guide.failed(exc)
@@ -161,33 +156,29 @@ class Pilot:
             return
         if self._switch is None:
             self._look(optimizer)
-        elif self._crew.includes(optimizer):
-            self._elsewhere = 0
+        elif (kind := self._crew.kind(optimizer)) == "ours":
+            if self._order.steps:
+                self._elsewhere = 0
             self._at += 1
             if self._at >= self._period:
                 self._at = 0
                 self._step(self._switch)
-        else:
-            self._stepped_elsewhere(optimizer)
+        elif kind != "let go" or self._order.steps:
+            self._stepped_elsewhere(kind)
 
-    def _stepped_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped_elsewhere(self, kind: str) -> None:
         """An optimizer made a step that is none of those that were seen first."""
         self._elsewhere += 1
         if self._order.steps:
-            if self._elsewhere >= ELSEWHERE:
+            if self._elsewhere >= LOOKED:
                 self._leave_because(Over(ANOTHER))
-        elif self._crew.joins(optimizer):
-            self._look_anew()
-        elif optimizer in LET_GO:
-            return
-        elif self._crew.is_like(optimizer):
-            if self._elsewhere >= ANEW:
+        elif kind == "joins" or (kind == "like" and self._elsewhere >= ANEW):
+            if kind == "like":
                 LET_GO.update(self._crew.optimizers)
-                self._look_anew()
-        else:
-            self._unadvised += 1
-            if self._unadvised == ANEW:
-                self._guide.failed(Over(UNADVISED))
+            self._leave()
+            self._attach()
+        elif self._elsewhere == ANEW:
+            self._guide.failed(Over(UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
@@ -212,7 +203,7 @@ class Pilot:
         if not self._guide.takes_over():
             self._leave()
             return
-        seen = Seen.of(self._crew, self._looked // self._period, self._loaders.seen())
+        seen = Seen.of(self._crew, self._loaders.seen())
         self._device = torch.device(seen.device)
         self._trained = trained
         self._per_step = seen.shape[0] // seen.processes
@@ -228,9 +219,7 @@ class Pilot:
 
     def _step(self, switch: Switch) -> None:
         """A step of the script is over."""
-        switch.began()
-        if self._crew.spends:
-            switch.spent()
+        switch.began(spent=self._crew.spends)
         if not self._order.steps:
             return
         if self._comparing:
@@ -251,8 +240,8 @@ class Pilot:
                 self._begin_lap()
             return
         self._done += 1
-        if alone and self._cuts < MOST_CUTS and any(one.evaluated for one in self._trained):
-            self._cuts += 1
+        if alone and not self._cut and any(one.evaluated for one in self._trained):
+            self._cut = True  # once: a lap with a second one is longer than what lies between them
             self._begin_lap()
         elif self._done >= self._order.steps or cut_short:
             self._synchronize()
@@ -289,7 +278,8 @@ class Pilot:
 
     def _begin_lap(self) -> None:
         self._done = 0
-        self._crew.count_anew()
+        for one in self._trained:
+            one.samples, one.evaluated = 0, False
         self._synchronize()
         self._waited_s = self._loaders.waited_s
         self._graphs = graphs_compiled()
@@ -305,7 +295,7 @@ class Pilot:
         self._fresh = order.config != switch.config
         self._verdict = OK
         self._switched = time.perf_counter()
-        self._order, self._first_s, self._cuts = order, 0.0, 0
+        self._order, self._first_s, self._cut = order, 0.0, False
         if order.forget is not None:
             switch.forget(order.forget)
         if order.saves and self._rank == 0:
@@ -344,7 +334,7 @@ class Pilot:
 
     def _compare(self, switch: Switch, order: Order, asked: Comparison) -> bool:
         """Compare; whether that is over at once."""
-        if order.needs_room and not self._has_room(COMPARES, host.peak_bytes()):
+        if order.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
         assert self._watch is not None, "a guide that compares comes with a watch"
@@ -369,13 +359,11 @@ class Pilot:
             torch.cuda.empty_cache()
 
     def _lost(self, switch: Switch, exc: Exception) -> None:
-        """Backward has raised under a config."""
+        """Backward has raised under a config. The script may end of it: the lap, and with it the
+        next order, waits for the next step."""
         switch.give_up()
         self._fails(exc)
         self._guide.lost(exc, self._order)
-        if self._order.steps and self._processes == 1:
-            # Told now, as the script may end of it; of several processes the others wait in theirs.
-            self._obey(switch, self._guide.next(self._lap()))
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:
         """Whether a GPU has so many times free what a step allocates, or the host so many bytes."""

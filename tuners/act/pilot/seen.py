@@ -69,13 +69,13 @@ class Seen:
     room: int
 
     @classmethod
-    def of(cls, crew: Crew, steps: int, loading: Loading) -> Seen:
-        """After some steps of a crew whose period is known."""
+    def of(cls, crew: Crew, loading: Loading) -> Seen:
+        """What the steps of a crew show, once its period is known."""
         trained = crew.trained()
         main, models = trained[0], [one.model for one in trained]
         fingerprints = [fingerprint.of_model(model) for model in models]
         sizes = [fingerprint.size(model) for model in models]
-        samples = main.batch(crew.period()) or max(1, round(main.samples / max(1, steps)))
+        samples = max(1, main.batch(crew.period()))
         processes, rank = 1, 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.orders import of_config
-from advisor.tuners.act.pilot.trees import mapped, returned
+from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
@@ -35,9 +37,7 @@ class Call:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
 
     Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
-
-    Attributes:
-        struck: told what `act` raises, unless `plain` raises too; None: it is raised.
+    `struck` is told what `act` raises, unless `plain` raises too; if it is None, that is raised.
     """
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
@@ -114,7 +114,6 @@ class Switch:
 
     Attributes:
         calls: what the trained models are called through.
-        counts_steps: whether the config must be told where a step begins.
     """
 
     def __init__(
@@ -130,7 +129,8 @@ class Switch:
         self._device = device
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
-        self._unprotect: list[hooks.Remove] = []
+        self._watching = contextlib.ExitStack()  # for what the config that is set raises
+        self._attached = contextlib.ExitStack()
         laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
         self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
         self._outers = [one.outer for one in laid_out]
@@ -143,28 +143,29 @@ class Switch:
             for groups in self._groups
             for group in groups
         )
-        self._unsave = [one.register_state_dict_post_hook(self._saved) for one in optimizers]
+        for one in optimizers:
+            self._attached.callback(one.register_state_dict_post_hook(self._saved).remove)
+        self._attached.callback(have_own_keys)
         self._replays = Replays()
-        self.counts_steps = False
-        self._fallbacks: int | None = None
+        self._fallbacks = math.inf
         self._recompile_limit = RecompileLimit()
+        self._attached.callback(self._recompile_limit.restore)
         self._compiled_code = CompiledCode()
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
         self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
         self.calls: list[Call] = []
-        self._unwatch: hooks.Remove | None = None
-        for one in trained:
-            seat = callable_module(one.outer)
+        for trains in trained:
+            seat = callable_module(trains.outer)
             if seat is not None and all(call.seat is not seat for call in self.calls):
-                self.calls.append(Call(one, seat))
+                self.calls.append(Call(trains, seat))
                 hooks.through(seat, self.calls[-1])
 
     @property
     def fell_back(self) -> bool:
         """Whether torch.compile has given up on the config that is set."""
-        return self._fallbacks is not None and fallbacks() > self._fallbacks
+        return fallbacks() > self._fallbacks
 
     def set(self, config: Config, struck: Told | None = None, lost: Told | None = None) -> None:
         """Have the script train with a config from here on.
@@ -174,7 +175,9 @@ class Switch:
             lost: told what it raises where nothing can be made again; the script gets that.
         """
         self._claim()
-        self._watch_backward(lost)
+        self._watching.close()
+        if lost is not None:
+            self._watching.callback(hooks.on_backward(failed=lost))
         acting = self._seen[config] = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
         self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
@@ -189,9 +192,8 @@ class Switch:
             call.put(True)
             call.struck = struck
         self.config = config
-        self.counts_steps = acting.graphs
         compiles = any(knob.dear for knob, _value in acting.rows)
-        self._fallbacks = fallbacks() if compiles else None
+        self._fallbacks = fallbacks() if compiles else math.inf
         self._make_room()
 
     def forget(self, config: Config) -> None:
@@ -223,29 +225,21 @@ class Switch:
     def give_up(self) -> None:
         """Within a step: call models as the script does, and drop what the config compiled. Weights
         stay laid out until the next `set`, because the step may still need them so."""
-        self._watch_backward(None)
+        self._watching.close()
         IN_FORCE.release(self._flags)
-        spent = [call.act for call in self.calls]
-        self._kept = {there: made for there, made in self._kept.items() if made[0] not in spent}
+        code = _code(self._seen[self.config])
+        self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
         self._set_optimizers({})
         for call in self.calls:
             call.put(False)
             call.act, call.parts, call.struck = call.plain, {}, None
 
-    def _watch_backward(self, lost: Told | None) -> None:
-        if self._unwatch is not None:
-            self._unwatch()
-        self._unwatch = None if lost is None else hooks.on_backward(failed=lost)
-
-    def began(self) -> None:
-        """A step begins."""
-        if self.counts_steps:
+    def began(self, *, spent: bool = False) -> None:
+        """A step begins; `spent`: the script lets go of the gradients of the last one."""
+        if self._seen[self.config].graphs:
             self._replays.begin()
-
-    def spent(self) -> None:
-        """The present gradients are of a step that is over; the script lets go of them."""
-        if self.counts_steps:
-            self._replays.let_go(self.optimizers)
+            if spent:
+                self._replays.let_go(self.optimizers)
 
     def stay(self) -> None:
         """No other config will be set: leave the models that the config calls unchanged."""
@@ -258,10 +252,7 @@ class Switch:
         self.set(self.own)
         for call in self.calls:
             call.leave()
-        for handle in self._unsave:
-            handle.remove()
-        self._recompile_limit.restore()
-        have_own_keys()
+        self._attached.close()
         self.calls.clear()
         self._kept.clear()
         self._storages = Storages()
@@ -301,9 +292,6 @@ class Switch:
         self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
     ) -> None:
         """Set these keyword arguments in every parameter group, beside the script's own."""
-        for remove in self._unprotect:
-            remove()
-        self._unprotect.clear()
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
             changes = bool(given) and _takes_fused(optimizer)
             for group, own in zip(optimizer.param_groups, groups, strict=False):
@@ -323,13 +311,14 @@ class Switch:
         def around(step: Callable[..., Any]) -> Callable[..., Any]:
             def protected(*args: Any, **kwargs: Any) -> Any:
                 groups = optimizer.param_groups
-                counts = [_count_version(group, optimizer) for group in groups]
+                versions = [_version(next(_counters(one, optimizer), None)) for one in groups]
                 try:
                     return step(*args, **kwargs)
                 except Exception as exc:  # whatever a config raises: see Call
                     done = _groups_done(optimizer, exc)
                     if done is not None:
-                        _uncount(groups[done], optimizer, counts[done])
+                        _uncount(groups[done], optimizer, versions[done])
+                    self._watching.close()
                     self._set_optimizers({})
                     if done is None:
                         if lost is not None:
@@ -345,7 +334,7 @@ class Switch:
 
             return protected
 
-        self._unprotect.append(Patch(optimizer, "step", around).remove)
+        self._watching.callback(Patch(optimizer, "step", around).remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
@@ -447,18 +436,20 @@ def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None
     return None
 
 
-def _count_version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
-    """How often the step counter of a group's first weight was changed."""
-    first = next((one for one in group["params"] if one.grad is not None), None)
-    step = None if first is None else optimizer.state.get(first, {}).get("step")
-    return step._version if isinstance(step, Tensor) else 0
+def _counters(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The step counters of a group's weights that have gradients; not all optimizers count."""
+    weights = (one for one in group["params"] if one.grad is not None)
+    return (optimizer.state.get(one, {}).get("step") for one in weights)
+
+
+def _version(counter: Any) -> int:
+    return counter._version if isinstance(counter, Tensor) else 0
 
 
 def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
     """Take a step off a group's counters, if it was counted since they had that version."""
-    states = (optimizer.state.get(one, {}) for one in group["params"] if one.grad is not None)
-    counters = [one for state in states if isinstance(one := state.get("step"), Tensor)]
-    if counters and _count_version(group, optimizer) != version:
+    counters = [one for one in _counters(group, optimizer) if isinstance(one, Tensor)]
+    if counters and _version(counters[0]) != version:
         with torch.no_grad():
             torch._foreach_sub_(counters, 1)
 
@@ -497,7 +488,7 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
         else:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found = inner(*args, **kwargs)
-        return returned(handed_back, found)
+        return mapped(handed_back, found)
 
     def handed_back(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):

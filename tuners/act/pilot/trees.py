@@ -15,40 +15,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 _UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy with its tensors changed."""
-    return _mapped(change, value, _fields)
-
-
-def returned(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def mapped(change: Callable[[Tensor], Tensor], value: Any, *, _around: tuple[Any, ...] = ()) -> Any:
     """The same with its tensors changed, also within objects of any class; copies only these."""
-    return _mapped(change, value, _held)
 
-
-def _mapped(
-    change: Callable[[Tensor], Tensor],
-    value: Any,
-    held_by: Callable[[Any], dict[str, Any]],
-    around: tuple[Any, ...] = (),
-) -> Any:
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        held = held_by(leaf)
-        if not held or any(leaf is one for one in around):
+        held = _held(leaf)
+        if not held or any(leaf is one for one in _around):
             return leaf
-        other = _mapped(change, held, held_by, (*around, leaf))
-        same = map(operator.is_, tree_leaves(held), tree_leaves(other))
-        return leaf if held_by is _held and all(same) else _with(leaf, other)
+        other = mapped(change, held, _around=(*_around, leaf))
+        same = all(map(operator.is_, tree_leaves(held), tree_leaves(other)))
+        return leaf if same else _with(leaf, other)
 
     return tree_map(of, value)
-
-
-def _fields(leaf: Any) -> dict[str, Any]:
-    """A dataclass's fields."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return {}
-    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
 
 
 def _held(leaf: Any) -> dict[str, Any]:
@@ -80,15 +60,16 @@ def tensors(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    returned(take, value)
+    mapped(take, value)
     return found
 
 
 def foreign(value: Any) -> str:
-    """The class of something in it that may change and that `mapped` does not copy; or ''."""
+    """The class of something in it that another call may change, and that is more than a structure
+    of tensors; or ''."""
     for leaf in tree_leaves(value):
-        if fields := _fields(leaf):
-            found = foreign(list(fields.values()))
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found = foreign([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
         if found:

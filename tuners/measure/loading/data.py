@@ -24,7 +24,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _utils
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import host, room
-from advisor.tuners.act.pilot import hooks
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuners.target import Spec, failed, imported, parse
 
@@ -285,4 +284,4 @@ class Feeding:
         """End the loader's workers."""
         epoch, self._epoch = self._epoch, None
         if epoch is not None and self._loader.num_workers:
-            hooks.send_away(epoch)
+            epoch._shutdown_workers()

@@ -56,7 +56,6 @@ class Run:
         self._sessions: dict[tuple[str, ...], Flight] = {}
         self._processes = 1
         self._survived = 0  # steps, unmodified, after a start that failed
-        self._raised = ""  # by the last config, if it failed and the command went on
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
         self._shown = show is not None
@@ -116,16 +115,10 @@ class Run:
                 self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
-                elif self._raised and self._raised in str(exc):
-                    self._raised = ""  # the script has ended of what the config before it raised
                 elif exc.code and config != self.own:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else it was through, or was killed unmodified: once more from the start.
-            except ConfigFailed as exc:
-                self._raised = str(exc)
-                raise
             else:
-                self._raised = ""
                 if config.batch == self.own.batch:
                     self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
                 return block
