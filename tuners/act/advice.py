@@ -25,7 +25,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import Unscaled, make_momentum
 from advisor.tuners.act.served import Served
-from advisor.tuners.decisions import OVERLAPPED
+from advisor.tuners.decisions import LARGE
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Advice:
         overlapped: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
             if overlapped is None:
-                overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
+                overlapped = sum(t.nbytes for t in _tensors(batch)) >= LARGE
             if self._acting.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if overlapped else self.place(batch)
