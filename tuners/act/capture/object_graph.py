@@ -5,11 +5,12 @@ names, and what these hold, one level deep."""
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import call, is_
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -97,6 +98,7 @@ class ObjectGraph:
     ) -> None:
         self._places: list[Place] = []
         self._watched: list[tuple[Place, dict[Any, Any]]] = []
+        self._reads: list[Callable[[], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
         is_function = isinstance(train_step, FunctionType)
@@ -145,9 +147,9 @@ class ObjectGraph:
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
             self._add_module(value, label)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._places.append(Place(label, vars(value), self._names))
-        self._places += [Place(label, kind, self._names) for kind in _kinds(value)]
+        for held in (getattr(value, "__dict__", None), *_kinds(value)):
+            if held is not None:
+                self._places.append(Place(label, held, self._names))
 
     def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
@@ -242,10 +244,20 @@ class ObjectGraph:
                 names = place.read() if place.names is None else place.names
                 watched[at] = replace(place, names={*names} - own[id(place)])
         self._watched = [(place, place.read()) for place in watched]
+        # A model has hundreds of modules: what dictionaries hold is compared without Python.
+        dicts = [place for place in watched if type(place.held) is dict]
+        self._slow = [each for each in self._watched if type(each[0].held) is not dict]
+        self._reads = [partial(len, place.held) for place in dicts if place.names is None]
+        for place in dicts:
+            names = place.read() if place.names is None else place.names
+            self._reads += [partial(place.held.get, name) for name in names]
+        self._found = [read() for read in self._reads]
 
     def changed(self) -> str:
         """What the script has changed since `watch`, between two steps; '' if nothing."""
-        return _changed(self._watched, lambda now, old: _scalar(now) and _alike(now, old))
+        same = all(map(is_, map(call, self._reads), self._found))
+        places = self._slow if same else self._watched
+        return _changed(places, lambda now, old: _scalar(now) and _alike(now, old))
 
 
 def _changed(
@@ -290,7 +302,7 @@ def _alike(a: Any, b: Any) -> bool:
     return len(a) == len(b) if isinstance(a, list | tuple | dict | set | frozenset) else True
 
 
-@functools.cache
+@cache
 def _installed(module: str | None) -> bool:
     """Whether it is a library's, Python's own or advisor's, not what a user writes for a script."""
     if module is None or module.partition(".")[0] in ("advisor", "torch", "builtins"):

@@ -177,8 +177,8 @@ class StepGraph:
     def _drawn(self) -> object:
         """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
-        state = numpy.random.get_state()[1:3] if numpy is not None else ()
-        return random.getstate(), [*map(bytes, state[:1])], state[1:], self._recorder.host_state()
+        drawn = numpy and repr(numpy.random.get_state(legacy=False))
+        return random.getstate(), drawn, self._recorder.host_state()
 
     def _moved(self, objects: ObjectGraph, before: Values, drawn: object) -> str:
         """What a step just now has changed that a replay would not; '' if nothing."""
