@@ -91,14 +91,15 @@ a compilation: mnist gained 5.9x, an LSTM 3.2x."""
 
 # Captured steps --------------------------------------------------------------------------------
 CHECKED = 3
-"""Steps before a capture, which make lazy state (PyTorch's notes advise three), and replays after it
-that are compared with the same step without a graph, each on a batch of its own."""
+"""Steps before a capture, which make lazy state (PyTorch's notes advise three), and replays after
+it that are compared with the same step without a graph, each on a batch of its own."""
 CHECKED_AGAIN = 1000
 """Replays until one is compared again, for values that are read deeper than is watched; then twice
 as many each time. A comparison takes up to ten steps: 1%."""
 IN_A_ROW = 8
-"""Captures, each undone by the very next change, after which graphs are given up; and batches unlike
-the example after which a warning says that nothing is replayed: a job has up to eight shapes."""
+"""Captures, each undone by the very next change, after which graphs are given up; and batches
+unlike the example after which a warning says that nothing is replayed: a job has up to eight
+shapes."""
 RUNS = 4
 """More runs of a step, from nudged weights, and of its replay, from one state, if the first two
 differ: rounding puts some activations on the other side of a kink (0.27% of what a weight moved by,
@@ -110,13 +111,13 @@ RELATIVE = 1e-5
 
 # Loops -----------------------------------------------------------------------------------------
 LARGE = 8 * 2**20
-"""Bytes from which copying a tensor takes longer than a busy host takes to see to it (0.2 ms at PCIe
-4.0's 25 GB/s). A larger batch has a copy stream of its own; a smaller output of a CUDA graph, as a
-loss that a script keeps, is copied; a smaller tensor that a captured step holds is compared though
-the step is not seen to write it."""
+"""Bytes from which copying a tensor takes longer than a busy host needs to keep two streams in step
+(0.2 ms at PCIe 4.0's 25 GB/s). Larger batches have a copy stream of their own; smaller outputs of a
+CUDA graph, as a loss that a script keeps, are copied; smaller tensors that a captured step holds
+are compared though it is not seen to write them."""
 AWAITED_S = 10.0
-"""Seconds that a run waits for what it can do without: artifacts on their way, where compiling takes
-15 to 45; other ranks' digests, where later ones compare themselves with all before them."""
+"""Seconds that a run waits for what it can do without: artifacts on their way, where compiling
+takes 15 to 45; other ranks' digests, where later ones compare themselves with all before them."""
 
 # Comparison with fp32 --------------------------------------------------------------------------
 # `benchmarks/false_alarms.py` on an H200: of 53 correct configs two failed, before ALWAYS_OFF was

@@ -141,8 +141,8 @@ class Advice:
         """`prepare`, for a loop that moves the model to its device and compares it by itself."""
         acting = self._acting
         for knob, value in acting.rows:
-            if knob.layers is not None and (convert := knob.layers(value)) is not None:
-                model = convert(model)
+            if value in knob.layers:
+                model = knob.layers[value](model)
         for knob, value in acting.rows:
             if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue

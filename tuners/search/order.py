@@ -200,8 +200,8 @@ class Recipe:
     @property
     def _has_graphs(self) -> bool:
         """Whether code can be compiled with CUDA graphs: on a GPU, if compiling is permitted."""
-        graphs = knobs.BY_NAME[knobs.COMPILE].graphs
-        return graphs is not None and any(map(graphs, self._space.choices.get(knobs.COMPILE, ())))
+        modes = self._space.choices.get(knobs.COMPILE, ())
+        return any(mode in knobs.GRAPHED_MODES for mode in modes)
 
     def _runs(self, config: Config) -> bool:
         if not self._visits.allowed(config):
@@ -375,7 +375,7 @@ class Recipe:
         """Another value of a loader's knob; what workers load is pinned where that is offered."""
         config = self._space.combined(config, name, value)
         if name == knobs.WORKERS and value:
-            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
+            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
 
