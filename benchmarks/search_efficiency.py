@@ -107,9 +107,7 @@ class Measured:
 
 def _whole(given: dict[str, Value]) -> Config | None:
     """A row's config with all knobs of tables; None where it is not permitted, or unknown."""
-    if any(
-        n not in knobs.BY_NAME or not knobs.BY_NAME[n].domain.holds(v) for n, v in given.items()
-    ):
+    if any(n not in knobs.BY_NAME or not knobs.BY_NAME[n].holds(v) for n, v in given.items()):
         return None
     config = knobs.TORCH.only(*TABLED) | Config(given)
     return config if knobs.permits(PERMITS, config) else None

@@ -68,45 +68,34 @@ FAST_STEP_S = 0.005
 a compilation: mnist gained 5.9x, an LSTM 3.2x."""
 
 # Captured steps --------------------------------------------------------------------------------
-WARM_STEPS = 3
-"""Steps before a capture, as PyTorch's notes advise: they make lazy state."""
 CHECKED = 3
-"""Replays that are compared with the same step without a graph, each on a batch of its own."""
+"""Steps before a capture, which make lazy state (PyTorch's notes advise three), and replays after
+it that are compared with the same step without a graph, each on a batch of its own."""
 CHECKED_AGAIN = 1000
 """Replays until one is compared again, for values that are read deeper than is watched; then twice
 as many each time. A comparison takes up to ten steps: 1%."""
-RECAPTURES = 8
-"""Captures in a row, each undone by the very next change, after which graphs are given up."""
-OTHERS = 64
-"""Batches in a row unlike the example, after which a warning says that nothing is replayed."""
-SMALL = 16 * 2**20
-"""Bytes up to which a tensor that the step holds is compared though it is not seen to write it."""
-WIDE = 1000
-"""Entries from which only the length of a container is watched: it holds data, not settings."""
-ROUNDS, NUDGES = 4, 4
-"""Runs of a step and of its replay from one state, if the first two differ; runs from nudged
-weights: rounding puts some activations on the other side of a kink (0.27% of what a weight moved
-by, on an H200)."""
+IN_A_ROW = 8
+"""Captures, each undone by the very next change, after which graphs are given up; and batches
+unlike the example after which a warning says that nothing is replayed: a job has up to eight
+shapes."""
+RUNS = 4
+"""More runs of a step, from nudged weights, and of its replay, from one state, if the first two
+differ: rounding puts some activations on the other side of a kink (0.27% of what a weight moved by,
+on an H200)."""
 SPREADS = 3.0
 """What a replay may differ by, in units of the widest distance between two runs of one way."""
 RELATIVE = 1e-5
-"""The same as a fraction of what a step moves: for a sum in another order."""
-FLIPS, FLIPPED = 4, 1e-4
-"""Numbers of a tensor, and fraction of them, that may be rounded to their neighbours."""
+"""Fraction of what a step moves that counts as such a distance: for a sum in another order."""
 
 # Loops -----------------------------------------------------------------------------------------
-OVERLAPPED = 8 * 2**20
-"""Bytes from which a batch is worth a copy stream of its own: below, its copy takes less time
-(0.2 ms at PCIe 4.0's 25 GB/s) than a busy host needs to keep two streams in step."""
-KEPT = 2**20
-"""Bytes up to which an output of a CUDA graph is copied in training: a loss that a script keeps."""
-RECOMPILATIONS = 64
-"""Compilations of one function: each config is another one to torch.compile, whose limit is 8."""
-ARTIFACTS_S = 5.0
-"""Seconds that a first step waits for artifacts that are still on their way: compiling takes 15 to
-45."""
-GATHER_S = 10.0
-"""Seconds for the other ranks' digests: later ones compare themselves with all before them."""
+LARGE = 8 * 2**20
+"""Bytes from which copying a tensor takes longer than a busy host needs to keep two streams in step
+(0.2 ms at PCIe 4.0's 25 GB/s). Larger batches have a copy stream of their own; smaller outputs of a
+CUDA graph, as a loss that a script keeps, are copied; smaller tensors that a captured step holds
+are compared though it is not seen to write them."""
+AWAITED_S = 10.0
+"""Seconds that a run waits for what it can do without: artifacts on their way, where compiling
+takes 15 to 45; other ranks' digests, where later ones compare themselves with all before them."""
 
 # Comparison with fp32 --------------------------------------------------------------------------
 # `benchmarks/false_alarms.py` on an H200: of 53 correct configs two failed, before NEGLIGIBLE was

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -87,25 +87,8 @@ class Situation:
     """Knobs that stay as the script, or torch, has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Domain:
-    """All values a knob can have: `values`, or whole numbers from `least` to `most`."""
-
-    values: tuple[Value, ...] = ()
-    most: int = 0
-    least: int = 1
-
-    def holds(self, value: Value) -> bool:
-        if self.most:
-            return type(value) is int and self.least <= value <= self.most
-        return any(value == one and type(value) is type(one) for one in self.values)
-
-    def __str__(self) -> str:
-        return f"{self.least} to {self.most}" if self.most else ", ".join(map(str, self.values))
-
-
-SWITCH = Domain((False, True))
-SHARING = Domain(("file_descriptor", "file_system"))
+SWITCH = (False, True)
+SHARING = ("file_descriptor", "file_system")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +148,8 @@ class Knob:
 
     name: str
     summary: str
-    domain: Domain = SWITCH
-    """What a record may hold; anything else is refused."""
+    domain: tuple[Value, ...] | range = SWITCH
+    """What a record may hold, all of one type; anything else is refused."""
     default: Value = False
     """torch's own; None where the machine or the script decides."""
     values: Callable[[Situation], tuple[Value, ...]]
@@ -180,11 +163,11 @@ class Knob:
     that is many: such values are tried on leaders only."""
     frugal: bool = False
     """Trades speed for memory: tried only where a larger batch does not fit."""
-    ahead: Callable[[Value], bool] = lambda _value: False
-    """Whether what a value compiles is cached on disk."""
+    cached: Collection[Value] = ()
+    """Values that compile code which is cached on disk."""
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
-    guess: Literal["alone", "leader", ""] = "alone"
+    guess: Literal["alone", "leader", ""] = ""
     """First tried by itself, on the current leader, or only in the order that the search gives."""
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only this knob's first value is sound."""
@@ -193,12 +176,12 @@ class Knob:
     carries: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
-    weight: Callable[[Value], int] = lambda _value: 1
-    """What following it asks of a script; of configs that tie, the lightest is advised."""
+    heavy: Collection[Value] = ()
+    """Values that ask more of a script; of configs that tie, the lightest is advised."""
     shown: Callable[[Value], str] | None = None
     """Its name in reports; default: 'name', 'no name' or 'name=value'."""
-    caveat: Callable[[Value], str] | None = None
-    """What a short comparison cannot show about a value, '' for nothing."""
+    caveats: Mapping[Value, str] = field(default_factory=dict)
+    """What a short comparison cannot show about a value."""
     stage: str = COMPUTE
     """INPUT knobs of a workload are measured last, with a loader of the user's data."""
     feeds: bool = False
@@ -212,28 +195,33 @@ class Knob:
     """Its name in `--map`, if an option of a run's script may set it."""
     script: Callable[[Script], Own | None] | None = None
     """What a running script has set itself; None for nothing."""
-    layers: Callable[[Value], Callable[[nn.Module], nn.Module] | None] | None = None
-    """Replaces a model's layers, before it is laid out and compiled."""
+    layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+    """Replaces a model's layers, by value, before it is laid out and compiled."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
     loader: Callable[[Value], dict[str, object]] | None = None
     autocast: Mapping[Value, str] = field(default_factory=dict)
     """The name of autocast's dtype, by value."""
-    scaled: Callable[[Value], bool] | None = None
-    non_blocking: Callable[[Value], bool] | None = None
-    captured: Callable[[Value], bool] | None = None
-    """Whether `Advice.capture` makes a CUDA graph of the training step."""
-    graphs: Callable[[Value], bool] | None = None
-    """Whether the forward pass replays CUDA graphs, which must be told where a step begins."""
+    scaled: Collection[Value] = ()
+    """Values whose loss takes a GradScaler."""
+    non_blocking: Collection[Value] = ()
+    """Values that copy batches beside the host's work."""
+    captured: Collection[Value] = ()
+    """Values for which `Advice.capture` makes a CUDA graph of the training step."""
+    graphs: Collection[Value] = ()
+    """Values whose forward pass replays CUDA graphs, which must be told where a step begins."""
+
+    def holds(self, value: Value) -> bool:
+        """Whether a value is in the domain; True is not 1."""
+        return type(value) is type(self.domain[0]) and value in self.domain
 
     def needs(self, value: Value) -> str:
         """The least use that can follow a value, by what it acts on."""
-        if self.captured is not None:
+        if self.captured:
             return CAPTURE
-        scaled = self.scaled is not None and self.scaled(value)
-        layers = self.layers is not None and self.layers(value) is not None
-        if scaled or layers or (self.loader is not None and not self.feeds):
+        loader = self.loader is not None and not self.feeds
+        if value in self.scaled or value in self.layers or loader:
             return LOOP
         acts = self.model or self.optimizer or self.loader or value in self.autocast
         return PILOT if acts else FLAGS
@@ -328,7 +316,8 @@ class _Determinism(NamedTuple):
             os.environ.get(_WORKSPACE),
         )
 
-    def put_back(self) -> None:
+    def put(self) -> None:
+        # Only if it changes something: the setter imports torch.compile's machinery, for seconds.
         if self[:2] != self.now()[:2]:
             torch.use_deterministic_algorithms(self.algorithms, warn_only=self.warn_only)
         torch.backends.cudnn.deterministic = self.cudnn
@@ -342,12 +331,9 @@ class _Determinism(NamedTuple):
 
 def _set_deterministic(value: Value) -> None:
     # https://docs.pytorch.org/docs/stable/notes/randomness.html: all of what training needs.
-    if value:
-        os.environ.setdefault(_WORKSPACE, ":4096:8")
-    # Only where it changes something: the setter imports torch.compile's machinery, for seconds.
-    if torch.are_deterministic_algorithms_enabled() != bool(value):
-        torch.use_deterministic_algorithms(bool(value))
-    torch.backends.cudnn.deterministic = bool(value)
+    on, now = bool(value), _Determinism.now()
+    workspace = now.workspace or (":4096:8" if on else None)
+    now._replace(algorithms=on, cudnn=on, workspace=workspace).put()
 
 
 BLOCKS = "blocks"
@@ -478,7 +464,7 @@ KNOBS: tuple[Knob, ...] = (
         name="precision",
         summary="number format: torch's default, TF32, bf16 or fp16 autocast, bf16 with large "
         "linear layers in fp8, or strict fp32",
-        domain=Domain(PRECISIONS),
+        domain=PRECISIONS,
         default="default",
         values=_precisions,
         numerics=True,
@@ -489,8 +475,9 @@ KNOBS: tuple[Knob, ...] = (
             and (value != "fp8" or fp8.installed())
         ),
         carries=True,
+        guess="alone",
         # fp16 needs a scaler, and can overflow; fp8 needs torchao.
-        weight=lambda value: 2 if value in ("fp16", "fp8") else 1,
+        heavy=("fp16", "fp8"),
         shown=str,
         script=_own_precision,
         flag=Flag(
@@ -499,16 +486,17 @@ KNOBS: tuple[Knob, ...] = (
             now=Float32.now,
             back=Float32.put_back,
         ),
-        layers=lambda value: fp8.convert if value == "fp8" else None,
-        caveat=lambda value: fp8.CAVEAT if value == "fp8" else "",
+        layers={"fp8": fp8.convert},
+        caveats={"fp8": fp8.CAVEAT},
         autocast=AUTOCAST,
-        scaled=lambda value: value == "fp16",
+        scaled=("fp16",),
     ),
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
         carries=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
+        guess="alone",
         script=_own_layout,
         model=_lay_out_model,
         layout=lambda batch, value: _layout(batch) if value and batch.is_floating_point() else None,
@@ -529,7 +517,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="deterministic algorithms only (fixed by --deterministic)",
         carries=True,
         values=lambda here: (here.deterministic,),
-        flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put_back),
+        flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put),
     ),
     Knob(
         name="cudnn_enabled",
@@ -537,16 +525,14 @@ KNOBS: tuple[Knob, ...] = (
         default=True,
         carries=True,
         values=lambda here: (True, False)[: 1 + here.full] if here.device == "cuda" else (),
-        guess="",
         flag=_cudnn("enabled"),
     ),
     Knob(
         name=BATCH,
         summary="samples per step",
-        domain=Domain(most=2**24),
+        domain=range(1, 2**24 + 1),
         default=None,
         values=lambda here: here.batches,
-        guess="",
         mapped="batch",
         loader=lambda value: {"batch_size": value},
     ),
@@ -567,24 +553,22 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="compile",
         summary="torch.compile mode, its backend cudagraphs, or only the blocks that repeat",
-        domain=Domain(("none", *COMPILE_MODES_FULL)),
+        domain=("none", *COMPILE_MODES_FULL),
         default="none",
         values=_compile_modes,
         numerics=True,
         dear=_compile_seconds,
-        ahead=lambda value: value not in ("none", "cudagraphs"),
-        guess="",
+        cached=COMPILE_MODES_FULL[1:],
         permitted=lambda given, value: value == "none" or given.get("compile", True),
         script=lambda script: Own("default") if script.compiled else None,
         model=_compile,
-        graphs=lambda value: value in GRAPHED_MODES,
+        graphs=GRAPHED_MODES,
     ),
     Knob(
         name="dynamic_shapes",
         summary="compiled for inputs of any length at once, where a run's vary",
         values=_off_on(lambda here: here.varies and _compiles_whole(here)),
         numerics=True,
-        guess="",
         # Graphs are of one shape each, and what is not compiled has none.
         conflicts={"compile": WITHOUT_DEFAULT},
         permitted=lambda given, value: not value or given.get("compile", True),
@@ -595,12 +579,11 @@ KNOBS: tuple[Knob, ...] = (
         name="activation_memory",
         summary="share of the activations that a compiled model keeps for its backward pass, which "
         "computes the others again",
-        domain=Domain(SHARES),
+        domain=SHARES,
         default=1.0,
         values=_shares,
         numerics=True,
         frugal=True,
-        guess="",
         # Graphs of a forward and a backward pass have memory of their own.
         conflicts={"compile": WITHOUT_DEFAULT, "dynamic_shapes": (True,)},
         permitted=lambda given, value: value == 1.0 or given.get("compile", True),
@@ -611,19 +594,21 @@ KNOBS: tuple[Knob, ...] = (
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
         numerics=True,
+        guess="alone",
         # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
         # from the device, and from a GradScaler whether to step at all.
         conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=lambda value: {"fused": True} if value else {},
-        captured=bool,
+        captured=(True,),
     ),
     Knob(
         name="threads",
         summary="CPU threads inside one operation",
-        domain=Domain(most=2**12),
+        domain=range(1, 2**12 + 1),
         default=None,
         values=_threads,
+        guess="alone",
         script=lambda _script: Own(None) if threads_set() else None,
         flag=Flag(
             set=lambda value: torch.set_num_threads(int(value or 1)),
@@ -634,10 +619,9 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name=WORKERS,
         summary="processes that load data ahead of the steps",
-        domain=Domain(most=2**10, least=0),
+        domain=range(2**10 + 1),
         default=None,
         values=_workers,
-        guess="",
         stage=INPUT,
         shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
         feeds=True,
@@ -653,12 +637,11 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="prefetch_factor",
         summary="batches that each loader worker fetches ahead",
-        domain=Domain(most=2**10),
+        domain=range(1, 2**10 + 1),
         default=None,
         # PyTorch's own first. More evens out samples that take longer than others.
         values=lambda here: (2, 4, 8) if here.workers else (),
         conflicts={"num_workers": (0,)},
-        guess="",
         stage=INPUT,
         shown=lambda value: f"{value} batches ahead",
         feeds=True,
@@ -673,7 +656,6 @@ KNOBS: tuple[Knob, ...] = (
         default=True,
         values=lambda here: (True, False) if here.any_order and here.workers > 1 else (),
         conflicts={"num_workers": (0, 1)},
-        guess="",
         stage=INPUT,
         shown=lambda value: "in_order" if value else "batches in any order",
         loader=lambda value: {} if value else {"in_order": False},
@@ -682,10 +664,9 @@ KNOBS: tuple[Knob, ...] = (
         name="sharing",
         summary="how workers hand memory over: as open files, or by the names of files",
         domain=SHARING,
-        default=SHARING.values[0],
-        values=lambda here: SHARING.values if here.by_name and here.workers else (),
+        default=SHARING[0],
+        values=lambda here: SHARING if here.by_name and here.workers else (),
         conflicts={"num_workers": (0,)},
-        guess="",
         stage=INPUT,
         by_rule=True,
         flag=Flag(
@@ -699,7 +680,6 @@ KNOBS: tuple[Knob, ...] = (
         # A running script may change its dataset between two epochs.
         values=_off_on(lambda here: here.use != PILOT and here.workers > 0),
         conflicts={"num_workers": (0,)},
-        guess="",
         stage=INPUT,
         by_rule=True,
         loader=lambda value: {"persistent_workers": bool(value)},
@@ -711,11 +691,12 @@ KNOBS: tuple[Knob, ...] = (
         # Without workers, pinning gains nothing.
         values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
         conflicts={"num_workers": (0,)},
+        guess="alone",
         stage=INPUT,
         feeds=True,
         script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
         loader=lambda value: {"pin_memory": bool(value)},
-        non_blocking=bool,
+        non_blocking=(True,),
     ),
 )
 
@@ -810,12 +791,12 @@ def follows(use: str, config: Config, default: Config) -> bool:
 
 def caveats(config: Config) -> list[str]:
     """What the comparison with fp32 cannot show about a config, a sentence each."""
-    return [said for knob, value in _rows(config) if knob.caveat and (said := knob.caveat(value))]
+    return [knob.caveats[value] for knob, value in _rows(config) if value in knob.caveats]
 
 
 def compiles(config: Config) -> bool:
     """Whether a config compiles code that is cached on disk; the backend cudagraphs does not."""
-    return any(knob.ahead(value) for knob, value in _rows(config))
+    return any(value in knob.cached for knob, value in _rows(config))
 
 
 def code(config: Config) -> Config:
@@ -852,7 +833,7 @@ def workers(config: Mapping[str, Value]) -> int:
 def burden(config: Config, default: Config) -> int:
     """How much a config asks of a script: of configs that tie, the lightest is advised."""
     changed = config.changed(default)
-    return len(changed) + sum(knob.weight(value) - 1 for knob, value in _rows(changed))
+    return len(changed) + sum(value in knob.heavy for knob, value in _rows(changed))
 
 
 def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:
@@ -886,8 +867,9 @@ def refusal(record: Record) -> str:
         knob = BY_NAME.get(name)
         if knob is None:
             return f"knob {name[:40]!r} is not known to this version of advisor"
-        if not knob.domain.holds(value):
-            return f"{name} {value!r:.60}: expected {knob.domain}"
+        if not knob.holds(value):
+            ends = isinstance(knob.domain, range) and f"{knob.domain[0]} to {knob.domain[-1]}"
+            return f"{name} {value!r:.60}: expected {ends or ', '.join(map(str, knob.domain))}"
     default = record.baseline.config
     for one in record.winners:
         if not follows(one.use, one.choice.config, default):

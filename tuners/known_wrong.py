@@ -6,40 +6,28 @@ The comparison with fp32 sees a few batches of one shape only, and may miss them
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from advisor.tuners.lazily import torch
 
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
 
 
-class Wrong(NamedTuple):
-    """A fault of Inductor's: in releases from `since`, mended in `until`, avoided by `options`."""
-
-    since: tuple[int, int]
-    until: tuple[int, int]
-    options: Mapping[str, bool]
-
-
-KNOWN = (
-    # Gradients of LayerNorms whose scales and shifts are parts of one parameter are never written:
-    # https://github.com/pytorch/pytorch/issues/193061. Pull request 193103 mends it, in 2.15.0.
-    # In 2.10 also, in bf16, the gradient of a convolution's bias before a sum with one number for
-    # each channel: https://github.com/pytorch/pytorch/issues/190796.
-    Wrong((2, 10), (2, 15), {"triton.mix_order_reduction": False}),
-)
+# Gradients of LayerNorms whose scales and shifts are parts of one parameter are never written:
+# https://github.com/pytorch/pytorch/issues/193061. Pull request 193103 mends it, in 2.15.0.
+# In 2.10 also, in bf16, the gradient of a convolution's bias before a sum with one number for each
+# channel: https://github.com/pytorch/pytorch/issues/190796.
+_SINCE, _MENDED = (2, 10), (2, 15)
+_OPTIONS = {"triton.mix_order_reduction": False}
 
 
 def avoiding(version: str) -> dict[str, bool]:
     """Inductor's options that avoid the faults of a release of torch, or of a build before it."""
-    options: dict[str, bool] = {}
-    if found := _VERSION.match(version):
-        release, before = (int(found[1]), int(found[2])), bool(found[3])
-        for wrong in KNOWN:
-            if wrong.since <= release < wrong.until or (release == wrong.until and before):
-                options |= wrong.options
-    return options
+    found = _VERSION.match(version)
+    if found is None:
+        return {}
+    release, before = (int(found[1]), int(found[2])), bool(found[3])
+    wrong = _SINCE <= release < _MENDED or (release == _MENDED and before)
+    return dict(_OPTIONS) if wrong else {}
 
 
 def avoided() -> dict[str, bool]:

@@ -203,7 +203,7 @@ def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
         answers.wait(60)
         return None
 
-    monkeypatch.setattr(acting, "ARTIFACTS_S", 0.01)
+    monkeypatch.setattr(acting, "AWAITED_S", 0.01)
     fetch = Fetch(find)
     fetch.begin()
     fetch.load()
@@ -213,7 +213,7 @@ def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
     def fails() -> Found | None:
         raise StoreError("cache redis://gone: refused")
 
-    monkeypatch.setattr(acting, "ARTIFACTS_S", 60.0)
+    monkeypatch.setattr(acting, "AWAITED_S", 60.0)
     fetch = Fetch(fails)
     fetch.load()
     assert fetch.said == "artifacts: cache redis://gone: refused; compiled anew"

@@ -26,7 +26,7 @@ FIELD = """
 KNOB = """    Knob(
         name="slack",
         summary="how much of a made-up sleep is left out",
-        domain=Domain(most=9, least=0),
+        domain=range(10),
         default=0,
         values=lambda here: (0, 9),
         flag=Flag(

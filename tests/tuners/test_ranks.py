@@ -36,7 +36,7 @@ def train(how: str, env: Mapping[str, str], folder: Path) -> None:
     elif how != "before":
         dist.init_process_group("gloo")
     if how == "late":
-        ranks.GATHER_S = 0.1
+        ranks.AWAITED_S = 0.1
     if how == "differ, and rank 0 ends" and rank > 0:
         slow_to_read()
     try:

@@ -30,12 +30,12 @@ from advisor.tuners.act.capture import step_graph
 from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.object_graph import ObjectGraph
 from advisor.tuners.act.capture.optimizers import Optimizers
-from advisor.tuners.act.capture.recorder import RECORDERS
-from advisor.tuners.act.capture.step_graph import CHECKED, OTHERS, WARM_STEPS, StepGraph
+from advisor.tuners.act.capture.recorder import RECORDERS, Recorder
+from advisor.tuners.act.capture.step_graph import CHECKED, IN_A_ROW, StepGraph
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
 
-EARLY = WARM_STEPS + CHECKED
+EARLY = 2 * CHECKED
 everywhere = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -250,12 +250,12 @@ def test_a_scaler_that_is_updated_outside_is_named() -> None:
 
 def test_a_scaled_step_that_ends_within_a_capture_is_forgotten(recorder: AtenRecorder) -> None:
     step, advice, _scaler = own_scaler("cpu", fails=lambda: recorder.recordings > 0)
-    made = list(advice.batches(batches(WARM_STEPS + 3)))
-    for batch in made[:WARM_STEPS]:
+    made = list(advice.batches(batches(CHECKED + 3)))
+    for batch in made[:CHECKED]:
         step(batch)
     with pytest.warns(AdvisorWarning, match="whatever else"):
-        step(made[WARM_STEPS])  # which puts `recordings` back as well
-    for batch in made[WARM_STEPS + 1 :]:
+        step(made[CHECKED])  # which puts `recordings` back as well
+    for batch in made[CHECKED + 1 :]:
         step(batch)
 
 
@@ -397,6 +397,24 @@ def test_what_cannot_be_captured_trains_without_and_is_named_once(
 )
 def test_what_waits_is_found_by_its_line(hinder: Any, reason: str) -> None:
     trains_without("cuda", {"hinder": hinder}, reason)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_neither_stream_nor_memory_behind() -> None:
+    def fails() -> Tensor:
+        return torch.ones(2**20, device="cuda").sum().cpu()
+
+    stream, held = torch.cuda.current_stream(), torch.zeros(2**22, device="cuda")
+    with pytest.raises(RuntimeError):
+        Recorder().record(fails)
+    assert torch.cuda.current_stream() == stream
+    other = torch.cuda.Stream()
+    held.record_stream(other)
+    before = torch.cuda.memory_allocated()
+    del held
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # which frees what other streams have done with
+    assert torch.cuda.memory_allocated() < before
 
 
 def trains_without(where: str, how: dict[str, Any], reason: str) -> None:
@@ -718,7 +736,7 @@ def test_a_process_group_that_comes_later_ends_it(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         with pytest.warns(AdvisorWarning, match="process group"):
-            for number in range(WARM_STEPS):
+            for number in range(CHECKED):
                 step(pair(number))
     finally:
         torch.distributed.destroy_process_group()
@@ -885,13 +903,13 @@ def test_values_beside_the_tensors(recorder: AtenRecorder) -> None:
         ]
         ends.append((found, model.weight.detach().clone()))
     assert repr(ends[0]) == repr(ends[1])
-    assert recorder.recordings == 1 and recorder.replays == 14 - WARM_STEPS - 1
+    assert recorder.recordings == 1 and recorder.replays == 14 - CHECKED - 1
 
 
 def test_batches_that_are_never_like_the_example_are_named(recorder: AtenRecorder) -> None:
     step, _ = stepping(made())
     with pytest.warns(AdvisorWarning, match="nothing is replayed") as said:
-        for number in range(OTHERS + 3):
+        for number in range(IN_A_ROW + 3):
             step(pair(number, size=5))
     assert len(said) == 1 and recorder.recordings == 0
 
@@ -910,9 +928,9 @@ def test_an_empty_parameter_group(recorder: AtenRecorder) -> None:
 @pytest.mark.parametrize(
     ("call", "forward", "size", "reason"),
     [
-        (WARM_STEPS, 1, 4, "to capture it"),
-        (WARM_STEPS, 2, 4, "to compare"),
-        (WARM_STEPS, 3, 4, "for the step itself"),
+        (CHECKED, 1, 4, "to capture it"),
+        (CHECKED, 2, 4, "to compare"),
+        (CHECKED, 3, 4, "for the step itself"),
         (EARLY + 2, 1, 5, "another shape"),
         (EARLY + 2, 0, 4, "to replay"),
     ],

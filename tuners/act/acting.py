@@ -42,11 +42,11 @@ class Acting:
         self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
         formats = (k.autocast[value] for k, value in rows if value in k.autocast)
         self.autocast = getattr(torch, name) if (name := next(formats, "")) else None
-        self.scaled = any(k.scaled and k.scaled(value) for k, value in rows)
-        beside = any(k.non_blocking and k.non_blocking(value) for k, value in rows)
+        self.scaled = any(value in k.scaled for k, value in rows)
+        beside = any(value in k.non_blocking for k, value in rows)
         self.non_blocking = device.type == "cuda" and beside
-        self.graphs = any(k.graphs and k.graphs(value) for k, value in rows)
-        self.captured = any(k.captured and k.captured(value) for k, value in rows)
+        self.graphs = any(value in k.graphs for k, value in rows)
+        self.captured = any(value in k.captured for k, value in rows)
         self.compiles = any(k.model and not k.layout for k, _value in rows)
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(own in k.autocast for k, own in undone)

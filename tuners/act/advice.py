@@ -25,7 +25,7 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import Unscaled, make_momentum
 from advisor.tuners.act.served import Served
-from advisor.tuners.decisions import OVERLAPPED
+from advisor.tuners.decisions import LARGE
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ class Advice:
         """`prepare`, for a loop that moves the model to its device and compares it by itself."""
         acting = self._acting
         for knob, value in acting.rows:
-            if knob.layers is not None and (convert := knob.layers(value)) is not None:
-                model = convert(model)
+            if value in knob.layers:
+                model = knob.layers[value](model)
         for knob, value in acting.rows:
             if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
@@ -293,7 +293,7 @@ class Advice:
         overlapped: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
             if overlapped is None:
-                overlapped = sum(t.nbytes for t in _tensors(batch)) >= OVERLAPPED
+                overlapped = sum(t.nbytes for t in _tensors(batch)) >= LARGE
             if self._acting.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if overlapped else self.place(batch)

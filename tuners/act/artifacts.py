@@ -22,7 +22,7 @@ from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.patch import Patch
-from advisor.tuners.decisions import ARTIFACTS_S
+from advisor.tuners.decisions import AWAITED_S
 from advisor.tuners.environment import tools
 
 MOST_SAVED = 2**30
@@ -129,8 +129,8 @@ class Fetch:
         self._over = True
         self.begin()
         assert self._thread is not None
-        self._thread.join(ARTIFACTS_S)
-        late = f"not there within {ARTIFACTS_S:g} s" if self._thread.is_alive() else ""
+        self._thread.join(AWAITED_S)
+        late = f"not there within {AWAITED_S:g} s" if self._thread.is_alive() else ""
         failed = late or self._failed or self._load()
         if failed:
             prefix = "" if failed.startswith("artifacts") else "artifacts: "

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from advisor.tuners.decisions import RECOMPILATIONS
+_RECOMPILATIONS = 64
+"""Limit for one function: each config is another one to torch.compile, whose own limit is 8."""
 
 
 def graphs_compiled() -> int:
@@ -47,12 +48,12 @@ class RecompileLimit:
         """Raise the limit, once."""
         if self._own is None:
             self._own = torch._dynamo.config.recompile_limit
-            torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, self._own)
+            torch._dynamo.config.recompile_limit = max(_RECOMPILATIONS, self._own)
 
     def restore(self) -> None:
         """Restore the script's own limit, unless the script has set another since."""
         if self._own is not None:
-            if torch._dynamo.config.recompile_limit == max(RECOMPILATIONS, self._own):
+            if torch._dynamo.config.recompile_limit == max(_RECOMPILATIONS, self._own):
                 torch._dynamo.config.recompile_limit = self._own
             self._own = None
 

@@ -30,13 +30,13 @@ def _needs(knob: Knob, value: Value) -> Sequence[Piece]:
     """The pieces without which a value has no effect, by the columns that it acts through."""
     acts: dict[Piece, object] = {
         "set_flags": knob.flag,
-        "prepare": knob.model or (knob.layers and knob.layers(value)),
+        "prepare": knob.model or value in knob.layers,
         "optimizer": knob.optimizer and knob.optimizer(value),
         "loader": knob.loader and knob.loader(value),
-        "batches": knob.layout or (knob.non_blocking and knob.non_blocking(value)),
+        "batches": knob.layout or value in knob.non_blocking,
         "autocast": value in knob.autocast,
-        "step": knob.scaled and knob.scaled(value),
-        "capture": knob.captured and knob.captured(value),
+        "step": value in knob.scaled,
+        "capture": value in knob.captured,
     }
     return [piece for piece, acting in acts.items() if acting]
 

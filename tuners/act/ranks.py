@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from advisor.errors import RanksDiffer
-from advisor.tuners.decisions import GATHER_S
+from advisor.tuners.decisions import AWAITED_S
 
 _comparisons = itertools.count()
 
@@ -43,18 +43,18 @@ class Group(NamedTuple):
         return found
 
     def meet(self, key: str, *, waits: bool = True) -> bool:
-        """Whether all ranks have come to this point; `waits`: within GATHER_S."""
+        """Whether all ranks have come to this point; `waits`: within AWAITED_S."""
         if self.store.add(f"{key}/count", 1) == self.size:
             self.store.set(key, b"1")
             return True
-        return waits and self.get(key, GATHER_S) is not None
+        return waits and self.get(key, AWAITED_S) is not None
 
 
 def compare(digest: str) -> bool:
     """Compare this rank's advice with that of the others; whether there is a process group.
 
     Each rank adds its digest to one list and reads it, so that the later of two that differ sees
-    both. It waits for the others, once, for GATHER_S. Rank 0, with which the store may go, goes on
+    both. It waits for the others, once, for AWAITED_S. Rank 0, with which the store may go, goes on
     when all have read the list.
 
     Raises:

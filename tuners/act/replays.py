@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.tuners.act.steps import EVERY_STEP
-from advisor.tuners.decisions import KEPT
+from advisor.tuners.decisions import LARGE
 
 
 class Replays:
@@ -122,4 +122,4 @@ def _copied(value: Any) -> Any:
 
 
 def _copied_if_small(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.nbytes <= KEPT else value
+    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE else value

@@ -251,7 +251,7 @@ class Recipe:
         """Another value of a loader's knob; what workers load is pinned where that is offered."""
         config = self._space.combined(config, name, value)
         if name == knobs.WORKERS and value:
-            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking is not None)
+            pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking)
             return config.replace(**{n: self._space.choices[n][-1] for n in pinned})
         return config
 

@@ -11,45 +11,44 @@ import torch
 from torch import Tensor
 
 from advisor.tuners import tf32
-from advisor.tuners.decisions import FLIPPED, FLIPS, NUDGES, RELATIVE, ROUNDS, SPREADS
+from advisor.tuners.decisions import RELATIVE, RUNS, SPREADS
 
 _Kept = dict[int, Tensor]
 
 
 def compare_outputs(
-    replayed: Callable[[], list[Tensor]], eager: Callable[..., list[Tensor]], start: list[Tensor]
+    replayed: Callable[[], list[Tensor]],
+    eager: Callable[[int | None], list[Tensor]],
+    start: list[Tensor],
 ) -> tuple[int, float] | None:
     """Which tensor differs most, and by what fraction of its move; None if all agree.
 
     Args:
         replayed: takes the step one way; returns what it left, the same tensors at each call.
-        eager: the same, the other way; given a number, from weights nudged by this seed: the last
-            resort, for kernels that were chosen differently.
+        eager: the same, the other way; given a number, from weights nudged by this seed, as kernels
+            that were chosen differently round.
         start: what tensors held before; those beyond its end did not exist.
     """
     left: list[_Kept] = []
     right: list[_Kept] = []
     doubted: Iterable[int] | None = None
-    for _ in range(ROUNDS):
+    for seed in (None, *range(RUNS)):
         found = replayed()
         left.append(_copies(found, range(len(found)) if doubted is None else doubted))
-        found = eager()
-        live = {at: found[at] for at in left[-1]}
-        doubted = [at for at in live if _gap(at, left, [*right, live], start) > 1]
+        right.append(dict(enumerate(eager(seed))))
+        doubted = [at for at in left[-1] if _gap(at, left, right, start) > 1]
         if not doubted:
             return None
-        right.append(_copies(found, doubted))
-        left, right = ([{at: one[at] for at in doubted} for one in both] for both in (left, right))
-    right += [_copies(eager(number), right[0]) for number in range(NUDGES)]
+        right[-1] = _copies(right[-1], doubted)
+        left = [{at: one[at] for at in doubted} for one in left]
     shares = {}
-    for at in right[0]:
-        if _gap(at, left, right, start) > 1:
-            moved = _moved(right[0][at], start, at)
-            shares[at] = _closest(at, left, right) / moved if moved else math.inf
-    return max(shares.items(), key=lambda one: one[1]) if shares else None
+    for at in left[0]:
+        moved = _moved(right[0][at], start, at)
+        shares[at] = _closest(at, left, right) / moved if moved else math.inf
+    return max(shares.items(), key=lambda one: one[1])
 
 
-def _copies(found: list[Tensor], which: Iterable[int]) -> _Kept:
+def _copies(found: list[Tensor] | _Kept, which: Iterable[int]) -> _Kept:
     return {at: found[at].detach().clone() for at in which}  # the next run writes over them
 
 
@@ -59,14 +58,15 @@ def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -
     if closest == 0:
         return 0.0
     ways = [[one[at] for one in way] for way in (ours, theirs)]
-    within = [_distance(x, y) for way in ways for i, x in enumerate(way) for y in way[:i]]
-    value, allowed = theirs[0][at].detach(), SPREADS * max(within, default=0.0)
+    allowed = max(
+        (_distance(x, y) for way in ways for i, x in enumerate(way) for y in way[:i]), default=0.0
+    )
+    value = theirs[0][at].detach()
     if value.is_floating_point():
         largest = float(value.abs().max().nan_to_num()) if value.numel() else 0.0
-        flips = math.sqrt(FLIPS + FLIPPED * value.numel())
-        allowed += flips * torch.finfo(value.dtype).eps * largest
+        allowed += torch.finfo(value.dtype).eps * largest
         allowed += RELATIVE * _moved(value, start, at)
-    return closest / allowed if allowed else math.inf
+    return closest / (SPREADS * allowed) if allowed else math.inf
 
 
 def _closest(at: int, ours: list[_Kept], theirs: list[_Kept]) -> float:

@@ -60,10 +60,6 @@ class Gradient(NamedTuple):
     after: Tensor | None
     clears: bool
 
-    def as_captured(self) -> bool:
-        """Whether a replay may follow: the step clears the gradient, or finds the same one."""
-        return self.clears or self.weight.grad is self.before
-
 
 class CapturedGraph:
     """Replays a captured step on the batch in its buffers.
@@ -98,6 +94,10 @@ class CapturedGraph:
         self._output = [detached(leaf) for leaf in leaves]
         self._alive = before
 
+    def finds_gradients(self) -> bool:
+        """Whether a replay may follow: the step clears its gradients, or finds the same ones."""
+        return all(one.clears or one.weight.grad is one.before for one in self.gradients)
+
     def replaced(self) -> list[Any]:
         """The objects that now stand where the step replaces them."""
         return [place.read()[name] for place, name in self._replaced]
@@ -113,10 +113,9 @@ class CapturedGraph:
             if isinstance(copy, Tensor):
                 copy.copy_(left)
         output, new = tree_unflatten(copies, self._tree)
-        for gradient in self.gradients:
-            makes = gradient.before is None and gradient.after is not None
-            if not self.attached or (makes and not gradient.clears):
-                gradient.weight.grad = gradient.after
+        for weight, before, after, clears in self.gradients:
+            if not self.attached or (before is None and not clears):
+                weight.grad = after
         self.attached = True
         for (place, name), value in zip(self._replaced, new, strict=True):
             place.write(name, value)

@@ -5,27 +5,29 @@ names, and what these hold, one level deep."""
 from __future__ import annotations
 
 import dis
-import functools
-import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import call, is_
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.decisions import WIDE
 from advisor.tuners.fingerprint import is_library
 
-SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
 _MODULE = frozenset(vars(nn.Module())) - {"training"}
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _TORCH = (nn.Module, torch.optim.Optimizer, _SCHEDULER, torch.amp.GradScaler)
 """Objects whose own state is watched wherever they are met."""
+_WIDE = 1000
+"""Entries from which only the length of a container is read: it holds data, not settings."""
+_ABSENT = object()
 
 Values = list[dict[Any, Any]]
 """What each place holds, by name."""
@@ -37,7 +39,7 @@ class Place:
 
     Attributes:
         label: what a person calls it.
-        names: only these are read; None: all. A tuple: they are there and stay.
+        names: only these are read; None: all.
         inside: compared before and after a step only: scripts may change it between steps.
     """
 
@@ -47,16 +49,12 @@ class Place:
     inside: bool = False
 
     def read(self) -> dict[Any, Any]:
-        held = self.held
-        if isinstance(held, CellType):
-            try:
-                return {"": held.cell_contents}
-            except ValueError:  # not assigned yet
-                return {}
+        held = vars(self.held) if isinstance(self.held, type) else self.held
         if self.names is not None:
-            found = vars(held) if isinstance(held, type) else held
-            return {name: found[name] for name in self.names if name in found}
-        if len(held) > WIDE:
+            return {name: held[name] for name in self.names if name in held}
+        if isinstance(held, CellType):
+            return {"": held.cell_contents} if held != CellType() else {}  # not assigned yet
+        if len(held) > _WIDE:
             return {"len()": len(held)}
         return dict(held) if isinstance(held, dict) else dict(enumerate(held))
 
@@ -77,28 +75,19 @@ class Place:
             self.held.clear()
             self.held.extend(before.values())
         for name, value in before.items():
-            if name not in now or now[name] is not value:
+            if now.get(name, _ABSENT) is not value:
                 self.write(name, value)
 
     def called(self, name: Any) -> str:
         """As a person knows it: 'self.weight', 'schedule.last_epoch'."""
         return ".".join(part for part in (self.label, str(name)) if part)
 
-    def changed(
-        self, before: dict[Any, Any], now: dict[Any, Any], same: Callable[[Any, Any], bool]
-    ) -> str:
-        """What a value is called that is not the same as before; '' if all are."""
-        for name in before.keys() | now.keys():
-            if name not in before or name not in now or not same(now[name], before[name]):
-                return self.called(name)
-        return ""
-
 
 class ObjectGraph:
     """The objects of `train_step`, as they are when this is made.
 
     Attributes:
-        tensors: those met, each once, by id.
+        tensors: those met, each once.
     """
 
     def __init__(
@@ -108,29 +97,33 @@ class ObjectGraph:
         also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
-        self._watched: list[tuple[Place, dict[Any, Any], set[Any], Any]] = []
+        self._watched: list[tuple[Place, dict[Any, Any]]] = []
+        self._reads: list[Callable[[], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
         is_function = isinstance(train_step, FunctionType)
         owner = getattr(train_step, "__self__", None if is_function else train_step)
         if owner is not None:
             self._add_object(owner, "self")
-        method: Any = type(train_step).__call__ if owner is train_step else train_step
-        self._add_function(getattr(method, "__func__", method))
-        size = 0
-        while size < len(self._met):  # a method that is found names others
-            size = len(self._met)
-            for value in [v for place in self._places for v in place.read().values()]:
-                self._add_function(getattr(value, "fget", getattr(value, "__func__", value)))
-        for place in [*self._places]:
-            for name, value in place.read().items():
-                self._add(value, place.called(name))
+        self._add_function(type(train_step).__call__ if owner is train_step else train_step)
+        known = 0
+        while known < len(self._places):  # a method that is found names others
+            known = len(self._places)
+            for _place, _name, value in self._entries():
+                self._add_function(value)
+        for place, name, value in self._entries():
+            self._add(value, place.called(name))
         for one in (*modules, *also):
             self._add(one, type(one).__name__)
-        held = (value for place in self._places for value in place.read().values())
-        self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
+        held = {id(value): value for *_at, value in self._entries()}
+        self.tensors = [value for value in held.values() if isinstance(value, Tensor)]
 
-    def _add_function(self, function: Any) -> None:
+    def _entries(self) -> list[tuple[Place, Any, Any]]:
+        return [(place, *entry) for place in self._places for entry in place.read().items()]
+
+    def _add_function(self, value: Any) -> None:
+        """Of a function, a method or a property: its closure, and the globals that it names."""
+        function = getattr(value, "fget", getattr(value, "__func__", value))
         if not isinstance(function, FunctionType) or id(function) in self._met:
             return
         self._met[id(function)] = function
@@ -139,12 +132,13 @@ class ObjectGraph:
         read: set[str] = set()
         for code in _codes(function.__code__):
             self._names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            # Not all of co_names: a loop's global `step` is not the method of an optimizer.
             loads = (one for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
             read |= {str(one.argval) for one in loads}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._places += [Place(name, cell) for name, cell in cells]
         world = function.__globals__
-        self._places.append(Place("", world, frozenset(read)))
+        self._places.append(Place("", world, read))
         for name in read & world.keys():
             if isinstance(world[name], ModuleType) and not _installed(world[name].__name__):
                 self._places.append(Place(name, vars(world[name]), self._names))
@@ -153,25 +147,25 @@ class ObjectGraph:
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
             self._add_module(value, label)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._places.append(Place(label, vars(value), self._names))
-        kinds = (kind for kind in type(value).__mro__ if not _installed(kind.__module__))
-        self._places += [Place(label, kind, self._names) for kind in kinds]
+        for held in (getattr(value, "__dict__", None), *_kinds(value)):
+            if held is not None:
+                self._places.append(Place(label, held, self._names))
 
     def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
             self._met[id(module)] = module
-            kinds = bool | float if _installed(type(module).__module__) else object
-            own = {n: v for n, v in vars(module).items() if n not in _MODULE}
-            names = tuple(n for n, value in own.items() if isinstance(value, kinds))
+            held = vars(module).items()
+            types = bool | float if _installed(type(module).__module__) else object
+            names = {n for n, value in held if n not in _MODULE and isinstance(value, types)}
+            # What its class has, it may have itself later.
+            names.update(*(vars(kind) for kind in _kinds(module)))
             self._places.append(Place(name, vars(module), names))
-            for held in (module._parameters, module._buffers, module._modules):
-                if held:
-                    self._places.append(Place(name, held, tuple(held)))
+            parts = (module._parameters, module._buffers, module._modules)
+            self._places += [Place(name, part) for part in parts if part]
 
     def _add(self, value: Any, label: str) -> None:
         """What an object holds that the step's own places hold."""
-        if isinstance(value, SCALARS) or id(value) in self._met:
+        if isinstance(value, _SCALARS) or id(value) in self._met:
             return
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
@@ -189,7 +183,7 @@ class ObjectGraph:
             self._places.append(Place(label, value))
             self._add_parts(self._places[-1])
         elif isinstance(value, tuple):
-            for part in value[:WIDE]:
+            for part in value[:_WIDE]:
                 self._add(part, label)
         elif not isinstance(value, type | ModuleType) and not _installed(type(value).__module__):
             self._add_object(value, label)
@@ -209,25 +203,26 @@ class ObjectGraph:
 
         An object in the place of another, as an output that is kept, is no change.
         """
-        pairs = zip(self._places, before, strict=True)
-        return next((said for p, old in pairs if (said := p.changed(old, p.read(), _equal))), "")
+        return _changed(zip(self._places, before, strict=True), _alike)
 
     def restore(self, before: Values) -> None:
         """Each value that was there; a scaler's notes on a step that did not end are dropped."""
         for place, old in zip(self._places, before, strict=True):
             place.restore(old)
+        for scaler in self._scalers():
+            scaler._per_optimizer_states.clear()
         for one in self._met.values():
-            if isinstance(one, torch.amp.GradScaler):
-                one._per_optimizer_states.clear()
-            elif isinstance(one, torch.optim.Optimizer):
+            if isinstance(one, torch.optim.Optimizer):
                 vars(one).pop("grad_scale", None)
                 vars(one).pop("found_inf", None)
+
+    def _scalers(self) -> list[torch.amp.GradScaler]:
+        return [one for one in self._met.values() if isinstance(one, torch.amp.GradScaler)]
 
     @property
     def between_steps(self) -> bool:
         """Whether no GradScaler holds notes on a step, which it does until it is updated."""
-        scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
-        return not any(scaler._per_optimizer_states for scaler in scalers)
+        return not any(scaler._per_optimizer_states for scaler in self._scalers())
 
     def replaced(self, before: Values) -> list[tuple[Place, Any, Any]]:
         """Where another object stands than before: place, name, the object now."""
@@ -240,36 +235,44 @@ class ObjectGraph:
 
     def watch(self, before: Values) -> None:
         """Have `changed` compare with what there is now, but for what the step itself replaces."""
-        own = {(id(place), name) for place, name, _new in self.replaced(before)}
-        self._watched = []
-        for place in self._places:
-            if place.inside:
-                continue
-            skipped = {name for at, name in own if at == id(place)}
-            values = {name: held for name, held in place.read().items() if name not in skipped}
-            quick = None
-            if isinstance(place.names, tuple) and values:
-                # A model has hundreds of modules: these are read without Python.
-                get = operator.itemgetter(*values, next(iter(values)))
-                quick = len(place.held), get, get(place.held)
-            self._watched.append((place, values, skipped, quick))
+        own: dict[int, set[Any]] = {}
+        for place, name, _new in self.replaced(before):
+            own.setdefault(id(place), set()).add(name)
+        watched = [place for place in self._places if not place.inside]
+        for at, place in enumerate(watched):
+            if id(place) in own:
+                names = place.read() if place.names is None else place.names
+                watched[at] = replace(place, names={*names} - own[id(place)])
+        self._watched = [(place, place.read()) for place in watched]
+        # A model has hundreds of modules: what dictionaries hold is compared without Python.
+        dicts = [place for place in watched if type(place.held) is dict]
+        self._slow = [each for each in self._watched if type(each[0].held) is not dict]
+        self._reads = [partial(len, place.held) for place in dicts if place.names is None]
+        for place in dicts:
+            names = place.read() if place.names is None else place.names
+            self._reads += [partial(place.held.get, name) for name in names]
+        self._found = [read() for read in self._reads]
 
     def changed(self) -> str:
         """What the script has changed since `watch`, between two steps; '' if nothing."""
-        for place, before, skipped, quick in self._watched:
-            if quick is not None:
-                size, get, values = quick
-                try:
-                    if len(place.held) == size and all(map(operator.is_, get(place.held), values)):
-                        continue
-                except KeyError:
-                    pass  # deleted
-                if len(place.held) != size:
-                    return place.called(next(reversed(place.held), ""))
-            now = {name: held for name, held in place.read().items() if name not in skipped}
-            if changed := place.changed(before, now, _same):
-                return changed
-        return ""
+        same = all(map(is_, map(call, self._reads), self._found))
+        places = self._slow if same else self._watched
+        return _changed(places, lambda now, old: _scalar(now) and _alike(now, old))
+
+
+def _changed(
+    places: Iterable[tuple[Place, dict[Any, Any]]], same: Callable[[Any, Any], bool]
+) -> str:
+    """What a value is called that is not as before; '' if all are."""
+    for place, before in places:
+        now = place.read()
+        for name, value in now.items():
+            old = before.get(name, _ABSENT)
+            if value is not old and not same(value, old):
+                return place.called(name)
+        if len(now) < len(before):
+            return place.called(next(name for name in before if name not in now))
+    return ""
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -279,26 +282,27 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
+def _kinds(value: object) -> list[type]:
+    """The user's classes among those of an object."""
+    return [kind for kind in type(value).__mro__ if not _installed(kind.__module__)]
+
+
 def _scalar(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_scalar, value))
-    return isinstance(value, SCALARS)
+    return isinstance(value, _SCALARS)
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (_scalar(a) and _scalar(b) and _equal(a, b))
-
-
-def _equal(a: Any, b: Any) -> bool:
+def _alike(a: Any, b: Any) -> bool:
     """Whether values are equal as far as Python can tell; of others the same type is enough."""
-    if a is b or type(a) is not type(b):
-        return a is b
+    if type(a) is not type(b):
+        return False
     if _scalar(a) and _scalar(b):
         return bool(a == b or (a != a and b != b))
     return len(a) == len(b) if isinstance(a, list | tuple | dict | set | frozenset) else True
 
 
-@functools.cache
+@cache
 def _installed(module: str | None) -> bool:
     """Whether it is a library's, Python's own or advisor's, not what a user writes for a script."""
     if module is None or module.partition(".")[0] in ("advisor", "torch", "builtins"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 import warnings
@@ -18,14 +17,13 @@ from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.captured_graph import (
     Buffers,
     CapturedGraph,
-    Gradient,
     StateSnapshot,
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.recorder import Recorder
-from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, OTHERS, RECAPTURES, SMALL, WARM_STEPS
+from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -39,8 +37,8 @@ T = TypeVar("T")
 class StepGraph:
     """A training step that is replayed; called as the step itself, with one batch.
 
-    The first WARM_STEPS calls train without a graph. The next CHECKED ones train twice from the
-    same state, with it and without, and keep the latter. From then on a call copies its batch into
+    The first CHECKED calls train without a graph. The next CHECKED ones train twice from the same
+    state, with it and without, and keep the latter. From then on a call copies its batch into
     the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
     changes between steps is followed; another change of what the step reads captures anew. A replay
     runs kernels and no Python: a step that changes values in Python, as a schedule or a counter, or
@@ -72,7 +70,6 @@ class StepGraph:
         self._optimizers = Optimizers(recorder.device)
         self._buffers = Buffers(example)
         self._warm = self._checked = self._wasted = self._others = self._replays = 0
-        self._check_at = CHECKED_AGAIN
         self._stepped: list[int] = []
         self._captured: CapturedGraph | None = None
         self._fixed: list[Any] = []
@@ -94,17 +91,19 @@ class StepGraph:
         if leaves is None:
             return self._other(batch)
         self._others = 0
-        if self._warm < WARM_STEPS:
+        if self._warm < CHECKED:
             return self._warm_up(batch)
         if self._captured is not None and (changed := self._changed(self._captured)):
             self._captured, self._wasted = None, self._wasted + 1
-            if self._wasted >= RECAPTURES:
+            if self._wasted >= IN_A_ROW:
                 return self._without(f"{changed} is changed at every step", batch)
         if self._captured is None:
             if why := self._capture(leaves):
                 return self._without(why, batch)
             self._checked = min(self._checked, CHECKED - 1)
-        if self._checked < CHECKED or self._replays >= self._check_at:
+        # Values that are read deeper than is watched are found by comparisons, each time later.
+        rarely = CHECKED_AGAIN << max(0, self._checked - CHECKED)
+        if self._checked < CHECKED or self._replays >= rarely:
             return self._check(batch, leaves)
         self._wasted = 0
         self._replays += 1
@@ -127,9 +126,9 @@ class StepGraph:
 
     def _other(self, batch: Any) -> Any:
         self._others += 1
-        if self._others == OTHERS and not self._checked:
+        if self._others == IN_A_ROW and not self._checked:
             warnings.warn(
-                f"advisor: {OTHERS} batches in a row were not like the example that "
+                f"advisor: {IN_A_ROW} batches in a row were not like the example that "
                 "advice.capture was given (other shapes, types, or values beside the tensors): "
                 "nothing is replayed, and training is slower than advised. Give it a batch as "
                 "those to come",
@@ -140,24 +139,23 @@ class StepGraph:
             return self._plainly(batch)
         # Buffers are small and are copied for a second try; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
-        kept, drawn = [buffer.clone() for buffer in buffers], self._recorder.random_state()
+        assert self._objects is not None
+        start = StateSnapshot(buffers, [], self._recorder, self._objects)
         with self._optimizers.counting() as stepped:
             if (output := _if_memory(lambda: [self._plainly(batch)], stepped)) is not None:
                 return output[0]
-        for buffer, value in zip(buffers, kept, strict=True):
-            buffer.copy_(value)
-        self._recorder.set_random_state(drawn)
+        start.restore()
         return self._without("there is no memory for it beside a batch of another shape", batch)
 
     def _warm_up(self, batch: Any) -> Any:
         self._warm += 1
         objects, drawn = self._look(), self._drawn()
-        before, tensors = objects.read(), [*objects.tensors.values()]
+        before, tensors = objects.read(), objects.tensors
         versions = [_version(tensor) for tensor in tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
         earlier, self._stepped = self._stepped, stepped
-        if self._warm < WARM_STEPS:
+        if self._warm < CHECKED:
             return output
         # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
         obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
@@ -166,7 +164,7 @@ class StepGraph:
             obstacle = f"it waits for the device ({waits[0]}); {_MEND}"
         obstacle = obstacle or ("" if stepped == earlier else _OTHER_OPTIMIZERS)
         pairs = zip(tensors, versions, strict=True)
-        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes <= SMALL]
+        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes < LARGE]
         if obstacle:
             self._give_up(obstacle)
         return output
@@ -179,8 +177,8 @@ class StepGraph:
     def _drawn(self) -> object:
         """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
-        drawn = random.getstate(), numpy and numpy.random.get_state(legacy=False)
-        return pickle.dumps(drawn), self._recorder.host_state()
+        drawn = numpy and repr(numpy.random.get_state(legacy=False))
+        return random.getstate(), drawn, self._recorder.host_state()
 
     def _moved(self, objects: ObjectGraph, before: Values, drawn: object) -> str:
         """What a step just now has changed that a replay would not; '' if nothing."""
@@ -203,7 +201,7 @@ class StepGraph:
                 "a setting of the optimizer, other than the learning rate of a fused one, or what "
                 "weights train,"
             )
-        if not all(map(Gradient.as_captured, captured.gradients)):
+        if not captured.finds_gradients():
             return "which gradients there are before a step"
         return self._objects.changed()
 
@@ -256,7 +254,7 @@ class StepGraph:
         wrong = wrong or self._moved(objects, start.values, drawn)
         wrong = wrong or (no_memory if found is None else found)
         self._checked += 1
-        self._replays, self._check_at = 0, self._check_at * (1 + (self._checked > CHECKED))
+        self._replays = 0
         if wrong:
             self._give_up(wrong)
         return output[0]
@@ -313,7 +311,7 @@ class StepGraph:
         self._captured, self._written, self._objects = None, [], None
         self._buffers = Buffers(None)
         self._optimizers.end()
-        if self._warm >= WARM_STEPS:
+        if self._warm >= CHECKED:
             torch.cuda.empty_cache()
         warnings.warn(
             f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
