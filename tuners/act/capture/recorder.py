@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,18 +42,20 @@ class Recorder:
         Raises:
             RuntimeError: the step cannot be captured; nothing is left of the attempt.
         """
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         side = _side_stream(torch.cuda.current_device())
         try:
             # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
             with (
                 _without_collection(),
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
             ):
                 output = step()
         except BaseException:
-            _end_capture(graph, pool)
+            # A capture that succeeds ends the state in which a failed one leaves the generator.
+            here = torch.zeros(1, device="cuda")
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                here.add_(1)
             raise
         return graph.replay, output
 
@@ -72,27 +73,6 @@ class Recorder:
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
 """By the type of the device; on others a step is never captured."""
-
-
-_failed: list[torch.cuda.CUDAGraph] = []
-"""Graphs of failed captures: the allocator of pinned memory may still ask them."""
-
-
-def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End what is left of a capture that failed: PyTorch's `capture_end` raises before it tells the
-    allocators and the generator (aten/src/ATen/cuda/CUDAGraph.cpp). While an allocator takes a
-    capture to be under way, it frees no memory that another stream has used."""
-    device = torch.cuda.current_device()
-    # It says so if the capture ended by itself; then the graph frees its pool, too.
-    with contextlib.suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-    # A capture that succeeds ends the state in which a failed one leaves the generator.
-    here = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        here.add_(1)
-    graph.reset()
-    _failed.append(graph)
 
 
 @contextmanager
