@@ -219,7 +219,8 @@ class Bench:
         codes, replays = self._code.claim()
         built.codes |= codes
         built.replays |= replays
-        built.own_bytes = self._allocated() - held
+        if self._fed is None:  # batches that a loader has put on the device are freed with it
+            built.own_bytes = self._allocated() - held
         built.peak_bytes = max(built.peak_bytes, peak)
         self._peak_bytes = max(self._peak_bytes, peak)
 
