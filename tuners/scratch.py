@@ -11,7 +11,7 @@ import os
 import weakref
 from pathlib import Path
 
-PREFIX = "advisor-scratch-"
+PREFIX = "advisor."  # short: a socket's path has 107 bytes at most, TMPDIR included
 
 
 class Scratch:

@@ -338,12 +338,12 @@ def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> No
     await_file(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
-    (scratch,) = temporary.glob("advisor-*")
+    (scratch,) = temporary.glob("advisor.*")
     assert list(scratch.glob("cc*.s"))
     tuner.kill()
     tuner.join()
     assert all(map(ended, started))
-    assert list(temporary.glob("advisor-*")) == []
+    assert list(temporary.glob("advisor.*")) == []
 
 
 @linux
