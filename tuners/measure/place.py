@@ -31,8 +31,8 @@ class Block:
     ahead: int = 0  # batches that the loader's workers may have ready
 
     @property
-    def waits(self) -> bool:
-        """Whether the loader keeps it from being faster."""
+    def outruns_loader(self) -> bool:
+        """Whether its steps take batches faster than the loader makes them."""
         return self.borrowed > 0 or self.waited_s > (GAIN - 1) * self.seconds
 
     @property

@@ -289,8 +289,8 @@ class Visitor:
         self._current = None
         block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
-        most = int(SLOW_TURN_S / max(block.step_s, 1e-7))
-        self._outrun[config] = min(block.ahead, most) if block.waits else 0
+        most = turn_steps(block.step_s, SLOW_TURN_S)
+        self._outrun[config] = min(block.ahead, most) if block.outruns_loader else 0
         return block
 
     def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:
