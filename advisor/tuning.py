@@ -24,7 +24,7 @@ from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task, rows
-from advisor.errors import UsageError
+from advisor.errors import StoreError, UsageError
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import (
@@ -705,9 +705,12 @@ def memory_of(device: Device) -> int:
 
 
 def _log_of(records: Records, command: tuple[str, ...]) -> Path:
-    """Where what a command prints goes, begun anew."""
+    """Where what a command prints goes, begun anew. Raises StoreError if there is no such place."""
     folder = records.studies.parent / "runs"
-    make_folder(folder)
+    try:
+        make_folder(folder)
+    except OSError as exc:
+        raise StoreError(f"{folder}: {exc.strerror}; set ADVISOR_CACHE to another folder") from exc
     file = folder / f"{fingerprint(list(command))[:12]}.log"
     file.unlink(missing_ok=True)
     return file

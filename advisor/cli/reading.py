@@ -85,7 +85,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
     elif not found and records.unreachable:
         click.echo("Nothing is tuned in what could be read")
     elif not found:
-        click.echo("Nothing is tuned yet; run: advisor tune model.py --shape 64x3x224x224")
+        click.echo("Nothing is tuned yet; run: advisor tune -- python train.py")
     else:
         console().print(tables.listing(found))
         if older:
@@ -262,7 +262,10 @@ def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool
         signed = "" if one.signed else f"; {UNSIGNED}"
         click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
     if not found:
-        click.echo(f"nothing was tuned by this command; run: advisor tune -- {typed}")
+        click.echo(
+            "no record was made by these very words; `advisor run` also finds one of the same "
+            f"model and inputs. To tune: advisor tune -- {typed}"
+        )
     return any(one.fits for one in found)
 
 

@@ -327,7 +327,7 @@ def gain(record: Record, use: str) -> str:
     spread = interval(choice.speedup_low, choice.speedup_high)
     gained = f"{times(choice.speedup)} {record.key.task.baseline} ({spread})"
     check = _checked(record, choice.config)
-    held = "; nothing of it changes numerics"
+    held = "; it may change rounding, no number format"
     if knobs.doubtful(choice.config, record.baseline.config) and check is not None:
         held = f"; verified against fp32: {check.measurement.reason}"
     return gained + (unverified(record, choice.config) or held)

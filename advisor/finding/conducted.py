@@ -64,6 +64,7 @@ class Conducted(Found):
         if local < seen.processes:
             warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
             return self.left()
+        tell(f"tune: tries configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
         atexit.register(self._untuned, os.getpid())
         self._folder = self._shared_folder(seen)

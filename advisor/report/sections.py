@@ -138,7 +138,7 @@ def _memory(record: Record) -> Section:
 
 def _numerics(record: Record) -> Section:
     table, lines = tables.numerics(record), tuple(tables.unheld(record))
-    none = "Nothing that was chosen changes numerics: there was nothing to compare."
+    none = "What was chosen changes no number format and compiles nothing; rounding may differ."
     return Section(
         name="numerics",
         title="Numerics",

@@ -188,8 +188,9 @@ def compared(record: Record) -> Iterator[str]:
     default = record.baseline.config
     for trial in record.trials:
         if trial.stage == "numerics":
-            state = "" if trial.measurement.ok else f"{outcome(trial.measurement)}, "
-            yield f"{described(trial.config, default)}: {state}{trial.measurement.reason}"
+            ok = trial.measurement.ok
+            state = "trains like fp32" if ok else outcome(trial.measurement)
+            yield f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"
     yield from unheld(record)
 
 

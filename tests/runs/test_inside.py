@@ -119,7 +119,8 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     process = begun(script, "60", by=[*RUN, "--tune", "5s", "--"])
     out, err = process.communicate()
     assert process.returncode == 0, err
-    (said,) = err.splitlines()
+    begins, said = err.splitlines()
+    assert begins == "advisor: tune: tries configs for 5 s; every step trains"
     assert out.splitlines()[0] == said.removeprefix("advisor: ")
     assert said.startswith("advisor: in force: ") and "; found in this run: " in said
     (record,) = open_records(None).all()
@@ -188,7 +189,7 @@ def test_a_script_that_ends_before_its_tuning_says_so_and_ends_the_search(script
         assert time.monotonic() < until, "nothing was measured"
         time.sleep(0.1)
     script.with_name("enough").touch()
-    (said,) = process.communicate()[1].splitlines()
+    _begins, said = process.communicate()[1].splitlines()
     assert re.fullmatch(
         r"advisor: tune: the script ended \d+ s into the 300 s of its tuning, and is not tuned "
         "yet; the next run goes on from there",
