@@ -122,12 +122,12 @@ class Tuner:
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = Costs(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
-        study.sampler = GainPerSecond(
+        sampler = GainPerSecond(
             seed=scope.seed,
             among=lambda: self._among,
             best=lambda: self._visits.best(batch=self._among[0].batch).ratio.mean,
         )
-        self._journal = Journal(study, space, self._progress.notice)
+        self._journal = Journal(study, space, sampler, self._progress.notice)
         self._passed_over: dict[Config, float] = {}
         self._remarks: list[str] = []
         self._remedy = ""
@@ -190,11 +190,10 @@ class Tuner:
     # What is visited ----------------------------------------------------------------------------
 
     def _measure_baseline(self) -> None:
-        asked = self._journal.ask("baseline", self._space.default)
+        asked = self._journal.ask(self._space.default)
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            self._journal.pass_over(asked)
             why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._told(asked, visit, "baseline")
@@ -244,7 +243,7 @@ class Tuner:
         if not self._costs.fits(config, needs_s):
             self._passed_over[config] = needs_s
         elif self._scope.worth(needs_s):
-            self._visit(proposal, self._journal.ask(proposal.origin, config))
+            self._visit(proposal, self._journal.ask(config))
 
     @property
     def _is_full(self) -> bool:
@@ -260,12 +259,10 @@ class Tuner:
             self._among = self._open(batch)
             if not self._among or self._is_full:
                 return
-            asked = self._journal.ask("sampler")
+            asked = self._journal.ask()
             config = Config(asked.params)
             if config in self._among:
                 self._visit(Proposal(config, "sampler"), asked)
-            else:
-                self._journal.pass_over(asked)
             now = score(self._visits.best(batch=batch))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
@@ -290,17 +287,13 @@ class Tuner:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
-        try:
-            visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
-            self._visits.add(visit)
-            asks = self._visits.leads(visit) or (
-                proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
-            )
-            if visit.ok and asks and self._visits.is_doubtful(config):
-                visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
-        except BaseException:
-            self._journal.pass_over(asked)
-            raise
+        visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
+        self._visits.add(visit)
+        asks = self._visits.leads(visit) or (
+            proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
+        )
+        if visit.ok and asks and self._visits.is_doubtful(config):
+            visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
 
@@ -338,7 +331,7 @@ class Tuner:
         )
         visits.trials.append(trial)
         compared = visits.compared(config)
-        known = Known(trial=trial, ratio=visit.ratio, compared=compared)
+        known = Known(trial, visit.ratio, compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         best = visits.safe(self._space.uses[0], config.batch)[0].config
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
