@@ -8,8 +8,7 @@ from advisor.cache.record import EFFORTS
 from advisor.cache.task import rows, shell
 from advisor.errors import UsageError
 from advisor.tuners.length import Length
-from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.plan import Plan, suffices
+from advisor.tuners.search.plan import Clock, Plan, suffices
 
 
 def test_a_plan_is_made_of_what_was_given() -> None:

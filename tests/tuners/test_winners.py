@@ -15,9 +15,9 @@ from advisor.cache.record import RACED
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length, Pace
+from advisor.tuners.search.race import Verdict, choose
 from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import Verdict, choose
 
 SPACE = Space(
     {

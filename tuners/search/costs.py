@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from advisor.cache.config import Config
 from advisor.tuners import knobs
 from advisor.tuners.decisions import LIKELY, LOOKS, PAIRS, SLOW_TURN_S, TURN_S
-from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visits import Visits
 

@@ -1,9 +1,10 @@
-"""How much is measured: the options of one tuning, and what it reports."""
+"""How much is measured: the options of one tuning, its clock, and what it reports."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import EFFORTS, Trial
 from advisor.cache.task import checked, row
 from advisor.errors import UsageError
+from advisor.tuners.decisions import SLACK
 from advisor.tuners.length import Length
 
 if TYPE_CHECKING:
@@ -141,6 +143,42 @@ class Plan:
         if self.steps is None and self.duration_s is None:
             return None
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
+
+
+class Clock:
+    """Counts down a budget: wall seconds of all measuring, of which `reserve_s` are kept back until
+    `release`. `now` is a wall clock in seconds."""
+
+    def __init__(
+        self,
+        budget_s: float,
+        *,
+        reserve_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget_s, self._reserve_s = budget_s, reserve_s
+        self.now = now
+        self._began = now()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it began."""
+        return self.now() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget, at least 0."""
+        return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
+
+    def release(self) -> None:
+        """The reserve may be spent."""
+        self._reserve_s = 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds until a visit is given up: what is left, and some slack."""
+        left_s = self.budget_s - self._reserve_s - self.spent_s
+        return max(0.1, left_s + SLACK * self.budget_s)
 
 
 class Progress:

@@ -9,101 +9,75 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Trial, Winner
+from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
 from advisor.tuners.search import remarks
-from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.costs import Costs
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
-from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.race import Rates, decisive, race
+from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.race import Rates, choose, decisive, race
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
 from advisor.tuners.search.visits import Visits, score
-from advisor.tuners.search.winners import choose
 
 NUMERICS = "numerics"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is asked of a search.
+    """What a search may do."""
 
-    Attributes:
-        budget_s: of all of it.
-        compares: configs are compared with strict fp32, and only those that pass are advised.
-        baseline: what everything is measured against, for people.
-        trials: visits at most; None for no limit.
-        first: configs to visit before the recipe, from records that nearly fit.
-        seed: of the sampler.
-        length: of the job; None for the steady state.
-        modules: in the model.
-        folder: takes the artifacts of what was chosen; None where none are kept.
-        stage: of its trials, as in `Trial`.
-        reserve_s: of the budget, kept for what comes after.
-        without: the baseline without one of the script's own settings each: measured once, told,
-            and never advised.
-        worth: whether a visit is worth its seconds; a run that goes on asks for that.
-    """
-
-    budget_s: float
-    compares: bool = True
-    baseline: str = "torch's default"
-    trials: int | None = None
-    first: Sequence[Config] = ()
-    seed: int = 0
-    length: Length | None = None
-    modules: int = 0
-    folder: Path | None = None
-    stage: str = knobs.COMPUTE
-    reserve_s: float = 0.0
+    compares: bool = True  # with strict fp32, and advises only configs that pass
+    baseline: str = "torch's default"  # its name in messages
+    trials: int | None = None  # visits at most
+    most_s: float = math.inf  # that one visit may take
+    first: Sequence[Config] = ()  # visited before the recipe: from similar records
     without: Sequence[Config] = ()
-    worth: Callable[[float], bool] = lambda _seconds: True
+    """The baseline without one of the script's own settings each: measured, and never advised."""
+    seed: int = 0
+    length: Length | None = None  # of the job; None for the steady state
+    modules: int = 0  # in the model
+    folder: Path | None = None  # for compiled artifacts of the winners
+    stage: str = knobs.COMPUTE  # of its trials, as in `Trial`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search decided; see the fields of `Record`.
-
-    Attributes:
-        artifacts: files of what was compiled for its configs.
-        remarks: lines on what was faster and is not advised, and on what limits the rest.
-        interrupted: by Ctrl-C; the best so far was kept.
-    """
+    """What a search decided; fields as in `Record`."""
 
     baseline: Choice
     winners: tuple[Winner, ...]
-    input: Config
-    trials: tuple[Trial, ...]
     raced: tuple[Choice, ...]
+    trials: tuple[Trial, ...]
+    input: Config = field(default_factory=Config)
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    interrupted: bool = False
+    remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
+    interrupted: bool = False  # by Ctrl-C
 
 
 class Tuner:
     """One search on one place.
 
     Args:
-        study: where trials are kept; it is the one that is asked.
-        progress: told what is being visited, and what was found.
-        clock: of the budget; begun now by default.
+        study: on disk; keeps the trials.
+        clock: of the budget.
 
     Attributes:
-        known: trials of earlier runs. What the time was too short for then is tried again.
+        known: trials of earlier runs. Configs that had no time then are tried again.
     """
 
     def __init__(
@@ -112,12 +86,11 @@ class Tuner:
         space: Space,
         study: optuna.Study,
         scope: Scope,
-        progress: Progress | None = None,
-        clock: Clock | None = None,
+        progress: Progress,
+        clock: Clock,
     ) -> None:
         self._place, self._space, self._scope = place, space, scope
-        self._progress = progress or Progress()
-        self.clock = clock or Clock(scope.budget_s, reserve_s=scope.reserve_s)
+        self._progress, self.clock = progress, clock
         self._visitor = Visitor(place, space.default, self.clock, self._tell)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = Costs(space, self._visits, self.clock, scope.modules)
@@ -242,7 +215,7 @@ class Tuner:
         needs_s = self._costs.visit_s(config, proposal.turn_s)
         if not self._costs.fits(config, needs_s):
             self._passed_over[config] = needs_s
-        elif self._scope.worth(needs_s):
+        elif needs_s <= self._scope.most_s:
             self._visit(proposal, self._journal.ask(config))
 
     @property
@@ -270,15 +243,14 @@ class Tuner:
         """Configs that the sampler may propose: not visited, of code that is known to run, and for
         which there is time."""
         built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
-        left_s = self._costs.left_s
+        most_s = min(self._costs.left_s, self._scope.most_s)
         return [
             config
             for config in self._space.configs(batch, self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
-            and (needs_s := self._costs.visit_s(config)) <= left_s
-            and self._scope.worth(needs_s)
+            and self._costs.visit_s(config) <= most_s
         ]
 
     # A visit ------------------------------------------------------------------------------------
@@ -376,18 +348,14 @@ class Tuner:
         leaders = [one for one in map(visits.get, visits.leaders()) if one is not None]
         rates = decisive(raced, leaders, self._visitor)
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
-        verdict = choose(self._space, rates, peaks, visits.over_job, noise)
+        verdict = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in verdict.winners}
         gains = remarks.gains(visits, rates, noise, chosen, self._named)
         found = Found(
-            baseline=self._started(verdict.baseline),
-            winners=tuple(
-                dataclasses.replace(one, choice=self._started(one.choice))
-                for one in verdict.winners
-            ),
-            input=Config(),
+            baseline=verdict.baseline,
+            winners=verdict.winners,
+            raced=verdict.raced,
             trials=tuple(visits.trials),
-            raced=tuple(map(self._started, verdict.raced)),
             remarks=(*self._remarks, *gains, *self._untried()),
             interrupted=interrupted,
         )
@@ -419,9 +387,6 @@ class Tuner:
                     found[config] = file
         return found
 
-    def _started(self, choice: Choice) -> Choice:
-        return dataclasses.replace(choice, first_step_s=self._visits.first_s(choice.config))
-
     def _named(self, config: Config) -> str:
         """What a config changes, and its batch where that is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
@@ -432,3 +397,37 @@ def measurement_of(compared: Compared) -> Measurement:
     """As a record keeps a comparison."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
+
+
+def tuned_loader(
+    place: Place, space: Space, step: Config, found: Found, clock: Clock, progress: Progress
+) -> Found:
+    """A search's findings and the loader that feeds a step best, in the rest of the budget.
+
+    The baseline is the step with torch's own DataLoader.
+    """
+    inputs = Space({name: (value,) for name, value in step.items()} | space.inputs)
+    progress.phase("the loader, with the step that was chosen")
+    # No loader changes numbers.
+    scope = Scope(compares=False, baseline="torch's loader", stage=knobs.INPUT)
+    study = optuna.create_study(direction="maximize")
+    its_clock = Clock(clock.left_s, now=clock.now)
+    try:
+        fed = Tuner(place, inputs, study, scope, progress, its_clock).run()
+    except WorkerError as exc:
+        progress.notice(f"the loader is not tuned: {exc}")
+        return found
+    best = next(one.choice.config for one in fed.winners if one.use == LOOP and not one.free)
+    chosen = best.changed(inputs.default)
+    if knobs.workers(best):
+        rules = (n for n in space.inputs if knobs.BY_NAME[n].by_rule)
+        chosen |= Config({name: space.inputs[name][-1] for name in rules})
+    before = len(found.trials)
+    trials = [dataclasses.replace(one, number=before + one.number) for one in fed.trials]
+    return dataclasses.replace(
+        found,
+        input=Config(chosen),
+        trials=(*found.trials, *trials),
+        remarks=(*found.remarks, *fed.remarks),
+        interrupted=fed.interrupted,
+    )

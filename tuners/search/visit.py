@@ -20,7 +20,7 @@ from advisor.tuners.decisions import (
     TURN_S,
 )
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import LEVEL, UNKNOWN, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
