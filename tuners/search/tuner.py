@@ -24,7 +24,6 @@ from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
 from advisor.tuners.search import remarks
-from advisor.tuners.search.costs import Costs
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import Clock, Progress
@@ -32,7 +31,7 @@ from advisor.tuners.search.race import Rates, choose, decisive, race
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
-from advisor.tuners.search.visits import Visits, score
+from advisor.tuners.search.visits import Costs, Visits, score
 
 NUMERICS = "numerics"
 
