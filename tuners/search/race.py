@@ -18,21 +18,17 @@ from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
 
-Rates = dict[Config, list[float]]
-"""Samples/s of each turn, by config."""
+Rates = dict[Config, list[float]]  # samples/s of each turn
 
 
 def race(
     visitor: Visitor, configs: Sequence[Config], turn_s: float = TURN_S
 ) -> tuple[Rates, dict[Config, ConfigFailed]]:
-    """Configs measured in turn, there and back, so that a drifting machine is the same for all; and
-    why some of them failed, which are left out. The others are held against the first one.
+    """Configs measured in turn, there and back, so that drift is the same for all, in blocks of
+    `turn_s` seconds; and why some failed, which are left out.
 
-    Ends when all ratios are known closely, after the last of LOOKS, or where no time is left for
-    another round like the last. Only whole rounds count.
-
-    Args:
-        turn_s: seconds of a block.
+    Ends when all ratios to the first config are known closely, after the last of LOOKS, or if no
+    time is left for another round like the last. Only whole rounds count.
     """
     reference, clock = configs[0], visitor.clock
     rates: Rates = {config: [] for config in dict.fromkeys(configs)}
@@ -58,51 +54,50 @@ def race(
 
 
 def decisive(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> Rates:
-    """The turns that the choice is made from: those of the race; where it was too noisy to
-    contradict what the visits of the leaders have told, or there was none, those of the visits."""
+    """The turns that the choice is made from: those of the race, unless there was none, or it was
+    too noisy to contradict the visits; then those of the visits."""
+    own = visitor.own
+    visits = [one for one in leaders if one.turns]
     if len(raced) > 1:
-        pooled = _pooled(raced, leaders, visitor.own)
-        own, noise = pooled[visitor.own], visitor.noise
-        ratios = {c: paired(pooled[c], own, noise) for c in pooled if c != visitor.own}
+        pooled = _pooled(raced, visits, own)
+        ratios = {c: paired(pooled[c], pooled[own], visitor.noise) for c in pooled if c != own}
         told = [one for one in leaders if one.ratio.faster and one.config in ratios]
         clear = any(one.faster for one in ratios.values())
         if clear or not any(ratios[one.config].high >= one.ratio.mean for one in told):
             return pooled
-    most = max((one.turns for one in leaders), key=len, default=())
-    # Where nothing came near the baseline, its own blocks are all there is to say.
-    blocks = [turn.beside for turn in most] or visitor.baseline
-    return _beside(visitor.own, [block.rate for block in blocks], leaders)
+    if not visits:
+        return {own: [block.rate for block in visitor.baseline]}
+    return _beside(own, visits, max(len(one.turns) for one in visits))
 
 
-def _pooled(raced: Rates, leaders: Sequence[Visit], own: Config) -> Rates:
-    """The rounds of a race; where it had few, after as many turns of each visit."""
-    visits = [one for one in leaders if one.config in raced]
-    count = min((len(one.turns) for one in visits), default=0)
-    if not count or len(raced[own]) >= LOOKS[1]:
+def _pooled(raced: Rates, visits: Sequence[Visit], own: Config) -> Rates:
+    """The rounds of a race; if it had few, after as many turns of each visit."""
+    visits = [one for one in visits if one.config in raced]
+    if len(raced[own]) >= LOOKS[1] or len(visits) < len(raced) - 1:
         return raced
-    rates = [turn.beside.rate for turn in visits[0].turns[-count:]]
-    turns = _beside(own, rates, visits, -count)
+    turns = _beside(own, visits, min(len(one.turns) for one in visits))
     return {config: turns[config] + seen for config, seen in raced.items()}
 
 
-def _beside(own: Config, rates: list[float], visits: Sequence[Visit], since: int = 0) -> Rates:
-    """The turns of visits from one on, as if all were beside the same blocks of the baseline."""
+def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
+    """The last turns of visits, as if all were beside the same blocks of the baseline."""
+    most = max((one.turns for one in visits), key=len)
+    rates = [turn.beside.rate for turn in most[-count:]]
     return {own: rates} | {
-        one.config: [t.ratio * rate for t, rate in zip(one.turns[since:], rates, strict=False)]
+        one.config: [t.ratio * rate for t, rate in zip(one.turns[-count:], rates, strict=False)]
         for one in visits
-        if one.turns
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`baseline`: torch's default at the user's batch; `winners` for each of RACED, at the user's
-    batch and, where others were tried, with the batch free; `raced`: what was measured more than
-    once, each with an interval."""
+    """What the turns say."""
 
     baseline: Choice
     winners: tuple[Winner, ...]
+    """For each of RACED at the user's batch and, if others were tried, with the batch free."""
     raced: tuple[Choice, ...]
+    """Configs with an interval."""
 
     def winner(self, use: str, *, free: bool = False) -> Choice:
         """The best for one of RACED."""
@@ -162,7 +157,7 @@ _Found = dict[tuple[str, bool], Choice]
 
 
 def _at_batch(space: Space, choices: dict[Config, Choice]) -> _Found:
-    """For each use the fastest at the user's batch; the lesser use's where that is as fast."""
+    """For each use the fastest at the user's batch, unless the lesser use's is as fast."""
     found: _Found = {}
     held = choices[space.default]
     for use in RACED:
@@ -175,7 +170,7 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _Found:
 
 
 def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
-    """The same at the smallest batch near the fastest; the user's where that is as fast."""
+    """The same at the smallest batch near the fastest, unless the user's is as fast."""
     found: _Found = {}
     held = fixed[RACED[0], False]
     for use in RACED:
@@ -196,8 +191,8 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
 
 
 def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choice]:
-    """What a use can follow, and is clearly faster than torch's default. What more workers give
-    comes in bursts: it may be anything above TELLS."""
+    """Configs that a use can follow and that clearly beat the baseline. More workers deliver in
+    bursts: for them a low end above TELLS is enough."""
     found = []
     for choice in choices.values():
         ratio = Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
@@ -209,7 +204,7 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
-    """Of those tied with the fastest the one that asks least of a script, and of its host."""
+    """Of those that tie with the fastest the one that asks least of a script, and of its host."""
     fastest = max(choices, key=lambda choice: choice.samples_per_s)
 
     def asks(choice: Choice) -> tuple[int, int, float]:
@@ -220,7 +215,6 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
 
 
 def _ties(ours: Choice, fastest: Choice) -> bool:
-    """Whether one is as fast as another, as far as their turns tell."""
     return paired(ours.rounds, fastest.rounds).level
 
 
@@ -231,7 +225,7 @@ def choice_of(
     peaks: dict[Config, int],
     noise: Noise = UNMEASURED,
 ) -> Choice:
-    """What a race says of a config, held against the turns of the default."""
+    """A config's turns against the baseline's."""
     ratio = LEVEL if seen is reference else paired(seen, reference, noise)
     return Choice(
         config=config,

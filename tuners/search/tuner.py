@@ -1,8 +1,7 @@
 """The search: visits configs of a place until nothing more fits into the budget, then races them.
 
-There is a best verified config at every moment. It is replaced only by one that is faster and
-trains like strict fp32, so that more time cannot give less, and an interruption keeps the best so
-far.
+The best verified config is replaced only by one that is faster and trains like strict fp32, so that
+more time cannot give less, and an interruption keeps the best so far.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class Tuner:
         return self._decide(raced, interrupted)
 
     def _search(self) -> Rates:
-        """Visit what fits, then race what leads; a place that is lost ends the search."""
+        """Visit what fits, then race the leaders; a place that is lost ends the search."""
         try:
             self._look_without()
             for proposal in self._proposals():
@@ -172,7 +171,7 @@ class Tuner:
         self._say_if_short()
 
     def _say_if_short(self) -> None:
-        """Say so where the budget has no time for the first config that compiles."""
+        """Say so if the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
         config = next((one for one in compiled if self._space.is_dear(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
@@ -184,7 +183,7 @@ class Tuner:
         )
 
     def _look_without(self) -> None:
-        """Measure what the script's own settings cost; said, and never advised."""
+        """Measure what the script's own settings cost."""
         for config in self._scope.without:
             if self._costs.fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
@@ -197,7 +196,7 @@ class Tuner:
                     )
 
     def _proposals(self) -> Iterator[Proposal]:
-        """What led in earlier runs, what is best for near records, then the recipe."""
+        """The leaders of earlier runs, the best of similar records, then the recipe."""
         yield from (Proposal(config, "earlier run") for config in self._visits.leaders())
         near = dict.fromkeys(map(self._space.near, self._scope.first))
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
@@ -206,7 +205,7 @@ class Tuner:
     def _consider(self, proposal: Proposal) -> None:
         config = proposal.config
         known = self._visits.get(config)
-        # What an earlier run measured is built again where it leads.
+        # The leaders of an earlier run are built again.
         if known is not None and (known.turns or proposal.origin != "earlier run"):
             return
         if self._is_full or not self._visits.allowed(config):
@@ -223,8 +222,8 @@ class Tuner:
         return self._scope.trials is not None and tried >= self._scope.trials
 
     def _sample(self, batch: int) -> None:
-        """Visit what the sampler asks for, until as many visits as there are knobs to choose have
-        found nothing better."""
+        """Visit what the sampler proposes, until as many visits as there are knobs to choose found
+        nothing better."""
         idle, best = 0, score(self._visits.best(batch=batch))
         most = sum(len(values) > 1 for values in self._space.choices.values())
         while idle < most:
@@ -239,8 +238,7 @@ class Tuner:
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
     def _open(self, batch: int) -> list[Config]:
-        """Configs that the sampler may propose: not visited, of code that is known to run, and for
-        which there is time."""
+        """Configs that the sampler may propose: new, of code that is known to run, and in time."""
         built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
         most_s = min(self._costs.left_s, self._scope.most_s)
         return [
@@ -269,8 +267,8 @@ class Tuner:
         self._learn(visit)
 
     def _compare(self, config: Config) -> float:
-        """Compare what was timed with fp32, at the user's batch: a batch changes no number format;
-        returns the seconds that it took."""
+        """Compare what was timed with fp32, at the user's batch: a batch changes no number format.
+        Returns the seconds that it took."""
         began = self.clock.now()
         compared = self._visits.compared(config)
         if compared is None:
@@ -308,7 +306,7 @@ class Tuner:
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
 
     def _learn(self, visit: Visit) -> None:
-        """Strike out what a visit has shown to fail, and free what does not lead."""
+        """Strike out what failed in a visit, and free what does not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
@@ -317,7 +315,7 @@ class Tuner:
             self._progress.notice(f"continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
-        # Whatever its loader: what feeds the leader is chosen after its visit.
+        # Whatever its loader: the leader's loader is chosen after its visit.
         leading |= {max(visits.values(), key=lambda one: one.ratio.mean * one.ok).config}
         for built in self._visitor.built:
             if built not in leading:
@@ -330,7 +328,7 @@ class Tuner:
     # Race and choice ----------------------------------------------------------------------------
 
     def _race(self, configs: Sequence[Config]) -> Rates:
-        """Samples/s of each turn of the baseline and the leaders, there and back."""
+        """Samples/s of each turn of the baseline and the leaders; none if there is no time."""
         if not configs or self.clock.left_s < self._costs.race_s(configs, PAIRS):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
@@ -365,7 +363,7 @@ class Tuner:
         return dataclasses.replace(found, artifacts=artifacts)
 
     def _untried(self) -> Iterator[str]:
-        """What compiles and had no time, where nothing that compiles leads."""
+        """The first config that compiles and had no time, if nothing that compiles leads."""
         dear = [one for one in self._passed_over if self._space.is_dear(one)]
         best = self._visits.best(batch=self._space.batch).config
         if dear and not self._space.is_dear(best):
@@ -377,7 +375,7 @@ class Tuner:
         """Files of what was compiled for the configs that were chosen."""
         folder, found = self._scope.folder, {}
         if folder is not None:
-            # What has to be built again for it is compiled by whoever follows the advice.
+            # Others would have to be built again: the run that follows the advice compiles them.
             for config in chosen & {one for one in self._visitor.built if knobs.compiles(one)}:
                 file = folder / config.digest
                 with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
@@ -387,13 +385,13 @@ class Tuner:
         return found
 
     def _named(self, config: Config) -> str:
-        """What a config changes, and its batch where that is not the user's."""
+        """What a config changes, and its batch if that is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
         return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
 
 
 def measurement_of(compared: Compared) -> Measurement:
-    """As a record keeps a comparison."""
+    """Of a comparison, for a record."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
 
