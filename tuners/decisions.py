@@ -72,8 +72,11 @@ CHECKED_AGAIN = 1000
 """Replays until one is compared again, for values that are not watched; then twice as many each
 time. A comparison takes up to ten steps: 1%."""
 IN_A_ROW = 8
-"""Captures that the very next change undoes until graphs are given up; and batches unlike the
-example until a warning says that nothing is replayed: a job has up to eight shapes."""
+"""Times in a row until something counts as the rule. Captures that the very next change undoes: then
+graphs are given up. Batches unlike the example: then a warning says that nothing is replayed; a job
+has up to eight shapes. Steps of an optimizer like the advised one: then the advice is applied to
+its model; and of unlike ones: then the user is told. An optimizer that fits a few weights before
+the training makes fewer."""
 RUNS = 4
 """Further runs of a step, from nudged weights, and of its replay, from one state, if the first two
 differ: rounding puts some activations on the other side of a kink (0.27% of a weight's update on an
@@ -145,10 +148,6 @@ LOOKED = 128
 """Optimizer steps after which a run is left alone if they cannot be told apart, or, in a trial, if
 none was of the model that trained: a step of the script has at most half as many. An optimizer that
 made none of them, such as a generator's, is waited for as long."""
-ANEW = 8
-"""Steps of an optimizer like the advised one after which the advice is applied to its model; and of
-unlike ones after which the user is told. One that fits a few weights before the training makes
-fewer."""
 
 # Memory of a run -------------------------------------------------------------------------------
 HEADROOM = 1.5
