@@ -72,15 +72,10 @@ CHECKED_AGAIN = 1000
 """Replays until one is compared again, for values that are not watched; then twice as many each
 time. A comparison takes up to ten steps: 1%."""
 IN_A_ROW = 8
-"""Times in a row until something counts as the rule. Captures that the very next change undoes: then
-graphs are given up. Batches unlike the example: then a warning says that nothing is replayed; a job
-has up to eight shapes. Steps of an optimizer like the advised one: then the advice is applied to
-its model; and of unlike ones: then the user is told. An optimizer that fits a few weights before
-the training makes fewer."""
-RUNS = 4
-"""Further runs of a step, from nudged weights, and of its replay, from one state, if the first two
-differ: rounding puts some activations on the other side of a kink (0.27% of a weight's update on an
-H200)."""
+"""Times in a row that show a rule. Captures that the very next change undoes: graphs are given up.
+Batches unlike the example: a warning says that nothing is replayed; a job has up to eight shapes.
+Steps of an optimizer like the advised one: the advice is applied to its model; of unlike ones: the
+user is told. An optimizer that fits a few weights before the training makes fewer."""
 SPREADS = 3.0
 """Allowed difference of a replay, in units of the widest distance between two equal runs."""
 RELATIVE = 1e-5
@@ -100,8 +95,10 @@ the digests of other ranks."""
 # `benchmarks/false_alarms.py` on an H200: of 53 correct configs two failed, before NEGLIGIBLE was
 # raised for them; every planted fault was found.
 POINTS = 4
-"""Pairs of weights and a batch: two at the kept weights, two at disturbed ones. The second batch
-rules out faults of the first alone."""
+"""Samples of a comparison. With fp32, pairs of weights and a batch: two at the kept weights, two at
+disturbed ones; the second batch rules out faults of the first alone. Of a captured step, further
+runs from nudged weights, and replays from one state, if the first two differ: rounding puts some
+activations on the other side of a kink (0.27% of a weight's update on an H200)."""
 DISTURBED = 0.25
 """How weights are disturbed: each tensor by this fraction up or down, which slopes show, and each
 element by up to half as much, which errors show."""
