@@ -1,22 +1,23 @@
-"""The final race, and the winner for each use by its turns, or by those of the visits."""
+"""The final race, the winner for each use, and why others are not advised."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS, TURN_S
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, NOTABLE, TELLS, TURN_S
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
+from advisor.tuners.search.visits import Visits, score
 
 Rates = dict[Config, list[float]]  # samples/s of each turn
 
@@ -98,10 +99,6 @@ class Verdict:
     """For each of RACED at the user's batch and, if others were tried, with the batch free."""
     raced: tuple[Choice, ...]
     """Configs with an interval."""
-
-    def winner(self, use: str, *, free: bool = False) -> Choice:
-        """The best for one of RACED."""
-        return {(one.use, one.free): one.choice for one in self.winners}[use, free]
 
 
 def choose(
@@ -239,3 +236,47 @@ def choice_of(
         peak_bytes=peaks.get(config, 0),
         rounds=tuple(seen),
     )
+
+
+def shown(ratio: Ratio) -> str:
+    """'1.52x (1.49-1.55)', or that it was seen once."""
+    if ratio.high == math.inf:
+        return f"{ratio.mean:.2f}x in one turn"
+    return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def gains(
+    visits: Visits,
+    rates: Rates,
+    noise: Noise,
+    chosen: Collection[Config],
+    named: Callable[[Config], str],
+) -> Iterator[str]:
+    """A line for each config that seemed to gain and is not advised, by the turns that the choice
+    was made from; and a line if the loader is the limit."""
+    own = visits.baseline.config
+    seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
+    for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
+        if (config := visit.config) not in chosen and config != own:
+            raced = len(rates.get(config, ())) > 1
+            ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
+            why = _why_not(visits, visit, ratio)
+            yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
+    best = visits.best()
+    if best.waits and score(best) >= CLEARLY * best.ratio.mean:
+        yield (
+            f"the loader is the limit: {named(best.config)} waits {best.waited:.0%} of its time "
+            f"for data, and would be {score(best):.2f}x if it were fed"
+        )
+
+
+def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
+    """Why a config that seemed to gain is not advised."""
+    compared = visits.compared(visit.config)
+    if compared is not None and not compared.ok:
+        return compared.reason
+    if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
+        return "it was not compared with fp32"
+    if ratio.high < math.inf and not ratio.faster:
+        return "too noisy to tell"
+    return "another one is as fast or faster"

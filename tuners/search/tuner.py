@@ -22,11 +22,10 @@ from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
-from advisor.tuners.search import remarks
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.race import Rates, choose, decisive, race
+from advisor.tuners.search.race import Rates, choose, decisive, gains, race, shown
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
@@ -176,7 +175,7 @@ class Tuner:
         config = next((one for one in compiled if self._space.is_dear(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
             return
-        self._remedy = remarks.remedy(self.clock.budget_s + needs_s)
+        self._remedy = self._budget(needs_s)
         self._progress.notice(
             f"{self.clock.budget_s:g}s is short here: compiling this model takes about "
             f"{self._costs.build_s(config):.0f} s; {self._remedy}"
@@ -191,7 +190,7 @@ class Tuner:
                 if visit.ok and visit.ratio.faster and visit.ratio.mean >= NOTABLE:
                     own = knobs.described(self._space.default, config)
                     self._remarks.append(
-                        f"your script's own {own} costs {remarks.shown(visit.ratio)} here: without "
+                        f"your script's own {own} costs {shown(visit.ratio)} here: without "
                         f"it a step takes {visit.step_s:.3g} s; advisor never changes it"
                     )
 
@@ -347,29 +346,34 @@ class Tuner:
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
         verdict = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in verdict.winners}
-        gains = remarks.gains(visits, rates, noise, chosen, self._named)
-        found = Found(
+        lines = gains(visits, rates, noise, chosen, self._named)
+        artifacts: dict[Config, Path] = {}
+        try:
+            artifacts = {} if interrupted else self._artifacts(chosen)
+        except KeyboardInterrupt:
+            interrupted = True
+        return Found(
             baseline=verdict.baseline,
             winners=verdict.winners,
             raced=verdict.raced,
             trials=tuple(visits.trials),
-            remarks=(*self._remarks, *gains, *self._untried()),
+            artifacts=artifacts,
+            remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
         )
-        try:
-            artifacts = {} if interrupted else self._artifacts(chosen)
-        except KeyboardInterrupt:
-            return dataclasses.replace(found, interrupted=True)
-        return dataclasses.replace(found, artifacts=artifacts)
 
     def _untried(self) -> Iterator[str]:
         """The first config that compiles and had no time, if nothing that compiles leads."""
         dear = [one for one in self._passed_over if self._space.is_dear(one)]
         best = self._visits.best(batch=self._space.batch).config
         if dear and not self._space.is_dear(best):
-            needs_s = self._passed_over[dear[0]]
-            remedy = self._remedy or remarks.remedy(self.clock.budget_s + needs_s)
+            remedy = self._remedy or self._budget(self._passed_over[dear[0]])
             yield f"not tried for want of time: {self._named(dear[0])}; {remedy}"
+
+    def _budget(self, more_s: float) -> str:
+        """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
+        seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
+        return f"--budget {seconds}s has the time for it"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
