@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.room import Batch
+    from advisor.tuners.search.race import Found
     from advisor.tuners.search.space import Space
-    from advisor.tuners.search.tuner import Found, Scope, Tuner
+    from advisor.tuners.search.tuner import Scope, Tuner
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Kept for the loader of a workload's own data: two turns of a second for some ten settings; and no

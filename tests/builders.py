@@ -18,9 +18,10 @@ from advisor.cache.task import Task
 from advisor.tuners.knobs import Situation
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.race import Found
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import Found, Scope, Tuner
+from advisor.tuners.search.tuner import Scope, Tuner
 from tests.cache import examples
 
 OK = Compared("ok", "as fp32")

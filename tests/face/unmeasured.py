@@ -23,7 +23,7 @@ from advisor.tuners.measure.worker import parent
 from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.tuner import Found
+from advisor.tuners.search.race import Found
 from advisor.tuning import _Tuning
 from tests.builders import GAINS, MadeUp
 from tests.cache import examples

@@ -20,7 +20,7 @@ from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
 
 
-class Judged(race.Verdict):
+class Judged(race.Found):
     """With its winners by use."""
 
     def winner(self, use: str, *, free: bool = False) -> Choice:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.cache.record import RACED, Choice, Winner
+from advisor.cache.record import RACED, Choice, Trial, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, NOTABLE, TELLS, TURN_S
@@ -91,14 +92,17 @@ def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the turns say."""
+class Found:
+    """What a search decided; fields as in `Record`."""
 
     baseline: Choice
-    winners: tuple[Winner, ...]
-    """For each of RACED at the user's batch and, if others were tried, with the batch free."""
+    winners: tuple[Winner, ...]  # at the user's batch and, if others were tried, with it free
     raced: tuple[Choice, ...]
-    """Configs with an interval."""
+    input: Config = field(default_factory=Config)
+    trials: tuple[Trial, ...] = ()
+    artifacts: Mapping[Config, Path] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
+    interrupted: bool = False  # by Ctrl-C
 
 
 def choose(
@@ -108,13 +112,13 @@ def choose(
     weigh: Callable[[Config, float], float] = lambda _config, rate: rate,
     first_s: Callable[[Config], float] = lambda _config: 0.0,
     noise: Noise = UNMEASURED,
-) -> Verdict:
+) -> Found:
     """The winners; only configs that are clearly faster than the baseline are advised.
 
     Args:
         peaks: bytes.
         weigh: samples/s over the whole job, from those of the steady state: the choice is made on
-            these, and the verdict has the steady ones.
+            these, and the choices tell the steady ones.
         first_s: seconds of a config's first step.
         noise: of the baseline.
 
@@ -136,7 +140,7 @@ def choose(
     found = _at_batch(space, choices)
     if len(space.batches) > 1:
         found |= _free(space, choices, found)
-    return Verdict(
+    return Found(
         baseline=steady[space.default],
         winners=tuple(
             Winner(use=use, free=free, choice=steady[choice.config])
@@ -150,12 +154,12 @@ def choose(
     )
 
 
-_Found = dict[tuple[str, bool], Choice]
+_ByUse = dict[tuple[str, bool], Choice]
 
 
-def _at_batch(space: Space, choices: dict[Config, Choice]) -> _Found:
+def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
     """For each use the fastest at the user's batch, unless the lesser use's is as fast."""
-    found: _Found = {}
+    found: _ByUse = {}
     held = choices[space.default]
     for use in RACED:
         better = [c for c in _better(space, choices, use) if c.batch == space.batch]
@@ -166,9 +170,9 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _Found:
     return found
 
 
-def _free(space: Space, choices: dict[Config, Choice], fixed: _Found) -> _Found:
+def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
     """The same at the smallest batch near the fastest, unless the user's is as fast."""
-    found: _Found = {}
+    found: _ByUse = {}
     held = fixed[RACED[0], False]
     for use in RACED:
         at_user = fixed[use, False]

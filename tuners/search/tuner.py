@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Choice, Measurement, Trial, Winner
+from advisor.cache.record import LOOP, Measurement, Trial
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
@@ -25,7 +25,7 @@ from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Pla
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.race import Rates, choose, decisive, gains, race, shown
+from advisor.tuners.search.race import Found, Rates, choose, decisive, gains, race, shown
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
@@ -50,20 +50,6 @@ class Scope:
     modules: int = 0  # in the model
     folder: Path | None = None  # for compiled artifacts of the winners
     stage: str = knobs.COMPUTE  # of its trials, as in `Trial`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a search decided; fields as in `Record`."""
-
-    baseline: Choice
-    winners: tuple[Winner, ...]
-    raced: tuple[Choice, ...]
-    trials: tuple[Trial, ...]
-    input: Config = field(default_factory=Config)
-    artifacts: Mapping[Config, Path] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
-    interrupted: bool = False  # by Ctrl-C
 
 
 class Tuner:
@@ -344,18 +330,16 @@ class Tuner:
         leaders = [one for one in map(visits.get, visits.leaders()) if one is not None]
         rates = decisive(raced, leaders, self._visitor)
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
-        verdict = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
-        chosen = {one.choice.config for one in verdict.winners}
+        found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
+        chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named)
         artifacts: dict[Config, Path] = {}
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
             interrupted = True
-        return Found(
-            baseline=verdict.baseline,
-            winners=verdict.winners,
-            raced=verdict.raced,
+        return dataclasses.replace(
+            found,
             trials=tuple(visits.trials),
             artifacts=artifacts,
             remarks=(*self._remarks, *lines, *self._untried()),
