@@ -44,6 +44,7 @@ class Visits(dict[Config, Visit]):
     ) -> None:
         super().__init__()
         self._space, self._compares, self._length = space, compares, length
+        self._own = space.default.only(BATCH, *knobs.FEEDS)
         self._compared: dict[Config, Compared] = {}
         self.trials: list[Trial] = []
         """Of visits and comparisons, as a record keeps them."""
@@ -89,7 +90,7 @@ class Visits(dict[Config, Visit]):
 
     def code(self, config: Config) -> Config:
         """A config at the user's batch and with the user's loader: comparisons are of that."""
-        return config | self._space.default.only(BATCH, *knobs.FEEDS)
+        return config | self._own
 
     def compared(self, config: Config) -> Compared | None:
         """How a config compares with strict fp32; None where that is not known."""
@@ -124,7 +125,7 @@ class Visits(dict[Config, Visit]):
     # What leads ---------------------------------------------------------------------------------
 
     def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
-        """Visits to configs that a use can follow, by score."""
+        """Visits to configs that a use can follow, the fastest first."""
         found = [
             one
             for one in self.values()
@@ -132,17 +133,17 @@ class Visits(dict[Config, Visit]):
             and batch in (None, one.config.batch)
             and self.allowed(one.config)
             and not self.is_wrong(one.config)
-            and self._follows(use, one.config)
+            and _follows(use, one.config, self._space.default)
         ]
         fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
         return sorted(fed or found, key=lambda one: -score(one))
 
     def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
-        """The first of these; the baseline if there is none."""
+        """The fastest that a use can follow; the baseline if there is none."""
         return next(iter(self.ranked(use, batch)), self.baseline)
 
     def safe(self, use: str, batch: int) -> list[Visit]:
-        """Of these the safe ones, the best for the job first; the baseline if there is none."""
+        """The safe ones of `ranked`, the best for the job first; the baseline if there is none."""
         safe = [one for one in self.ranked(use, batch) if self.is_safe(one.config)]
         return sorted(safe, key=lambda one: -self._value(one)) or [self.baseline]
 
@@ -151,11 +152,8 @@ class Visits(dict[Config, Visit]):
         value, config = self._value(visit), visit.config
         if value < CLEARLY * self._value(self.baseline):
             return False
-        uses = [use for use in self._space.uses if self._follows(use, config)]
+        uses = (use for use in self._space.uses if _follows(use, config, self._space.default))
         return any(value > self._value(self.safe(use, config.batch)[0]) for use in uses)
-
-    def _follows(self, use: str, config: Config) -> bool:
-        return USES.index(_use_of(config, self._space.default)) <= USES.index(use)
 
     def leaders(self) -> list[Config]:
         """The configs to race: for each use the best safe config, and those that come near it."""
@@ -259,7 +257,7 @@ class Costs:
         return max(seconds(value, self._modules) for seconds, value in rows if seconds)
 
 
-_use_of = functools.lru_cache(maxsize=1024)(knobs.use_of)
+_follows = functools.lru_cache(maxsize=4096)(knobs.follows)
 _doubtful = functools.lru_cache(maxsize=1024)(knobs.doubtful)
 
 
