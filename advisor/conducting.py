@@ -65,8 +65,7 @@ class _OfRunInside(OfRun):
         """Only visits are made that the rest of the run pays for: it is taken to last as long again
         as it may be tuned, and what compiles to save a third of that."""
         scope = super()._scope(subject, near, folder)
-        most_s = WORTH * self._plan.seconds
-        return dataclasses.replace(scope, worth=lambda seconds: seconds <= most_s)
+        return dataclasses.replace(scope, most_s=WORTH * self._plan.seconds)
 
     def _provenance(self, facts: Facts, study: str, trials: int, seconds: float) -> Provenance:
         made = super()._provenance(facts, study, trials, seconds)

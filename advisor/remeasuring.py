@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
-    from advisor.tuners.search.clock import Clock
+    from advisor.tuners.search.plan import Clock
     from advisor.tuners.search.race import Rates
     from advisor.tuners.search.ratio import Ratio
 
@@ -414,8 +414,8 @@ class _Again:
     def _no_slower(self, simple: Config) -> Choice | None:
         """The choice of a simpler config that is as fast as the advice; None if it is slower."""
         from advisor.tuners.decisions import CLEARLY, PAIRS
+        from advisor.tuners.search.race import choice_of
         from advisor.tuners.search.ratio import paired
-        from advisor.tuners.search.winners import choice_of
 
         record, base, chosen = self._record, self._base, self._advised
         rates = self._rates
@@ -640,7 +640,7 @@ class _Subject:
         Args:
             kept_s: of the budget, what is kept until `_Again.simplified`.
         """
-        from advisor.tuners.search.clock import Clock
+        from advisor.tuners.search.plan import Clock
 
         record = self.record
         what = self.command or [_target(record, self.target)]

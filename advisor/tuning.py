@@ -38,7 +38,7 @@ from advisor.keeping import (
 from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
-from advisor.tuners.search.plan import Plan, Progress, suffices
+from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.room import Batch
+    from advisor.tuners.search.race import Found
     from advisor.tuners.search.space import Space
-    from advisor.tuners.search.tuner import Found, Scope, Tuner
+    from advisor.tuners.search.tuner import Scope, Tuner
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Kept for the loader of a workload's own data: two turns of a second for some ten settings; and no
@@ -342,7 +343,10 @@ class _Tuning(ABC):
             if damage:
                 self._progress.notice(damage)
             scope = self._scope(subject, near, folder)
-            tuner = Tuner(subject.place, subject.space, study, scope, self._progress)
+            seconds = self._plan.seconds
+            later_s = min(LOADER_S, LOADER_SHARE * seconds) if subject.space.inputs else 0.0
+            clock = Clock(seconds, reserve_s=later_s)
+            tuner = Tuner(subject.place, subject.space, study, scope, self._progress, clock)
             self._progress.started(facts, subject.key, subject.space, tuner.known)
             if said := bf16_notice(subject.key.environment.device.kind, subject.task.precisions):
                 self._progress.notice(said)
@@ -362,9 +366,7 @@ class _Tuning(ABC):
         from advisor.tuners.search.tuner import Scope
 
         plan = self._plan
-        loads = bool(subject.space.inputs)
         return Scope(
-            budget_s=plan.seconds,
             compares=_tolerance(subject.task) > 0,
             baseline=subject.task.baseline,
             trials=plan.trials,
@@ -374,12 +376,11 @@ class _Tuning(ABC):
             modules=subject.facts.modules,
             folder=folder if max_artifacts() else None,
             without=self._without(subject.space),
-            reserve_s=min(LOADER_S, LOADER_SHARE * plan.seconds) if loads else 0.0,
         )
 
     def _with_loader(self, subject: Subject, found: Found, tuner: Tuner) -> Found:
         """The loader that feeds the loop's winner, searched for in the same way."""
-        from advisor.tuners.search.loader import tuned_loader
+        from advisor.tuners.search.tuner import tuned_loader
 
         tuner.clock.release()
         step = next(one.choice.config for one in found.winners if (one.use, one.free) == LOOPS)

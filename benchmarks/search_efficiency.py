@@ -38,8 +38,7 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, RACED, Trial
 from advisor.tuners import knobs
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import Scope, Tuner
@@ -148,8 +147,7 @@ def search(table: Measured, *, free: bool, budget_s: float, noise: float, seed: 
     place = ReplayPlace(table.file, noise=noise, seed=seed)
     heard = Verified(rows, place.now)
     study = optuna.create_study(direction="maximize")
-    scope = Scope(budget_s=budget_s, seed=seed)
-    clock = Clock(budget_s, now=place.now)
+    scope, clock = Scope(seed=seed), Clock(budget_s, now=place.now)
     found = Tuner(place, TableSpace(list(rows)), study, scope, heard, clock).run()
     use = RACED[-1] if "step_graph" in next(iter(rows)) else LOOP
     winners = {(one.use, one.free): one.choice.config for one in found.winners}

@@ -17,11 +17,11 @@ from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
 from advisor.tuners.knobs import Situation
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.race import Found
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import Found, Scope, Tuner
+from advisor.tuners.search.tuner import Scope, Tuner
 from tests.cache import examples
 
 OK = Compared("ok", "as fp32")
@@ -224,8 +224,8 @@ def tuned(
     """What a search finds on a made-up place."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = study or optuna.create_study(direction="maximize")
-    given = Scope(budget_s=budget_s, **{"modules": 150, **scope})
-    return Tuner(place, of, study, given, heard, Clock(budget_s, now=place.now)).run()
+    given, clock = Scope(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
+    return Tuner(place, of, study, given, heard or Progress(), clock).run()
 
 
 def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:

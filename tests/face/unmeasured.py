@@ -22,8 +22,8 @@ from advisor.tuners.knobs import plain
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import Facts, Job
-from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.tuner import Found
+from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.race import Found
 from advisor.tuning import _Tuning
 from tests.builders import GAINS, MadeUp
 from tests.cache import examples

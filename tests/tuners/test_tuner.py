@@ -15,11 +15,10 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.search.clock import Clock
 from advisor.tuners.search.journal import open_study
-from advisor.tuners.search.loader import tuned_loader
 from advisor.tuners.search.order import Recipe
-from advisor.tuners.search.plan import Progress
+from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.tuner import tuned_loader
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 SPACE = space()
@@ -345,7 +344,7 @@ def test_visits_are_limited_by_number_and_by_what_they_are_worth() -> None:
     tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, trials=4)
     assert len(heard.trials) == 4
     heard = Heard()
-    found = tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, worth=lambda seconds: seconds < 20)
+    found = tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, most_s=20.0)
     assert not any(config["compile"] in ("default", "reduce-overhead") for config in heard.configs)
     assert not any("--budget" in line for line in found.remarks)
 

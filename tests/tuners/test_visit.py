@@ -11,7 +11,7 @@ import pytest
 from advisor.cache.config import Config
 from advisor.tuners.decisions import PAIRS, SETTLE_BLOCKS
 from advisor.tuners.measure.place import Block
-from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.visit import Visitor, turn_steps
 from tests.builders import MadeUp, space
 

@@ -11,13 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.cache.config import Config
-from advisor.cache.record import RACED
+from advisor.cache.record import RACED, Choice
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length, Pace
+from advisor.tuners.search import race
 from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.winners import Verdict, choose
+
+
+class Judged(race.Found):
+    """With its winners by use."""
+
+    def winner(self, use: str, *, free: bool = False) -> Choice:
+        return next(one.choice for one in self.winners if (one.use, one.free) == (use, free))
+
+
+def choose(*given: Any, **named: Any) -> Judged:
+    found = race.choose(*given, **named)
+    return Judged(baseline=found.baseline, winners=found.winners, raced=found.raced)
+
 
 SPACE = Space(
     {
@@ -99,7 +112,7 @@ def test_a_short_job_is_chosen_for_by_its_whole_time() -> None:
     rates = known({DEFAULT: 100.0, BF16: 150.0, FAST: 200.0})
     first = {DEFAULT: 1.0, BF16: 1.0, FAST: 30.0}
 
-    def chosen(steps: int) -> Verdict:
+    def chosen(steps: int) -> Judged:
         job = Length(steps=steps, batch=64)
 
         def weigh(config: Config, rate: float) -> float:

@@ -1,7 +1,7 @@
-"""The Optuna study of a search: on disk, opened whatever became of its file, asked and told.
+"""The Optuna study of a search: its journal on disk, opened whatever became of the file.
 
-A study lies in a journal file of its own, which Optuna's tools and dashboard open. A line of it
-that cannot be read (a full disk, a power cut) costs the trials from there on, not those before.
+Each study has a journal file of its own, which Optuna's tools and dashboard open. A line of it that
+cannot be read (a full disk, a power cut) costs the trials from there on, not those before.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
@@ -43,23 +42,29 @@ SENSELESS = (
     optuna.exceptions.OptunaError,
 )
 """What Optuna raises on a journal that it cannot replay."""
-UNWRITABLE = (*SENSELESS, OSError, RuntimeError)
-"""What it raises where it cannot write one, the half line left by that included."""
+
+
+class _NoLock(JournalFileSymlinkLock):
+    """The caller holds the study's lock, so Optuna needs none of its own."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
 
 
 def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.Study, str]:
-    """The study `name`, and what is to be told of it; '' where all is well.
+    """The study `name`, and a notice for the user; '' if all is well.
 
-    The caller holds the study's lock. What is no plain file, or cannot be read whole, is moved
-    aside as NAME.journal.damaged-N; what could be read of it is in the study. Where nothing can be
+    The caller holds the study's lock. A journal that is no plain file or is damaged is renamed to
+    NAME.journal.damaged-N, and the study has the trials before the damage. If nothing can be
     written the study is in memory.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path = folder / f"{name}.journal"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Optuna's own, left by a process that was killed while it wrote: else it waits 30 s.
-        Path(f"{path}.lock").unlink(missing_ok=True)
         if fresh:
             path.unlink(missing_ok=True)
         lines, fault = _read(path)
@@ -68,7 +73,8 @@ def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.
                 return _opened(path, name), ""
             except SENSELESS as exc:
                 fault = f"{type(exc).__name__}: {exc}"
-        aside = _free(path)
+        names = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
+        aside = next(one for one in names if not os.path.lexists(one))
         path.rename(aside)
         study = _salvaged(path, name, lines)
     except OSError as exc:
@@ -80,25 +86,9 @@ def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.
     )
 
 
-class _Lock(JournalFileSymlinkLock):
-    """Optuna's own, in which an interruption stays one: as the lock is taken or given back it would
-    end as an error of the lock, as of a journal that cannot be written, and be lost."""
-
-    def release(self) -> None:
-        try:
-            super().release()
-        except (OSError, RuntimeError) as exc:
-            cause = exc.__context__
-            while cause is not None:
-                if isinstance(cause, KeyboardInterrupt):
-                    raise cause from None
-                cause = cause.__context__
-            raise
-
-
 def _opened(path: Path, name: str) -> optuna.Study:
     return optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(path), lock_obj=_Lock(str(path)))),
+        storage=JournalStorage(JournalFileBackend(str(path), lock_obj=_NoLock(str(path)))),
         study_name=name,
         direction="maximize",
         load_if_exists=True,
@@ -108,7 +98,7 @@ def _opened(path: Path, name: str) -> optuna.Study:
 def _read(path: Path) -> tuple[list[bytes], str]:
     """The lines before the first that cannot be read, and what is wrong."""
     try:
-        # Neither what a link points to is read, nor is a pipe waited for.
+        # Links are not followed, and pipes are not waited for.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return [], ""
@@ -131,11 +121,6 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
-def _free(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(name))
-
-
 def _salvaged(path: Path, name: str, lines: Sequence[bytes]) -> optuna.Study:
     """The study of as many lines, from the first on, as Optuna can replay."""
 
@@ -152,9 +137,8 @@ def _salvaged(path: Path, name: str, lines: Sequence[bytes]) -> optuna.Study:
     return _opened(path, name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A trial of an earlier run of the same study."""
+class Known(NamedTuple):
+    """A trial, its speed-up, and how it compares with fp32 if that is known."""
 
     trial: Trial
     ratio: Ratio
@@ -162,39 +146,43 @@ class Known:
 
 
 class Journal:
-    """The study that is asked, and told what was measured.
-
-    Where its file cannot be written any more it goes on in memory, with what was told so far.
+    """Asks a study in memory for trials, and appends those that are over to the one on disk.
 
     Args:
-        notice: told so.
+        saved: the study on disk.
+        notice: called once if that cannot be written any more.
+
+    Attributes:
+        study: in memory; with the trials of earlier runs after `resume`.
     """
 
     def __init__(
-        self, study: optuna.Study, space: Space, notice: Callable[[str], None] = lambda _text: None
+        self,
+        saved: optuna.Study,
+        space: Space,
+        sampler: optuna.samplers.BaseSampler | None = None,
+        notice: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self.study = study
-        self._space = space
-        self._notice = notice
-        self._distributions: dict[str, BaseDistribution] = {
+        self.study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._saved: optuna.Study | None = saved
+        self._space, self._notice = space, notice
+        self._choices: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in space.choices.items()
         }
-        self._told: list[tuple[Config, float, dict[str, Any]]] = []
 
     def resume(self) -> list[Known]:
-        """The trials of earlier runs; what was in flight when one was interrupted is open again."""
-        try:
-            for _ in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-                self.study.tell(self.study.ask(), state=TrialState.FAIL)
-            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            for frozen in running:
-                self.study.tell(frozen.number, state=TrialState.FAIL)
-        except UNWRITABLE as exc:
-            self._forgo(exc)
-        found = [
-            one for frozen in self.study.get_trials(deepcopy=False) if (one := self._of(frozen))
-        ]
-        self._told = [(one.trial.config, one.ratio.mean, _attributes(one)) for one in found]
+        """The trials of earlier runs."""
+        frozen = self._saved.get_trials(deepcopy=False) if self._saved else []
+        found = [one for one in map(self._of, frozen) if one is not None]
+        for one in found:
+            self.study.add_trial(
+                optuna.trial.create_trial(
+                    params=dict(one.trial.config),
+                    distributions=self._choices,
+                    value=_value(one),
+                    user_attrs=_attributes(one),
+                )
+            )
         return found
 
     def _of(self, frozen: FrozenTrial) -> Known | None:
@@ -220,68 +208,41 @@ class Journal:
             origin=origin,
             seconds=seconds,
         )
-        return Known(trial=trial, ratio=Ratio(mean=mean, low=low, high=high), compared=compared)
+        return Known(trial, Ratio(mean=mean, low=low, high=high), compared)
 
-    def ask(self, origin: str, config: Mapping[str, Any] | None = None) -> optuna.Trial:
-        """The next trial: of a config, or of a part of one; without one the sampler chooses."""
-        try:
-            return self._ask(origin, config)
-        except UNWRITABLE as exc:
-            self._forgo(exc)
-            return self._ask(origin, config)
-
-    def _ask(self, origin: str, config: Mapping[str, Any] | None) -> optuna.Trial:
+    def ask(self, config: Mapping[str, Any] | None = None) -> optuna.Trial:
+        """The next trial: of this config, or of one that the sampler chooses."""
         if config is not None:
             self.study.enqueue_trial(dict(config))
-        asked = self.study.ask(self._distributions)
-        asked.set_user_attr("origin", origin)
-        return asked
+        return self.study.ask(self._choices)
 
     def tell(self, asked: optuna.Trial, known: Known, turns: Iterable[float]) -> None:
-        """What a visit gave; `turns` are the ratios of its turns: its intermediate values."""
-        value, attributes = known.ratio.mean, _attributes(known)
-        self._told.append((known.trial.config, value, attributes))
+        """End a trial; `turns` are the ratios of its turns: its intermediate values."""
+        for step, turn in enumerate(turns):
+            asked.report(turn, step)
+        for name, attribute in _attributes(known).items():
+            asked.set_user_attr(name, attribute)
+        told = self.study.tell(asked, _value(known))
         try:
-            for step, turn in enumerate(turns):
-                asked.report(turn, step)
-            for name, attribute in attributes.items():
-                asked.set_user_attr(name, attribute)
-            # A failure's speed-up is nothing: finite, so that any sampler learns to stay away.
-            self.study.tell(asked, value if known.trial.measurement.ok else 0.0)
-        except UNWRITABLE as exc:
-            self._forgo(exc)
+            if self._saved is not None:
+                self._saved.add_trial(told)
+        except (*SENSELESS, OSError) as exc:
+            self._saved = None
+            self._notice(f"the search cannot be saved any more: {exc}; it goes on in memory")
 
-    def pass_over(self, asked: optuna.Trial) -> None:
-        """The trial is not measured, and a later run may."""
-        try:
-            self.study.tell(asked, state=TrialState.FAIL)
-        except UNWRITABLE as exc:
-            self._forgo(exc)
 
-    def _forgo(self, exc: BaseException) -> None:
-        self._notice(f"the search cannot be saved any more: {exc}; it goes on in memory")
-        self.study = optuna.create_study(direction="maximize", sampler=self.study.sampler)
-        for config, value, attributes in self._told:
-            self.study.add_trial(
-                optuna.trial.create_trial(
-                    params=dict(config),
-                    distributions=self._distributions,
-                    value=0.0 if attributes.get(FAILED) else value,
-                    user_attrs=attributes,
-                )
-            )
+def _value(known: Known) -> float:
+    """A failure's is finite, so that any sampler learns to stay away."""
+    return known.ratio.mean if known.trial.measurement.ok else 0.0
 
 
 def _attributes(known: Known) -> dict[str, Any]:
-    trial, ratio, compared = known.trial, known.ratio, known.compared
-    found: dict[str, Any] = {
+    trial, ratio, compared = known
+    return {
         "measurement": to_plain(trial.measurement),
         SECONDS: trial.seconds,
         RATIO: (ratio.mean, ratio.low, ratio.high),
+        COMPARED: compared and (compared.outcome, compared.reason, compared.blames),
+        FAILED: not trial.measurement.ok,
         "origin": trial.origin,
     }
-    if compared is not None:
-        found[COMPARED] = (compared.outcome, compared.reason, compared.blames)
-    if not trial.measurement.ok:
-        found[FAILED] = True
-    return found

@@ -21,46 +21,37 @@ LOADER_TURN_S = PAIRS * TURN_S
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A config to visit.
-
-    Attributes:
-        origin: who proposes it.
-        turn_s: seconds of a block.
-        compares: compare it though it does not lead, because others will stand on it.
-    """
+    """A config to visit, and who proposes it."""
 
     config: Config
     origin: str
-    turn_s: float = TURN_S
-    compares: bool = False
+    turn_s: float = TURN_S  # of a block
+    compares: bool = False  # with fp32, though it does not lead: others will build on it
 
 
 class Recipe:
-    """Proposes configs in the order of their expected gain per second.
+    """Proposes configs in the order of their expected gain per second: see docs/decides.md.
 
-    The order on an unknown model: half precision, eager (a safe leader within seconds); compiled
-    with CUDA graphs; toggles on that code; larger batches, eager, and what leads at the best of
-    them; other kinds of graphs, modes and layouts; what leads at the batches beside that. Without
-    a GPU what compiles comes after what does not.
-    Whoever asks visits each config, or passes over it, before asking for the next.
+    The caller visits each config, or passes over it, before it asks for the next.
     """
 
     def __init__(self, space: Space, visits: Visits) -> None:
         self._space, self._visits = space, visits
         self._uses, self._on = space.uses, space.on
         modes = space.choices.get(knobs.COMPILE, ())
-        # Code is compiled with CUDA graphs: on a GPU, if compiling is permitted.
+        # On a GPU, if compiling is permitted.
         self._has_graphs = any(mode in knobs.GRAPHED_MODES for mode in modes)
 
     def __iter__(self) -> Iterator[Proposal]:
         yield from self._loader(STARVED)
         # Compiling gains the most on a GPU. Elsewhere it takes as long, and gains little.
-        eager, compiled = (self._alone, self._toggles), (self._compiled, self._other_code)
-        stages = [self._half, *eager, *compiled, self._larger, self._nearby]
         if self._has_graphs:
             stages = [self._half, self._compiled, self._toggles, self._larger]
-            stages += [self._other_code, self._alone, self._nearby]
-        for stage in stages:
+            stages += [self._other_code, self._alone]
+        else:
+            stages = [self._half, self._alone, self._toggles, self._compiled, self._other_code]
+            stages += [self._larger]
+        for stage in (*stages, self._nearby):
             origin = "batch" if stage in (self._larger, self._nearby) else "recipe"
             for config in stage():
                 if config is not None and self._is_new(config):
@@ -74,13 +65,13 @@ class Recipe:
         return self._space.holds(config) and config not in known and known.allowed(config)
 
     def _near(self, changes: Mapping[str, Value]) -> Config:
-        """The baseline with what of some changes is offered."""
+        """The baseline with those of some changes that are offered."""
         return self._space.near(changes).replace(**self._visits.feed)
 
     @property
     def _format(self) -> Config:
-        """The number format and layout that is compiled: the first of the recipe that runs. Without
-        a GPU nothing hides what a format computes, and the fastest one is taken."""
+        """The number format and layout to compile: the first of the recipe that runs; without a
+        GPU the fastest."""
         found = [config for config in self._recipes() if self._runs(config)]
         if not self._has_graphs:
             seen = [v for c in (*found, self._near({})) if (v := self._visits.get(c)) and v.ok]
@@ -88,7 +79,7 @@ class Recipe:
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
 
     def _runs(self, config: Config) -> bool:
-        """Whether it may run, and be right, as far as is known."""
+        """Whether nothing is known against it."""
         visit, known = self._visits.get(config), self._visits
         return (visit is None or visit.ok) and known.allowed(config) and not known.is_wrong(config)
 
@@ -104,8 +95,8 @@ class Recipe:
 
     def _half(self) -> Iterator[Config | None]:
         """Number formats, eager, until one runs; without a GPU, which may hide what they gain,
-        until one gains. Where compiling gains more, a layout alone waits: with cudnn.benchmark a
-        visit to it takes 40 s, as the compiled one does after it."""
+        until one gains. With a GPU a layout alone waits: with cudnn.benchmark a visit to it takes
+        40 s, and another 40 s once it is compiled."""
         least = CLEARLY * score(self._visits.baseline)
         for config in self._recipes():
             if self._has_graphs and not config.changed(self._space.default).only(*knobs.FORMATS):
@@ -145,7 +136,7 @@ class Recipe:
                     yield config
 
     def _guessed(self, guess: str) -> Iterator[dict[str, Value]]:
-        """The values of knobs that are tried in one way."""
+        """The values of knobs with this guess."""
         for knob in knobs.KNOBS:
             if knob.guess == guess and not knob.feeds:
                 for value in self._space.choices.get(knob.name, ())[1:]:
@@ -171,9 +162,9 @@ class Recipe:
         yield from map(self._near, changes)
 
     def _larger(self) -> Iterator[Config | None]:
-        """The largest batch that runs, and smaller ones while they cost little, of the first format
-        that is not much slower, eager: it may lead where the host is not the limit. At the best of
-        them other formats and toggles, and what leads at the user's batch."""
+        """The largest batch that runs, eager, and smaller ones while they cost little, in the first
+        format that is not much slower. At the best of them other formats and toggles, and what
+        leads at the user's batch."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
         baseline = self._visits.baseline
@@ -211,8 +202,8 @@ class Recipe:
                 yield self._on(config, changes)
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
-        """More workers while what leads waits for its data, for `least` of its time at least, and
-        fewer where more gain nothing."""
+        """More workers while the leader waits for its data, for `least` of its time or more; fewer
+        if more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
             if not best.waits or best.waited < least:
@@ -231,8 +222,8 @@ class Recipe:
     def _along(
         self, best: Visit, name: str, values: Sequence[Value]
     ) -> Generator[Proposal, None, Visit]:
-        """One value after the other until one gains nothing; returns the best visit. What is not
-        clearly faster than the baseline is no better: a loader is noisy."""
+        """One value after the other until one gains nothing, or is not clearly faster than the
+        baseline: a loader is noisy. Returns the best visit."""
         for value in values:
             config = self._fed(best.config, name, value)
             if not best.waits or not self._is_new(config):
@@ -248,7 +239,7 @@ class Recipe:
         return best
 
     def _fed(self, config: Config, name: str, value: Value) -> Config:
-        """Another value of a loader's knob; what workers load is pinned where that is offered."""
+        """Another value of a loader's knob; workers pin memory if that is offered."""
         config = self._space.combined(config, name, value)
         if name == knobs.WORKERS and value:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking)
@@ -257,8 +248,8 @@ class Recipe:
 
 
 def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
-    """Of larger numbers those at least twice the one before, two at least: one worker beside a fast
-    step gains nothing over none, and more of them do."""
+    """Larger numbers, each at least twice the one before, from 2 on: beside a fast step one worker
+    gains nothing over none, and more of them do."""
     found: list[Value] = []
     for value in more:
         if _number(value) >= max(2, 2 * number):

@@ -1,9 +1,10 @@
-"""How much is measured: the options of one tuning, and what it reports."""
+"""How much is measured: the options of one tuning, its clock, and what it reports."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import EFFORTS, Trial
 from advisor.cache.task import checked, row
 from advisor.errors import UsageError
+from advisor.tuners.decisions import SLACK
 from advisor.tuners.length import Length
 
 if TYPE_CHECKING:
@@ -22,30 +24,28 @@ if TYPE_CHECKING:
     from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space
 
-LEAST_S = 3.0
-"""A smaller budget is refused: the turns of a race between two configs alone take two seconds."""
+LEAST_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MOST_S = 30 * 86400.0
-
-EXPLAIN, VERIFY = "1m", "30s"
-"""Budgets of explain and verify, all measuring counted."""
+EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
 
 
 class Effort(NamedTuple):
-    """`budget_s`: wall seconds of measuring; `quick`: of torch.compile only what takes seconds;
-    `full`: also what is known to be bad (cuDNN off) or takes minutes (max-autotune)."""
+    """What a name of EFFORTS stands for."""
 
     budget_s: float
-    quick: bool = False
-    full: bool = False
+    quick: bool = False  # of torch.compile only what takes seconds
+    full: bool = False  # also what is known to be bad (cuDNN off) or takes minutes (max-autotune)
 
 
-_EFFORTS = dict(
-    zip(EFFORTS, (Effort(60.0, quick=True), Effort(300.0), Effort(3600.0, full=True)), strict=True)
-)
+_EFFORTS = {
+    "quick": Effort(60.0, quick=True),
+    "normal": Effort(300.0),
+    "exhaustive": Effort(3600.0, full=True),
+}
 
 
 def suffices(found: str, wanted: str) -> bool:
-    """Whether one effort is at least another; one of a name not known here is not."""
+    """Whether one effort is at least another; an unknown one is not."""
     return found in EFFORTS and EFFORTS.index(found) >= EFFORTS.index(wanted)
 
 
@@ -58,8 +58,6 @@ class Plan:
         "quick: a minute, compiling only what takes seconds; normal: five minutes; exhaustive: an "
         "hour, also what takes minutes to compile.",
         "normal",
-        decides=False,
-        asked=False,
     )
     budget_s: float | None = row(
         kinds.Seconds(),
@@ -67,48 +65,33 @@ class Plan:
         "the model, has made its first steps. Default: 1m, 5m or 1h by effort.",
         None,
         keyword="budget",
-        decides=False,
-        asked=False,
         printed=False,
     )
-    trials: int | None = row(
-        kinds.Whole(),
-        "Configs visited at most.",
-        None,
-        decides=False,
-        asked=False,
-        printed=False,
-    )
+    trials: int | None = row(kinds.Whole(), "Configs visited at most.", None, printed=False)
     steps: int | None = row(
         kinds.Whole(),
         "Length of the job that the advice is for, in steps at your batch; default: no end.",
         None,
-        decides=False,
     )
     duration_s: float | None = row(
         kinds.Seconds(),
         "Length of the job as a time, instead of --steps.",
         None,
         keyword="duration",
-        decides=False,
     )
-    seed: int = row(
-        kinds.Whole(0), "Seed of all randomness.", 0, decides=False, asked=False, printed=False
-    )
+    seed: int = row(kinds.Whole(0), "Seed of all randomness.", 0, printed=False)
     force: bool = row(
         kinds.Switch(),
         "Measure again although it is tuned.",
         False,
         option="",
         switches={"--force": True},
-        decides=False,
-        asked=False,
         printed=False,
     )
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Plan:
-        """A plan from what was given by keyword; None is as good as left out.
+        """A plan from keyword arguments; None means the default.
 
         Raises:
             UsageError: a value is outside its domain, or two do not go together.
@@ -137,10 +120,46 @@ class Plan:
         return self.much.budget_s if self.budget_s is None else self.budget_s
 
     def length(self, batch: int) -> Length | None:
-        """Of the job, at the user's batch; None for the steady state."""
+        """Of the job, at this batch; None for the steady state."""
         if self.steps is None and self.duration_s is None:
             return None
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
+
+
+class Clock:
+    """Counts down a budget: wall seconds of all measuring, of which `reserve_s` are kept back until
+    `release`. `now` is a wall clock in seconds."""
+
+    def __init__(
+        self,
+        budget_s: float,
+        *,
+        reserve_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget_s, self._reserve_s = budget_s, reserve_s
+        self.now = now
+        self._began = now()
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it began."""
+        return self.now() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget, at least 0."""
+        return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
+
+    def release(self) -> None:
+        """The reserve may be spent."""
+        self._reserve_s = 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds until a visit is given up: what is left, and some slack."""
+        left_s = self.budget_s - self._reserve_s - self.spent_s
+        return max(0.1, left_s + SLACK * self.budget_s)
 
 
 class Progress:
@@ -150,7 +169,7 @@ class Progress:
         """The workload runs; the first visit begins."""
 
     def doing(self, config: Config, what: str, best: Config | None, left_s: float) -> None:
-        """A config is being built, measured or compared; `best` leads, if anything does."""
+        """A config is being built, measured or compared; `best` leads so far."""
 
     def visited(
         self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
@@ -158,14 +177,14 @@ class Progress:
         """A visit is over; `best` is the fastest config that is known to be right."""
 
     def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
-        """Entered while a dataset of that name is made, for so many seconds at most."""
+        """Entered while this dataset is made, for so many seconds at most."""
         return contextlib.nullcontext()
 
     def phase(self, what: str) -> None:
-        """Another part of the work begins."""
+        """The next part of the work begins."""
 
     def notice(self, text: str) -> None:
         """Something the user should know."""
 
     def warning(self, text: str) -> None:
-        """Something that is not as it was asked for."""
+        """Something is not as the user asked."""

@@ -1,30 +1,36 @@
-"""The final race, and the turns that the choice is made from."""
+"""The final race, the winner for each use, and why others are not advised."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import CLEARLY, LOOKS, TURN_S
+from advisor.cache.record import RACED, Choice, Trial, Winner
+from advisor.errors import WorkerError
+from advisor.tuners import knobs
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, NOTABLE, TELLS, TURN_S
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.search.ratio import paired
+from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
+from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
+from advisor.tuners.search.visits import Visits, score
 
-Rates = dict[Config, list[float]]
-"""Samples/s of each turn, by config."""
+Rates = dict[Config, list[float]]  # samples/s of each turn
 
 
 def race(
     visitor: Visitor, configs: Sequence[Config], turn_s: float = TURN_S
 ) -> tuple[Rates, dict[Config, ConfigFailed]]:
-    """Configs measured in turn, there and back, so that a drifting machine is the same for all; and
-    why some of them failed, which are left out. The others are held against the first one.
+    """Configs measured in turn, there and back, so that drift is the same for all, in blocks of
+    `turn_s` seconds; and why some failed, which are left out.
 
-    Ends when all ratios are known closely, after the last of LOOKS, or where no time is left for
-    another round like the last. Only whole rounds count.
-
-    Args:
-        turn_s: seconds of a block.
+    Ends when all ratios to the first config are known closely, after the last of LOOKS, or if no
+    time is left for another round like the last. Only whole rounds count.
     """
     reference, clock = configs[0], visitor.clock
     rates: Rates = {config: [] for config in dict.fromkeys(configs)}
@@ -50,37 +56,231 @@ def race(
 
 
 def decisive(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> Rates:
-    """The turns that the choice is made from: those of the race; where it was too noisy to
-    contradict what the visits of the leaders have told, or there was none, those of the visits."""
+    """The turns that the choice is made from: those of the race, unless there was none, or it was
+    too noisy to contradict the visits; then those of the visits."""
+    own = visitor.own
+    visits = [one for one in leaders if one.turns]
     if len(raced) > 1:
-        pooled = _pooled(raced, leaders, visitor.own)
-        own, noise = pooled[visitor.own], visitor.noise
-        ratios = {c: paired(pooled[c], own, noise) for c in pooled if c != visitor.own}
+        pooled = _pooled(raced, visits, own)
+        ratios = {c: paired(pooled[c], pooled[own], visitor.noise) for c in pooled if c != own}
         told = [one for one in leaders if one.ratio.faster and one.config in ratios]
         clear = any(one.faster for one in ratios.values())
         if clear or not any(ratios[one.config].high >= one.ratio.mean for one in told):
             return pooled
-    most = max((one.turns for one in leaders), key=len, default=())
-    # Where nothing came near the baseline, its own blocks are all there is to say.
-    blocks = [turn.beside for turn in most] or visitor.baseline
-    return _beside(visitor.own, [block.rate for block in blocks], leaders)
+    if not visits:
+        return {own: [block.rate for block in visitor.baseline]}
+    return _beside(own, visits, max(len(one.turns) for one in visits))
 
 
-def _pooled(raced: Rates, leaders: Sequence[Visit], own: Config) -> Rates:
-    """The rounds of a race; where it had few, after as many turns of each visit."""
-    visits = [one for one in leaders if one.config in raced]
-    count = min((len(one.turns) for one in visits), default=0)
-    if not count or len(raced[own]) >= LOOKS[1]:
+def _pooled(raced: Rates, visits: Sequence[Visit], own: Config) -> Rates:
+    """The rounds of a race; if it had few, after as many turns of each visit."""
+    visits = [one for one in visits if one.config in raced]
+    if len(raced[own]) >= LOOKS[1] or len(visits) < len(raced) - 1:
         return raced
-    rates = [turn.beside.rate for turn in visits[0].turns[-count:]]
-    turns = _beside(own, rates, visits, -count)
+    turns = _beside(own, visits, min(len(one.turns) for one in visits))
     return {config: turns[config] + seen for config, seen in raced.items()}
 
 
-def _beside(own: Config, rates: list[float], visits: Sequence[Visit], since: int = 0) -> Rates:
-    """The turns of visits from one on, as if all were beside the same blocks of the baseline."""
+def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
+    """The last turns of visits, as if all were beside the same blocks of the baseline."""
+    most = max((one.turns for one in visits), key=len)
+    rates = [turn.beside.rate for turn in most[-count:]]
     return {own: rates} | {
-        one.config: [t.ratio * rate for t, rate in zip(one.turns[since:], rates, strict=False)]
+        one.config: [t.ratio * rate for t, rate in zip(one.turns[-count:], rates, strict=False)]
         for one in visits
-        if one.turns
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search decided; fields as in `Record`."""
+
+    baseline: Choice
+    winners: tuple[Winner, ...]  # at the user's batch and, if others were tried, with it free
+    raced: tuple[Choice, ...]
+    input: Config = field(default_factory=Config)
+    trials: tuple[Trial, ...] = ()
+    artifacts: Mapping[Config, Path] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
+    interrupted: bool = False  # by Ctrl-C
+
+
+def choose(
+    space: Space,
+    rates: Rates,
+    peaks: dict[Config, int],
+    weigh: Callable[[Config, float], float] = lambda _config, rate: rate,
+    first_s: Callable[[Config], float] = lambda _config: 0.0,
+    noise: Noise = UNMEASURED,
+) -> Found:
+    """The winners; only configs that are clearly faster than the baseline are advised.
+
+    Args:
+        peaks: bytes.
+        weigh: samples/s over the whole job, from those of the steady state: the choice is made on
+            these, and the choices tell the steady ones.
+        first_s: seconds of a config's first step.
+        noise: of the baseline.
+
+    Raises:
+        WorkerError: the baseline did not finish the race.
+    """
+    if not rates.get(space.default):
+        raise WorkerError("the baseline did not finish the race; tune again")
+    over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
+    steady, choices = (
+        {
+            c: dataclasses.replace(
+                choice_of(c, seen, turns[space.default], peaks, noise), first_step_s=first_s(c)
+            )
+            for c, seen in turns.items()
+        }
+        for turns in (rates, over_job)
+    )
+    found = _at_batch(space, choices)
+    if len(space.batches) > 1:
+        found |= _free(space, choices, found)
+    return Found(
+        baseline=steady[space.default],
+        winners=tuple(
+            Winner(use=use, free=free, choice=steady[choice.config])
+            for (use, free), choice in found.items()
+        ),
+        raced=tuple(
+            choice
+            for choice in steady.values()
+            if len(choice.rounds) > 1 and math.isfinite(choice.speedup_high)
+        ),
+    )
+
+
+_ByUse = dict[tuple[str, bool], Choice]
+
+
+def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
+    """For each use the fastest at the user's batch, unless the lesser use's is as fast."""
+    found: _ByUse = {}
+    held = choices[space.default]
+    for use in RACED:
+        better = [c for c in _better(space, choices, use) if c.batch == space.batch]
+        if better:
+            best = _lightest(space, better)
+            held = held if _ties(held, best) else best
+        found[use, False] = held
+    return found
+
+
+def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
+    """The same at the smallest batch near the fastest, unless the user's is as fast."""
+    found: _ByUse = {}
+    held = fixed[RACED[0], False]
+    for use in RACED:
+        at_user = fixed[use, False]
+        # At the user's batch nobody is served less than with the batch fixed.
+        if held.batch == space.batch or paired(at_user.rounds, held.rounds).faster:
+            held = at_user
+        better = _better(space, choices, use)
+        if better:
+            fastest = max(choice.samples_per_s for choice in better)
+            near = [c for c in better if GAIN * c.samples_per_s >= fastest]
+            smallest = min(choice.batch for choice in near)
+            best = _lightest(space, [c for c in near if c.batch == smallest])
+            if paired(best.rounds, at_user.rounds).faster and not _ties(held, best):
+                held = best
+        found[use, True] = held
+    return found
+
+
+def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choice]:
+    """Configs that a use can follow and that clearly beat the baseline. More workers deliver in
+    bursts: for them a low end above TELLS is enough."""
+    found = []
+    for choice in choices.values():
+        ratio = Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
+        fed = knobs.workers(choice.config) > knobs.workers(space.default)
+        faster = ratio.faster or (fed and ratio.low >= TELLS)
+        if faster and knobs.follows(use, choice.config, space.default):
+            found.append(choice)
+    return found
+
+
+def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
+    """Of those that tie with the fastest the one that asks least of a script, and of its host."""
+    fastest = max(choices, key=lambda choice: choice.samples_per_s)
+
+    def asks(choice: Choice) -> tuple[int, int, float]:
+        burden = knobs.burden(choice.config, space.default)
+        return burden, knobs.workers(choice.config), -choice.samples_per_s
+
+    return min((one for one in choices if one is fastest or _ties(one, fastest)), key=asks)
+
+
+def _ties(ours: Choice, fastest: Choice) -> bool:
+    return paired(ours.rounds, fastest.rounds).level
+
+
+def choice_of(
+    config: Config,
+    seen: list[float],
+    reference: list[float],
+    peaks: dict[Config, int],
+    noise: Noise = UNMEASURED,
+) -> Choice:
+    """A config's turns against the baseline's."""
+    ratio = LEVEL if seen is reference else paired(seen, reference, noise)
+    return Choice(
+        config=config,
+        batch=config.batch,
+        samples_per_s=statistics.median(seen),
+        low=min(seen),
+        high=max(seen),
+        speedup=ratio.mean,
+        speedup_low=ratio.low,
+        speedup_high=ratio.high,
+        peak_bytes=peaks.get(config, 0),
+        rounds=tuple(seen),
+    )
+
+
+def shown(ratio: Ratio) -> str:
+    """'1.52x (1.49-1.55)', or that it was seen once."""
+    if ratio.high == math.inf:
+        return f"{ratio.mean:.2f}x in one turn"
+    return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def gains(
+    visits: Visits,
+    rates: Rates,
+    noise: Noise,
+    chosen: Collection[Config],
+    named: Callable[[Config], str],
+) -> Iterator[str]:
+    """A line for each config that seemed to gain and is not advised, by the turns that the choice
+    was made from; and a line if the loader is the limit."""
+    own = visits.baseline.config
+    seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
+    for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
+        if (config := visit.config) not in chosen and config != own:
+            raced = len(rates.get(config, ())) > 1
+            ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
+            why = _why_not(visits, visit, ratio)
+            yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
+    best = visits.best()
+    if best.waits and score(best) >= CLEARLY * best.ratio.mean:
+        yield (
+            f"the loader is the limit: {named(best.config)} waits {best.waited:.0%} of its time "
+            f"for data, and would be {score(best):.2f}x if it were fed"
+        )
+
+
+def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
+    """Why a config that seemed to gain is not advised."""
+    compared = visits.compared(visit.config)
+    if compared is not None and not compared.ok:
+        return compared.reason
+    if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
+        return "it was not compared with fp32"
+    if ratio.high < math.inf and not ratio.faster:
+        return "too noisy to tell"
+    return "another one is as fast or faster"

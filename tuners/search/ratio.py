@@ -12,7 +12,7 @@ from advisor.cache.turns import inner
 from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS
 
 WIDEST = 1e12
-"""The end of an interval beyond which nothing was learned, and no record keeps it."""
+"""An interval that ends beyond it says nothing, and no record can hold it."""
 
 # Student's t, two-sided 99%, by degrees of freedom (any statistics table).
 _T99 = (
@@ -35,34 +35,29 @@ class Ratio:
 
     @property
     def faster(self) -> bool:
-        """Whether it is clearly more than 1, and about as much as it says."""
+        """Whether it is clearly above 1, and not too noisy to tell."""
         return self.mean >= CLEARLY and self.low > 1.0 and self.high <= TELLS * self.mean
 
     @property
     def level(self) -> bool:
-        """Whether it is about 1, as far as that can be told."""
+        """Whether it is about 1, as far as its interval tells."""
         return self.mean >= 1 / CLEARLY or (self.mean >= 1 / GAIN and self.high >= 1.0)
 
 
 UNKNOWN = Ratio(mean=1.0, low=0.0, high=math.inf)
-LEVEL = Ratio(mean=1.0, low=1.0, high=1.0)
-"""That of a config beside itself."""
+LEVEL = Ratio(mean=1.0, low=1.0, high=1.0)  # of a config to itself
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How much the same config differs from turn to turn: the standard deviation of a log-ratio,
-    from `turns` of the baseline beside itself."""
+    """The standard deviation of a log-ratio, from `turns` of the baseline to itself."""
 
     deviation: float = 0.0
     turns: int = 0
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> Noise:
-        """From the baseline's own turns, each against the mean of its neighbours.
-
-        That difference has the variance of a paired turn: one block against the mean of two.
-        """
+        """From the baseline's blocks, each against the mean of its neighbours, as in a turn."""
         logs = [math.log(rate) for rate in rates]
         apart = [b - (a + c) / 2 for a, b, c in zip(logs, logs[1:], logs[2:], strict=False)]
         # Every second one: neighbours share blocks.
@@ -78,12 +73,12 @@ UNMEASURED = Noise()
 def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     """Trimmed mean of turn-by-turn log-ratios, with Yuen's interval (Biometrika 61, 1974).
 
-    TRIMMED of the turns are left out at each end, so that a load that begins or ends within a turn
+    The fastest and slowest turns are left out, so that a load that begins or ends within a turn
     does not count. The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni).
     From the second of LOOKS on correlated turns count as n (1 - r) / (1 + r), r being the
     correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
-    Before, the interval is at least what the baseline's own turns ask for: a few turns can be alike
-    by luck. Two have that interval, and it holds both; one turn has none.
+    Before, the interval is at least as wide as the baseline's noise: a few turns can be alike by
+    luck. That of two turns holds both; one turn has none.
     """
     if not logs:
         return UNKNOWN

@@ -25,7 +25,7 @@ class Space:
         self.dear = tuple(name for name in self.choices if knobs.BY_NAME[name].dear)
         """Knobs that are tried on leaders only."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
-        """What torch does by itself, at the user's batch."""
+        """The baseline: what torch, or the script, does by itself, at the user's batch."""
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
         """What DataLoader does by itself."""
 
@@ -46,28 +46,28 @@ class Space:
 
     @property
     def batch(self) -> int:
-        """The user's."""
+        """The user's batch size."""
         return self.batches[0]
 
     @property
     def is_choice(self) -> bool:
-        """Whether there is anything beside torch's default."""
+        """Whether there is anything beside the baseline."""
         return any(len(values) > 1 for values in self.choices.values())
 
     @property
     def digest(self) -> str:
-        """Names a study: the choices of a categorical cannot change within one."""
+        """Part of a study's name: the choices of a categorical cannot change within one."""
         return fingerprint({name: list(values) for name, values in self.choices.items()})[:12]
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Those of RACED that can follow different parts of the space, the widest first."""
+        """Those of RACED that different parts of the space need, the widest first."""
         changes = [Config({n: value}) for n, values in self.choices.items() for value in values]
         needed = {knobs.use_of(self.default | one, self.default) for one in changes}
         return tuple(use for use in reversed(RACED) if use in needed)
 
     def leave_out(self, unwanted: Callable[[str, Value], bool]) -> None:
-        """Offer no such value, but a knob's first one."""
+        """Offer no unwanted value, except as a knob's first one."""
         for name, (first, *others) in self.choices.items():
             self.choices[name] = (first, *(v for v in others if not unwanted(name, v)))
 
@@ -76,12 +76,12 @@ class Space:
         return _among(value, self.choices.get(name, ()))
 
     def near(self, config: Mapping[str, Value]) -> Config:
-        """torch's default with what of a config is offered here, but its batch."""
+        """The baseline with all values of a config that are offered here, but its batch."""
         offered = {n: v for n, v in config.items() if n != BATCH and self.offers(n, v)}
         return self.default.replace(**offered)
 
     def holds(self, config: Config) -> bool:
-        """Whether every knob has a value that is offered, and none conflicts."""
+        """Whether every knob has an offered value, and no two conflict."""
         return (
             set(config) == set(self.choices)
             and all(self.offers(name, value) for name, value in config.items())
@@ -96,7 +96,7 @@ class Space:
         )
 
     def combined(self, config: Config, name: str, value: Value) -> Config:
-        """The config with a knob set, and those that then conflict with it at their default."""
+        """The config with a knob set, and those that conflict with it at their default."""
         clashing = {
             other: self.default[other]
             for other in config
@@ -105,8 +105,8 @@ class Space:
         return config.replace(**{name: value}, **clashing)
 
     def on(self, leader: Config, changes: Mapping[str, Value]) -> Config | None:
-        """A leader with some knobs set, and switches that conflict with these at their default;
-        None where something is not offered, or conflicts all the same."""
+        """A leader with some knobs set, and conflicting switches at their default; None if a value
+        is not offered, or conflicts all the same."""
         if not all(self.offers(name, value) for name, value in changes.items()):
             return None
         config = leader
@@ -118,8 +118,7 @@ class Space:
         return config if self.holds(config) else None
 
     def configs(self, batch: int, feed: Mapping[str, Value] | None = None) -> Iterator[Config]:
-        """All configs at one batch size; what trades speed for memory at its default, and `feed`,
-        values of knobs that are fixed."""
+        """All configs at one batch size with `feed`, and without what trades speed for memory."""
         held = {n: self.default[n] for n in self.choices if knobs.BY_NAME[n].frugal}
         held |= {**(feed or {}), BATCH: batch}
         offered = [(held[n],) if n in held else values for n, values in self.choices.items()]
@@ -129,11 +128,11 @@ class Space:
                 yield config
 
     def is_dear(self, config: Config) -> bool:
-        """Whether a config takes many seconds before its first step."""
+        """Whether a config needs many seconds before its first step."""
         return bool(self.dear_in(config))
 
     def dear_in(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
-        """What of these values of knobs makes a config dear."""
+        """Those of these values that make a config dear."""
         names = (name for name in self.dear if name in values)
         return {(n, values[n]) for n in names if not _among(values[n], (self.default[n],))}
 
@@ -153,11 +152,11 @@ def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
 
 
 def _among(value: Value, values: Iterable[Value]) -> bool:
-    """Whether a value is one of some; True, 1 and 1.0 are three."""
+    """Whether a value is among others; True, 1 and 1.0 are three."""
     return any(type(value) is type(one) and value == one for one in values)
 
 
 def ladder(batch: int, *, fits: int) -> tuple[int, ...]:
-    """The user's batch and its doublings up to 256 times, while at most `fits`."""
+    """The user's batch and its doublings up to 256 times, but none above `fits`."""
     steps = [batch * 2**power for power in range(9)]
     return (batch, *(step for step in steps[1:] if step <= fits))

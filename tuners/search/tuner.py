@@ -1,109 +1,66 @@
 """The search: visits configs of a place until nothing more fits into the budget, then races them.
 
-There is a best verified config at every moment. It is replaced only by one that is faster and
-trains like strict fp32, so that more time cannot give less, and an interruption keeps the best so
-far.
+The best verified config is replaced only by one that is faster and trains like strict fp32, so that
+more time cannot give less, and an interruption keeps the best so far.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Trial, Winner
+from advisor.cache.record import LOOP, Measurement, Trial
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
-from advisor.tuners.search import remarks
-from advisor.tuners.search.clock import Clock
-from advisor.tuners.search.costs import Costs
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
-from advisor.tuners.search.plan import Progress
-from advisor.tuners.search.race import Rates, decisive, race
+from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.race import Found, Rates, choose, decisive, gains, race, shown
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
-from advisor.tuners.search.visits import Visits, score
-from advisor.tuners.search.winners import choose
+from advisor.tuners.search.visits import Costs, Visits, score
 
 NUMERICS = "numerics"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What is asked of a search.
+    """What a search may do."""
 
-    Attributes:
-        budget_s: of all of it.
-        compares: configs are compared with strict fp32, and only those that pass are advised.
-        baseline: what everything is measured against, for people.
-        trials: visits at most; None for no limit.
-        first: configs to visit before the recipe, from records that nearly fit.
-        seed: of the sampler.
-        length: of the job; None for the steady state.
-        modules: in the model.
-        folder: takes the artifacts of what was chosen; None where none are kept.
-        stage: of its trials, as in `Trial`.
-        reserve_s: of the budget, kept for what comes after.
-        without: the baseline without one of the script's own settings each: measured once, told,
-            and never advised.
-        worth: whether a visit is worth its seconds; a run that goes on asks for that.
-    """
-
-    budget_s: float
-    compares: bool = True
-    baseline: str = "torch's default"
-    trials: int | None = None
-    first: Sequence[Config] = ()
-    seed: int = 0
-    length: Length | None = None
-    modules: int = 0
-    folder: Path | None = None
-    stage: str = knobs.COMPUTE
-    reserve_s: float = 0.0
+    compares: bool = True  # with strict fp32, and advises only configs that pass
+    baseline: str = "torch's default"  # its name in messages
+    trials: int | None = None  # visits at most
+    most_s: float = math.inf  # that one visit may take
+    first: Sequence[Config] = ()  # visited before the recipe: from similar records
     without: Sequence[Config] = ()
-    worth: Callable[[float], bool] = lambda _seconds: True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a search decided; see the fields of `Record`.
-
-    Attributes:
-        artifacts: files of what was compiled for its configs.
-        remarks: lines on what was faster and is not advised, and on what limits the rest.
-        interrupted: by Ctrl-C; the best so far was kept.
-    """
-
-    baseline: Choice
-    winners: tuple[Winner, ...]
-    input: Config
-    trials: tuple[Trial, ...]
-    raced: tuple[Choice, ...]
-    artifacts: Mapping[Config, Path] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    interrupted: bool = False
+    """The baseline without one of the script's own settings each: measured, and never advised."""
+    seed: int = 0
+    length: Length | None = None  # of the job; None for the steady state
+    modules: int = 0  # in the model
+    folder: Path | None = None  # for compiled artifacts of the winners
+    stage: str = knobs.COMPUTE  # of its trials, as in `Trial`
 
 
 class Tuner:
     """One search on one place.
 
     Args:
-        study: where trials are kept; it is the one that is asked.
-        progress: told what is being visited, and what was found.
-        clock: of the budget; begun now by default.
+        study: on disk; keeps the trials.
+        clock: of the budget.
 
     Attributes:
-        known: trials of earlier runs. What the time was too short for then is tried again.
+        known: trials of earlier runs. Configs that had no time then are tried again.
     """
 
     def __init__(
@@ -112,22 +69,21 @@ class Tuner:
         space: Space,
         study: optuna.Study,
         scope: Scope,
-        progress: Progress | None = None,
-        clock: Clock | None = None,
+        progress: Progress,
+        clock: Clock,
     ) -> None:
         self._place, self._space, self._scope = place, space, scope
-        self._progress = progress or Progress()
-        self.clock = clock or Clock(scope.budget_s, reserve_s=scope.reserve_s)
+        self._progress, self.clock = progress, clock
         self._visitor = Visitor(place, space.default, self.clock, self._tell)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = Costs(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
-        study.sampler = GainPerSecond(
+        sampler = GainPerSecond(
             seed=scope.seed,
             among=lambda: self._among,
             best=lambda: self._visits.best(batch=self._among[0].batch).ratio.mean,
         )
-        self._journal = Journal(study, space, self._progress.notice)
+        self._journal = Journal(study, space, sampler, self._progress.notice)
         self._passed_over: dict[Config, float] = {}
         self._remarks: list[str] = []
         self._remedy = ""
@@ -173,7 +129,7 @@ class Tuner:
         return self._decide(raced, interrupted)
 
     def _search(self) -> Rates:
-        """Visit what fits, then race what leads; a place that is lost ends the search."""
+        """Visit what fits, then race the leaders; a place that is lost ends the search."""
         try:
             self._look_without()
             for proposal in self._proposals():
@@ -190,30 +146,29 @@ class Tuner:
     # What is visited ----------------------------------------------------------------------------
 
     def _measure_baseline(self) -> None:
-        asked = self._journal.ask("baseline", self._space.default)
+        asked = self._journal.ask(self._space.default)
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            self._journal.pass_over(asked)
             why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._told(asked, visit, "baseline")
         self._say_if_short()
 
     def _say_if_short(self) -> None:
-        """Say so where the budget has no time for the first config that compiles."""
+        """Say so if the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
         config = next((one for one in compiled if self._space.is_dear(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
             return
-        self._remedy = remarks.remedy(self.clock.budget_s + needs_s)
+        self._remedy = self._budget(needs_s)
         self._progress.notice(
             f"{self.clock.budget_s:g}s is short here: compiling this model takes about "
             f"{self._costs.build_s(config):.0f} s; {self._remedy}"
         )
 
     def _look_without(self) -> None:
-        """Measure what the script's own settings cost; said, and never advised."""
+        """Measure what the script's own settings cost."""
         for config in self._scope.without:
             if self._costs.fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
@@ -221,12 +176,12 @@ class Tuner:
                 if visit.ok and visit.ratio.faster and visit.ratio.mean >= NOTABLE:
                     own = knobs.described(self._space.default, config)
                     self._remarks.append(
-                        f"your script's own {own} costs {remarks.shown(visit.ratio)} here: without "
+                        f"your script's own {own} costs {shown(visit.ratio)} here: without "
                         f"it a step takes {visit.step_s:.3g} s; advisor never changes it"
                     )
 
     def _proposals(self) -> Iterator[Proposal]:
-        """What led in earlier runs, what is best for near records, then the recipe."""
+        """The leaders of earlier runs, the best of similar records, then the recipe."""
         yield from (Proposal(config, "earlier run") for config in self._visits.leaders())
         near = dict.fromkeys(map(self._space.near, self._scope.first))
         yield from (Proposal(c, "near record") for c in near if self._space.holds(c))
@@ -235,7 +190,7 @@ class Tuner:
     def _consider(self, proposal: Proposal) -> None:
         config = proposal.config
         known = self._visits.get(config)
-        # What an earlier run measured is built again where it leads.
+        # The leaders of an earlier run are built again.
         if known is not None and (known.turns or proposal.origin != "earlier run"):
             return
         if self._is_full or not self._visits.allowed(config):
@@ -243,8 +198,8 @@ class Tuner:
         needs_s = self._costs.visit_s(config, proposal.turn_s)
         if not self._costs.fits(config, needs_s):
             self._passed_over[config] = needs_s
-        elif self._scope.worth(needs_s):
-            self._visit(proposal, self._journal.ask(proposal.origin, config))
+        elif needs_s <= self._scope.most_s:
+            self._visit(proposal, self._journal.ask(config))
 
     @property
     def _is_full(self) -> bool:
@@ -252,36 +207,32 @@ class Tuner:
         return self._scope.trials is not None and tried >= self._scope.trials
 
     def _sample(self, batch: int) -> None:
-        """Visit what the sampler asks for, until as many visits as there are knobs to choose have
-        found nothing better."""
+        """Visit what the sampler proposes, until as many visits as there are knobs to choose found
+        nothing better."""
         idle, best = 0, score(self._visits.best(batch=batch))
         most = sum(len(values) > 1 for values in self._space.choices.values())
         while idle < most:
             self._among = self._open(batch)
             if not self._among or self._is_full:
                 return
-            asked = self._journal.ask("sampler")
+            asked = self._journal.ask()
             config = Config(asked.params)
             if config in self._among:
                 self._visit(Proposal(config, "sampler"), asked)
-            else:
-                self._journal.pass_over(asked)
             now = score(self._visits.best(batch=batch))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
     def _open(self, batch: int) -> list[Config]:
-        """Configs that the sampler may propose: not visited, of code that is known to run, and for
-        which there is time."""
+        """Configs that the sampler may propose: new, of code that is known to run, and in time."""
         built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
-        left_s = self._costs.left_s
+        most_s = min(self._costs.left_s, self._scope.most_s)
         return [
             config
             for config in self._space.configs(batch, self._visits.feed)
             if self._space.dear_in(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
-            and (needs_s := self._costs.visit_s(config)) <= left_s
-            and self._scope.worth(needs_s)
+            and self._costs.visit_s(config) <= most_s
         ]
 
     # A visit ------------------------------------------------------------------------------------
@@ -290,23 +241,19 @@ class Tuner:
         config = proposal.config
         best = score(self._visits.best(batch=config.batch))
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
-        try:
-            visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
-            self._visits.add(visit)
-            asks = self._visits.leads(visit) or (
-                proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
-            )
-            if visit.ok and asks and self._visits.is_doubtful(config):
-                visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
-        except BaseException:
-            self._journal.pass_over(asked)
-            raise
+        visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
+        self._visits.add(visit)
+        asks = self._visits.leads(visit) or (
+            proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
+        )
+        if visit.ok and asks and self._visits.is_doubtful(config):
+            visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
 
     def _compare(self, config: Config) -> float:
-        """Compare what was timed with fp32, at the user's batch: a batch changes no number format;
-        returns the seconds that it took."""
+        """Compare what was timed with fp32, at the user's batch: a batch changes no number format.
+        Returns the seconds that it took."""
         began = self.clock.now()
         compared = self._visits.compared(config)
         if compared is None:
@@ -338,13 +285,13 @@ class Tuner:
         )
         visits.trials.append(trial)
         compared = visits.compared(config)
-        known = Known(trial=trial, ratio=visit.ratio, compared=compared)
+        known = Known(trial, visit.ratio, compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         best = visits.safe(self._space.uses[0], config.batch)[0].config
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
 
     def _learn(self, visit: Visit) -> None:
-        """Strike out what a visit has shown to fail, and free what does not lead."""
+        """Strike out what failed in a visit, and free what does not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
@@ -353,7 +300,7 @@ class Tuner:
             self._progress.notice(f"continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
-        # Whatever its loader: what feeds the leader is chosen after its visit.
+        # Whatever its loader: the leader's loader is chosen after its visit.
         leading |= {max(visits.values(), key=lambda one: one.ratio.mean * one.ok).config}
         for built in self._visitor.built:
             if built not in leading:
@@ -366,7 +313,7 @@ class Tuner:
     # Race and choice ----------------------------------------------------------------------------
 
     def _race(self, configs: Sequence[Config]) -> Rates:
-        """Samples/s of each turn of the baseline and the leaders, there and back."""
+        """Samples/s of each turn of the baseline and the leaders; none if there is no time."""
         if not configs or self.clock.left_s < self._costs.race_s(configs, PAIRS):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
@@ -383,41 +330,40 @@ class Tuner:
         leaders = [one for one in map(visits.get, visits.leaders()) if one is not None]
         rates = decisive(raced, leaders, self._visitor)
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
-        verdict = choose(self._space, rates, peaks, visits.over_job, noise)
-        chosen = {one.choice.config for one in verdict.winners}
-        gains = remarks.gains(visits, rates, noise, chosen, self._named)
-        found = Found(
-            baseline=self._started(verdict.baseline),
-            winners=tuple(
-                dataclasses.replace(one, choice=self._started(one.choice))
-                for one in verdict.winners
-            ),
-            input=Config(),
-            trials=tuple(visits.trials),
-            raced=tuple(map(self._started, verdict.raced)),
-            remarks=(*self._remarks, *gains, *self._untried()),
-            interrupted=interrupted,
-        )
+        found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
+        chosen = {one.choice.config for one in found.winners}
+        lines = gains(visits, rates, noise, chosen, self._named)
+        artifacts: dict[Config, Path] = {}
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
-            return dataclasses.replace(found, interrupted=True)
-        return dataclasses.replace(found, artifacts=artifacts)
+            interrupted = True
+        return dataclasses.replace(
+            found,
+            trials=tuple(visits.trials),
+            artifacts=artifacts,
+            remarks=(*self._remarks, *lines, *self._untried()),
+            interrupted=interrupted,
+        )
 
     def _untried(self) -> Iterator[str]:
-        """What compiles and had no time, where nothing that compiles leads."""
+        """The first config that compiles and had no time, if nothing that compiles leads."""
         dear = [one for one in self._passed_over if self._space.is_dear(one)]
         best = self._visits.best(batch=self._space.batch).config
         if dear and not self._space.is_dear(best):
-            needs_s = self._passed_over[dear[0]]
-            remedy = self._remedy or remarks.remedy(self.clock.budget_s + needs_s)
+            remedy = self._remedy or self._budget(self._passed_over[dear[0]])
             yield f"not tried for want of time: {self._named(dear[0])}; {remedy}"
+
+    def _budget(self, more_s: float) -> str:
+        """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
+        seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
+        return f"--budget {seconds}s has the time for it"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
         folder, found = self._scope.folder, {}
         if folder is not None:
-            # What has to be built again for it is compiled by whoever follows the advice.
+            # Others would have to be built again: the run that follows the advice compiles them.
             for config in chosen & {one for one in self._visitor.built if knobs.compiles(one)}:
                 file = folder / config.digest
                 with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
@@ -426,16 +372,47 @@ class Tuner:
                     found[config] = file
         return found
 
-    def _started(self, choice: Choice) -> Choice:
-        return dataclasses.replace(choice, first_step_s=self._visits.first_s(choice.config))
-
     def _named(self, config: Config) -> str:
-        """What a config changes, and its batch where that is not the user's."""
+        """What a config changes, and its batch if that is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
         return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
 
 
 def measurement_of(compared: Compared) -> Measurement:
-    """As a record keeps a comparison."""
+    """Of a comparison, for a record."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
+
+
+def tuned_loader(
+    place: Place, space: Space, step: Config, found: Found, clock: Clock, progress: Progress
+) -> Found:
+    """A search's findings and the loader that feeds a step best, in the rest of the budget.
+
+    The baseline is the step with torch's own DataLoader.
+    """
+    inputs = Space({name: (value,) for name, value in step.items()} | space.inputs)
+    progress.phase("the loader, with the step that was chosen")
+    # No loader changes numbers.
+    scope = Scope(compares=False, baseline="torch's loader", stage=knobs.INPUT)
+    study = optuna.create_study(direction="maximize")
+    its_clock = Clock(clock.left_s, now=clock.now)
+    try:
+        fed = Tuner(place, inputs, study, scope, progress, its_clock).run()
+    except WorkerError as exc:
+        progress.notice(f"the loader is not tuned: {exc}")
+        return found
+    best = next(one.choice.config for one in fed.winners if one.use == LOOP and not one.free)
+    chosen = best.changed(inputs.default)
+    if knobs.workers(best):
+        rules = (n for n in space.inputs if knobs.BY_NAME[n].by_rule)
+        chosen |= Config({name: space.inputs[name][-1] for name in rules})
+    before = len(found.trials)
+    trials = [dataclasses.replace(one, number=before + one.number) for one in fed.trials]
+    return dataclasses.replace(
+        found,
+        input=Config(chosen),
+        trials=(*found.trials, *trials),
+        remarks=(*found.remarks, *fed.remarks),
+        interrupted=fed.interrupted,
+    )

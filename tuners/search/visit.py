@@ -20,7 +20,7 @@ from advisor.tuners.decisions import (
     TURN_S,
 )
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.search.clock import Clock
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import LEVEL, UNKNOWN, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
@@ -30,62 +30,48 @@ Tell = Callable[[Config, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One block of a config between two of the baseline.
-
-    Attributes:
-        ratio: of samples/s, over the mean of the baseline's blocks on both sides.
-        fed: the same ratio if the config had not waited for data.
-        own_s: seconds that the config's block took, with switching to it.
-    """
+    """One block of a config between two of the baseline; `beside` is the later one."""
 
     block: Block
     beside: Block
-    ratio: float
-    fed: float
-    own_s: float = 0.0
+    ratio: float  # of samples/s, over the mean of both of the baseline's
+    fed: float  # the same ratio if the config had not waited for data
+    own_s: float = 0.0  # that the config's block took, with switching to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What a visit found.
-
-    Attributes:
-        outcome: as in `Measurement`; `reason` says why it is not 'ok'.
-        first_s: seconds until its first step was done; `settle_s` more until its steps settled.
-        turns: blocks of it, each between two of the baseline.
-        ratio: over the baseline, with its interval.
-        seconds: that the whole visit took.
-    """
+    """What a visit found; `outcome` and `reason` are those of `Measurement`."""
 
     config: Config
     outcome: str = "ok"
     reason: str = ""
-    first_s: float = 0.0
-    settle_s: float = 0.0
+    first_s: float = 0.0  # until its first step was done
+    settle_s: float = 0.0  # from then on until its steps took equally long
     turns: tuple[Turn, ...] = ()
-    ratio: Ratio = UNKNOWN
-    seconds: float = 0.0
+    ratio: Ratio = UNKNOWN  # over the baseline
+    seconds: float = 0.0  # of the whole visit
 
     @property
     def ok(self) -> bool:
-        """It ran, and was measured."""
+        """Whether it ran, and was measured."""
         return self.outcome == "ok"
 
     @property
     def fed(self) -> float:
-        """Its speed-up if its steps had not waited for data; 0 where it failed."""
+        """Its speed-up if its steps had not waited for data; 0 if it failed."""
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
         return math.exp(statistics.fmean(math.log(turn.fed) for turn in self.turns))
 
     @property
     def rate(self) -> float:
-        """Samples per second; 0 where it failed."""
+        """Samples per second; 0 if it failed."""
         return statistics.median(t.block.rate for t in self.turns) if self.turns else 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; 0 where it failed."""
+        """Seconds of a step; 0 if it failed."""
         return statistics.median(t.block.step_s for t in self.turns) if self.turns else 0.0
 
     @property
@@ -101,8 +87,8 @@ class Visit:
         return self.waited > GAIN - 1
 
     def measurement(self, own: float = 0.0) -> Measurement:
-        """As a record keeps it: as if the baseline had made `own` samples/s beside it, so that the
-        speeds of two trials have the ratio that their turns have; by default as it was."""
+        """For a record: scaled to a baseline of `own` samples/s, so that the speeds of two trials
+        have the ratio of their turns; by default not scaled."""
         if not self.turns:
             return Measurement(outcome=self.outcome, reason=self.reason)
         blocks = [turn.block for turn in self.turns]
@@ -125,18 +111,11 @@ class Visit:
 
 
 class Visitor:
-    """Visits configs of a place, one after the other.
-
-    Args:
-        own: the baseline.
-
-    Attributes:
-        baseline: the blocks of the baseline, in order.
-    """
+    """Visits configs of a place, one after the other; `own` is the baseline."""
 
     def __init__(self, place: Place, own: Config, clock: Clock, tell: Tell) -> None:
         self._place, self.own, self.clock, self._tell = place, own, clock, tell
-        self.baseline: list[Block] = []
+        self.baseline: list[Block] = []  # its blocks, in order
         self._last: Block | None = None
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
@@ -149,7 +128,7 @@ class Visitor:
 
     @property
     def built(self) -> list[Config]:
-        """What was built and is not forgotten."""
+        """Configs that are built."""
         return list(self._settled)
 
     def begin(self) -> Visit:
@@ -177,8 +156,8 @@ class Visitor:
         """Measure a config between blocks of the baseline, of about so many seconds each.
 
         Args:
-            best: the highest ratio so far; what stays clearly below it is measured more briefly.
-            leave_s: of the budget, for what follows; two turns are enough to leave that.
+            best: the highest ratio so far; a config that stays clearly below it gets fewer turns.
+            leave_s: of the budget for what follows; two turns are enough if less is left.
         """
         began, first_s, settle_s = self.clock.now(), 0.0, 0.0
         turns: list[Turn] = []
@@ -208,7 +187,7 @@ class Visitor:
         )
 
     def block(self, config: Config, seconds: float = TURN_S) -> Block:
-        """One timed block; what is compiled or settling within it is not counted.
+        """One timed block in which nothing was compiled.
 
         Raises:
             ConfigFailed, TargetFailed, WorkerError: as `Place.block`.
@@ -247,18 +226,14 @@ class Visitor:
         )
 
     def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:
-        """A block of the baseline; the last one, unless something else has taken time since."""
+        """A block of the baseline; the last one, unless something else ran since."""
         if self._last is None or anew:
             self._last = self.block(self.own, seconds)
             self.baseline.append(self._last)
         return self._last
 
     def _settle(self, config: Config) -> tuple[float, float]:
-        """Run a config until its steps take equally long.
-
-        Returns:
-            Seconds until its first step was done, and from then on until its steps settled.
-        """
+        """Run a config until its steps take equally long; returns `first_s` and `settle_s`."""
         self._tell(config, BUILDING if knobs.compiles(config) else MEASURING)
         if config != self.own:
             self._last = None
@@ -294,11 +269,10 @@ class Visitor:
         return block
 
     def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:
-        """Whether these turns tell how a config compares with the best, or that it is hopeless, or
-        no time is left for more."""
+        """Whether these turns tell how a config compares with the best, or no time is left."""
         if not turns:
             return False
-        # What waits for its data may lead once it is fed.
+        # A config that waits for its data may lead once it is fed.
         if max(max(turn.ratio, turn.fed) for turn in turns) < HOPELESS * best:
             return True
         took_s = self.clock.now() - timed_from
@@ -314,8 +288,7 @@ class Visitor:
 
 
 def turn_steps(step_s: float, seconds: float) -> int:
-    """Steps of a block of about so many seconds: three at least where that takes no more than two
-    seconds, else as many as two seconds hold, one at least."""
+    """Steps of a block of about so many seconds: PAIRS at least, if SLOW_TURN_S holds these."""
     step_s = max(step_s, 1e-7)
     most = max(1, min(PAIRS, int(SLOW_TURN_S / step_s)))
     return max(most, math.ceil(seconds / step_s))

@@ -1,4 +1,4 @@
-"""What was visited so far, what was compared with fp32, and what leads."""
+"""What was visited so far, what leads, and what more visits are expected to take."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from collections.abc import Iterable
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import USES, Trial
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, GAIN, LEADERS, NOTABLE
+from advisor.tuners.decisions import (
+    CLEARLY,
+    GAIN,
+    LEADERS,
+    LIKELY,
+    LOOKS,
+    NOTABLE,
+    PAIRS,
+    SLOW_TURN_S,
+    TURN_S,
+)
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.measure.place import Compared
+from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
 
@@ -24,14 +35,8 @@ class Visits(dict[Config, Visit]):
     """The last visit to each config, in the order of the first ones, and what they tell.
 
     Args:
-        compares: what changes numbers leads only once it was found to train like fp32.
+        compares: a config that changes numbers leads only after it passed the comparison with fp32.
         length: of the job; None for the steady state.
-
-    Attributes:
-        trials: of visits and comparisons, as a record keeps them.
-        struck: values of knobs that no config may have any more.
-        feed: how data are loaded in configs to come.
-        codes: what was compiled, or captured, by `knobs.code`.
     """
 
     def __init__(
@@ -39,11 +44,16 @@ class Visits(dict[Config, Visit]):
     ) -> None:
         super().__init__()
         self._space, self._compares, self._length = space, compares, length
+        self._own = space.default.only(BATCH, *knobs.FEEDS)
         self._compared: dict[Config, Compared] = {}
         self.trials: list[Trial] = []
+        """Of visits and comparisons, as a record keeps them."""
         self.struck: set[tuple[str, Value]] = set()
+        """Values of knobs that no config may have any more."""
         self.codes: set[Config] = set()
+        """What was compiled, or captured, by `knobs.code`."""
         self.feed = space.default.only(*knobs.FEEDS)
+        """How the next configs load their data."""
 
     def add(self, visit: Visit) -> None:
         """Remember a visit."""
@@ -63,8 +73,8 @@ class Visits(dict[Config, Visit]):
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
     def strike_failed(self, config: Config) -> Config:
-        """Strike out what of a config has never run: of that the code that is built, else the only
-        value, else the number format; returns what that is."""
+        """Strike out values of a config that never ran, and return them: the code that is built,
+        else the only new value, else the number format."""
         new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
         found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
         if not found:
@@ -79,16 +89,16 @@ class Visits(dict[Config, Visit]):
     # What was compared --------------------------------------------------------------------------
 
     def code(self, config: Config) -> Config:
-        """A config at the user's batch and with its loader: what a comparison is of."""
-        return _code(config, self._space.default)
+        """A config at the user's batch and with the user's loader: comparisons are of that."""
+        return config | self._own
 
     def compared(self, config: Config) -> Compared | None:
         """How a config compares with strict fp32; None where that is not known."""
         return self._compared.get(self.code(config))
 
     def judge(self, config: Config, compared: Compared) -> None:
-        """Remember a comparison, and strike out what a wrong one blames, but what others have shown
-        to be right."""
+        """Remember a comparison, and strike out the values that a wrong one blames and no other one
+        has shown to be right."""
         self._compared[self.code(config)] = compared
         if compared.outcome == "wrong":
             right = self.changed(one for one, seen in self._compared.items() if seen.ok)
@@ -115,7 +125,7 @@ class Visits(dict[Config, Visit]):
     # What leads ---------------------------------------------------------------------------------
 
     def ranked(self, use: str = USES[-1], batch: int | None = None) -> list[Visit]:
-        """Visits to what a use can follow, the fastest first, as if all were fed."""
+        """Visits to configs that a use can follow, the fastest first."""
         found = [
             one
             for one in self.values()
@@ -123,31 +133,30 @@ class Visits(dict[Config, Visit]):
             and batch in (None, one.config.batch)
             and self.allowed(one.config)
             and not self.is_wrong(one.config)
-            and _needs(one.config, self._space.default) <= USES.index(use)
+            and _follows(use, one.config, self._space.default)
         ]
         fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
         return sorted(fed or found, key=lambda one: -score(one))
 
     def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
-        """The fastest that a use can follow; the baseline where nothing ran."""
+        """The fastest that a use can follow; the baseline if there is none."""
         return next(iter(self.ranked(use, batch)), self.baseline)
 
     def safe(self, use: str, batch: int) -> list[Visit]:
-        """Visits to what a use can follow and is known to be right, the best for the job first; the
-        baseline's where there is none."""
+        """The safe ones of `ranked`, the best for the job first; the baseline if there is none."""
         safe = [one for one in self.ranked(use, batch) if self.is_safe(one.config)]
         return sorted(safe, key=lambda one: -self._value(one)) or [self.baseline]
 
     def leads(self, visit: Visit) -> bool:
-        """Whether it is better than the best verified config of some use that can follow it."""
+        """Whether it beats the best safe config of some use that can follow it."""
         value, config = self._value(visit), visit.config
         if value < CLEARLY * self._value(self.baseline):
             return False
-        uses = [use for use in self._space.uses if knobs.follows(use, config, self._space.default)]
+        uses = (use for use in self._space.uses if _follows(use, config, self._space.default))
         return any(value > self._value(self.safe(use, config.batch)[0]) for use in uses)
 
     def leaders(self) -> list[Config]:
-        """What races: for each use the best safe config, and those that come near it."""
+        """The configs to race: for each use the best safe config, and those that come near it."""
         found: dict[Config, None] = {}
         own, uses = self._space.batch, self._space.uses
         for use in uses:
@@ -187,19 +196,69 @@ class Visits(dict[Config, Visit]):
         return first_step_seen(trials, config, knobs.PAYING)
 
 
-@functools.lru_cache(maxsize=1024)
-def _code(config: Config, default: Config) -> Config:
-    return config | default.only(BATCH, *knobs.FEEDS)
+class Costs:
+    """Expected seconds, from what the visits so far took. `modules` are those of the model."""
+
+    def __init__(self, space: Space, visits: Visits, clock: Clock, modules: int) -> None:
+        self._space, self._visits, self._clock, self._modules = space, visits, clock, modules
+        self.compared_s: float | None = None  # by the last comparison
+
+    def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
+        """Of a visit: building, settling for about a turn, the turns with a block of the baseline
+        each, and the comparison."""
+        turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
+        turns = PAIRS if PAIRS * turn_s < 2 * SLOW_TURN_S else 2
+        timing_s = 2 * (turns + 1) * turn_s
+        return self.build_s(config) + timing_s + self.comparison_s(config)
+
+    def comparison_s(self, config: Config) -> float:
+        """Of the comparison with fp32: like the last one; the first takes as long as timing the
+        baseline did; 0 if a config is not compared."""
+        if not self._visits.is_doubtful(config):
+            return 0.0
+        own = self._visits.baseline
+        return own.seconds - own.first_s if self.compared_s is None else self.compared_s
+
+    def build_s(self, config: Config) -> float:
+        """Until a config's first step is done: like the slowest of its kind."""
+        if not self._space.is_dear(config) or knobs.code(config) in self._visits.codes:
+            return 0.0
+        return self._seen_s(config) or self._guessed_s(config)
+
+    def fits(self, config: Config, needs_s: float) -> bool:
+        """Whether there is time for a visit, and for the race after it. The first config of a kind
+        that compiles may be tried with less: it gains the most."""
+        guessed = self.build_s(config) and not self._seen_s(config)
+        return (LIKELY if guessed else 1.0) * needs_s <= self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left before the final race, if there is one."""
+        leaders = self._visits.leaders()
+        return self._clock.left_s - (self.race_s(leaders) if leaders else 0.0)
+
+    def race_s(self, leaders: Iterable[Config], rounds: int | None = None) -> float:
+        """Of so many rounds of the final race; by default of those for which time is kept."""
+        own, visits = self._visits.baseline, map(self._visits.get, leaders)
+        if rounds is None:
+            rounds = LOOKS[0] if own.step_s * PAIRS > SLOW_TURN_S else LOOKS[1]
+        took = [max((t.own_s for t in v.turns), default=TURN_S) for v in visits if v]
+        return rounds * (sum(took) + max(turn.beside.seconds for turn in own.turns))
+
+    def _seen_s(self, config: Config) -> float:
+        """The longest that building something of its kind has taken; 0 before one was seen."""
+        guessed_s = self._guessed_s(config)
+        ran = [v for v in self._visits.values() if v.ok and self._space.is_dear(v.config)]
+        alike = (v.first_s for v in ran if self._guessed_s(v.config) == guessed_s)
+        return max(alike, default=0.0)
+
+    def _guessed_s(self, config: Config) -> float:
+        rows = ((knobs.BY_NAME[n].dear, value) for n, value in self._space.dear_in(config))
+        return max(seconds(value, self._modules) for seconds, value in rows if seconds)
 
 
-@functools.lru_cache(maxsize=1024)
-def _needs(config: Config, default: Config) -> int:
-    return USES.index(knobs.use_of(config, default))
-
-
-@functools.lru_cache(maxsize=1024)
-def _doubtful(config: Config, default: Config) -> bool:
-    return knobs.doubtful(config, default)
+_follows = functools.lru_cache(maxsize=4096)(knobs.follows)
+_doubtful = functools.lru_cache(maxsize=1024)(knobs.doubtful)
 
 
 def _blamed(knob: knobs.Knob, what: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from advisor.tuners import tf32
-from advisor.tuners.decisions import RELATIVE, RUNS, SPREADS
+from advisor.tuners.decisions import POINTS, RELATIVE, SPREADS
 
 _Kept = dict[int, Tensor]
 
@@ -32,7 +32,7 @@ def compare_outputs(
     left: list[_Kept] = []
     right: list[_Kept] = []
     doubted: Iterable[int] | None = None
-    for seed in (None, *range(RUNS)):
+    for seed in (None, *range(POINTS)):
         found = replayed()
         left.append(_copies(found, range(len(found)) if doubted is None else doubted))
         right.append(dict(enumerate(eager(seed))))
