@@ -19,7 +19,7 @@ from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin
 from advisor.cache.name import command_part
-from advisor.cache.record import INTERRUPTED, LOOP, PILOT, Provenance, Record, Target
+from advisor.cache.record import INTERRUPTED, LOOP, PILOT, WITHIN, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
@@ -354,7 +354,7 @@ class _Tuning(ABC):
             if subject.space.inputs and not found.interrupted:
                 found = self._with_loader(subject, found, tuner)
             made = self._provenance(facts, name, len(found.trials), tuner.clock.spent_s)
-            if found.interrupted:
+            if not found.complete and made.effort != WITHIN:
                 made = dataclasses.replace(made, effort=INTERRUPTED)
             record = _record(subject, found, made)
             anew = before.fresh or before.unfinished

@@ -197,7 +197,7 @@ class Provenance:
     @property
     def how(self) -> str:
         """The effort, for people."""
-        lesser = {WITHIN: "within its own run", INTERRUPTED: "until it was interrupted"}
+        lesser = {WITHIN: "within its own run", INTERRUPTED: "until it was cut short"}
         return lesser.get(self.effort, f"with --effort {self.effort}")
 
 

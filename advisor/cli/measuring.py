@@ -38,7 +38,7 @@ from advisor.cli.options import (
 )
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan, Progress
+from advisor.tuners.search.plan import ENOUGH, EXPLAIN, VERIFY, Plan, Progress
 
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
@@ -141,7 +141,8 @@ def tune(
     if found.finished:
         record = found.record
         with environment(overriding):
-            here = tables.start(record, cache, command)
+            short = any(one.endswith(ENOUGH) for one in found.remarks)
+            here = tables.start(record, cache, command, short=short)
             lines += tables.start_anywhere(record, reader) if reader else here
     elif not found.interrupted:
         lines += ["", _unfinished(found.record, plan, reader)]
@@ -165,7 +166,7 @@ def one_remedy(lines: Sequence[str]) -> Iterator[str]:
     it, and measures what leads again."""
     from advisor.report import tables
 
-    named = any(line.endswith("has the time for it") for line in lines)
+    named = any(line.endswith(ENOUGH) for line in lines)
     for line in lines:
         needless = (f" {tables.AGAIN}", f" {_LARGER}") if named else ()
         yield next((line.removesuffix(one) for one in needless if line.endswith(one)), line)

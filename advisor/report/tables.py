@@ -9,7 +9,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, PILOT, Choice, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, PILOT, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
@@ -18,7 +18,7 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.tuners.decisions import NOTABLE
+from advisor.tuners.decisions import NOTABLE, TELLS
 from advisor.tuners.knobs import FEEDS, caveats, described
 
 WAITED = 0.1
@@ -63,10 +63,13 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
     yield f"record {record.id}: {cost(record)}"
 
 
-def start(record: Record, cache: str | None, command: Sequence[str] = ()) -> Iterator[str]:
-    """What to write for a record to be followed, and where; `command`: as typed, of a run."""
+def start(
+    record: Record, cache: str | None, command: Sequence[str] = (), *, short: bool = False
+) -> Iterator[str]:
+    """What to write for a record to be followed, and where; `command`: as typed, of a run. `short`:
+    there was no time for some configs."""
     if not gains(record):
-        yield from ("", nothing_to_gain(record))
+        yield from ("", nothing_to_gain(record, short=short))
         return
     line = script_line(record, cache, command=command)
     yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
@@ -79,11 +82,15 @@ def gains(record: Record) -> bool:
     )
 
 
-def nothing_to_gain(record: Record) -> str:
-    """What to do with a record that advises nothing."""
+def nothing_to_gain(record: Record, *, short: bool = False) -> str:
+    """What to do with a record that advises nothing; `short` as in `start`."""
     how = "run it as usual" if record.key.task.command else "train as usual"
+    if record.provenance.effort == INTERRUPTED:
+        return f"Nothing was found to gain before it was cut short; {how}."
     if undecided(record):
         return f"Could not tell what gains on this machine; {how}. {AGAIN}"
+    if short:
+        return f"Nothing that there was time for gains on this machine; {how}."
     return f"Nothing to gain on this machine; {how}."
 
 
@@ -100,7 +107,9 @@ def undecided(record: Record) -> bool:
         for config, one in last.items()
         if one.measurement.ok and config != default and config not in wrong
     }
-    return timed_out or any(one >= NOTABLE for one in most.values())
+    own = record.baseline
+    restless = own.high > TELLS * own.low
+    return timed_out or restless or any(one >= NOTABLE for one in most.values())
 
 
 def start_anywhere(record: Record, url: str) -> Iterator[str]:
@@ -160,10 +169,11 @@ def said(record: Record) -> Iterator[str]:
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
+        again = f" {AGAIN}" if gains(record) and made.effort != INTERRUPTED else ""
         yield (
             f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
             "which is the limit here, was busy or shared, and the speed-up is known no better than "
-            f"its interval says.{f' {AGAIN}' if gains(record) else ''}"
+            f"its interval says.{again}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(FEEDS) & set(record.baseline.config)

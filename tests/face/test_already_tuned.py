@@ -147,7 +147,7 @@ def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
     with made_up(gains):
         again = advisor(here, *TUNE, *only)
         assert again.returncode == 0
-        assert "tuned until it was interrupted; goes on with normal" in again.stderr
+        assert "tuned until it was cut short; goes on with normal" in again.stderr
         assert "visits of an earlier run" in again.stderr
         found = package.lookup("model.py:Net", device="cpu", strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"

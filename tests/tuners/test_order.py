@@ -171,7 +171,7 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
     assert pilot.config["num_workers"] == 8
     # Eight workers deliver 48 batches a second; the step alone would make 86.
     assert pilot.speedup == pytest.approx(48 / 12, rel=0.15)
-    assert any("the loader is the limit" in line for line in found.remarks)
+    assert any("the loader limits " in line for line in found.remarks)
 
 
 def test_where_steps_wait_for_nothing_no_loader_is_tried() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LEAST_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MOST_S = 30 * 86400.0
+ENOUGH = "has the time for it"  # of a budget that is named as a remedy
 EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
 
 

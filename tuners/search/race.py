@@ -103,6 +103,7 @@ class Found:
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
     interrupted: bool = False  # by Ctrl-C
+    complete: bool = True  # neither interrupted nor ended by the place
 
 
 def choose(
@@ -257,7 +258,7 @@ def gains(
     named: Callable[[Config], str],
 ) -> Iterator[str]:
     """A line for each config that seemed to gain and is not advised, by the turns that the choice
-    was made from; and a line if the loader is the limit."""
+    was made from; and a line if the loader limits the best, or your script."""
     own = visits.baseline.config
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
     for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
@@ -266,11 +267,12 @@ def gains(
             ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
             why = _why_not(visits, visit, ratio)
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
-    best = visits.best()
+    clear = (one for one in visits.ranked() if one.fed_ratio(noise).faster)
+    best = next(clear, visits.baseline)
     if best.waits and score(best) >= CLEARLY * best.ratio.mean:
         yield (
-            f"the loader is the limit: {named(best.config)} waits {best.waited:.0%} of its time "
-            f"for data, and would be {score(best):.2f}x if it were fed"
+            f"the loader limits {named(best.config)}: it waits {best.waited:.0%} of its time for "
+            f"data, and would be {score(best):.2f}x if it were fed"
         )
 
 
@@ -278,9 +280,10 @@ def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
     """Why a config that seemed to gain is not advised."""
     compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
-        return compared.reason
+        wrong = compared.outcome == "wrong"
+        return "it does not train like fp32" if wrong else "it could not be compared with fp32"
     if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
         return "it was not compared with fp32"
     if ratio.high < math.inf and not ratio.faster:
-        return "too noisy to tell"
+        return "too noisy to tell" if ratio.low <= 1 else "too noisy to tell how much it gains"
     return "another one is as fast or faster"

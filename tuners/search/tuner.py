@@ -24,7 +24,7 @@ from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
 from advisor.tuners.search.journal import Journal, Known
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
-from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.plan import ENOUGH, Clock, Progress
 from advisor.tuners.search.race import Found, Rates, choose, decisive, gains, race, shown
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
@@ -87,6 +87,7 @@ class Tuner:
         self._passed_over: dict[Config, float] = {}
         self._remarks: list[str] = []
         self._remedy = ""
+        self._complete = True
         for one in self._journal.resume():
             self._resume(one)
         self.known = len(self._visits.trials)
@@ -141,6 +142,7 @@ class Tuner:
             if len(self._visits) == 1:  # nothing was measured beside the baseline
                 raise
             self._progress.notice(f"the search ends here: {exc}")
+            self._complete = False
             return {}
 
     # What is visited ----------------------------------------------------------------------------
@@ -344,6 +346,7 @@ class Tuner:
             artifacts=artifacts,
             remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
+            complete=self._complete and not interrupted,
         )
 
     def _untried(self) -> Iterator[str]:
@@ -357,7 +360,7 @@ class Tuner:
     def _budget(self, more_s: float) -> str:
         """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
         seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
-        return f"--budget {seconds}s has the time for it"
+        return f"--budget {seconds}s {ENOUGH}"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         """Files of what was compiled for the configs that were chosen."""
@@ -415,4 +418,5 @@ def tuned_loader(
         trials=(*found.trials, *trials),
         remarks=(*found.remarks, *fed.remarks),
         interrupted=fed.interrupted,
+        complete=found.complete and fed.complete,
     )

@@ -21,7 +21,7 @@ from advisor.tuners.decisions import (
 )
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.ratio import LEVEL, UNKNOWN, Noise, Ratio, ratio_of
+from advisor.tuners.search.ratio import LEVEL, UNKNOWN, UNMEASURED, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
 Tell = Callable[[Config, str], None]
@@ -62,7 +62,11 @@ class Visit:
         """Its speed-up if its steps had not waited for data; 0 if it failed."""
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
-        return math.exp(statistics.fmean(math.log(turn.fed) for turn in self.turns))
+        return self.fed_ratio().mean
+
+    def fed_ratio(self, noise: Noise = UNMEASURED) -> Ratio:
+        """`fed` with its interval."""
+        return ratio_of([math.log(turn.fed) for turn in self.turns], noise)
 
     @property
     def rate(self) -> float:

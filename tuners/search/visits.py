@@ -164,7 +164,9 @@ class Visits(dict[Config, Visit]):
                 safe = self.safe(use, batch)
                 near = [v for v in safe if NOTABLE * self._value(v) >= self._value(safe[0])]
                 most = LEADERS if use == uses[0] and batch == own else 1
-                found |= dict.fromkeys(v.config for v in near[:most])
+                # A ratio that is too noisy to tell does not put out the best clear one.
+                clear = [one for one in safe if one.ratio.faster]
+                found |= dict.fromkeys(one.config for one in (*near[:most], *clear[:1]))
         found.pop(self._space.default, None)
         return list(found)
 
