@@ -81,10 +81,11 @@ class _Later:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
-        from advisor.tuners.act.pilot.crew import Brief, Unclear, Untrained
+        from advisor.tuners.act.pilot.orders import stopped
 
-        said = isinstance(exc, Unclear | Untrained)
-        if self._made is not None or said or (isinstance(exc, Brief) and self._told["tune_s"]):
+        why = stopped(exc)
+        said = why in ("unclear", "untrained") or (why == "brief" and self._told["tune_s"])
+        if self._made is not None or said:
             self._guide.failed(exc)
 
     def ended(self, exc: BaseException, order: Order) -> None:

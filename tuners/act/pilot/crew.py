@@ -24,22 +24,6 @@ over and over."""
 Kind = Literal["ours", "joins", "like", "let go", "other"]
 
 
-class Unclear(Exception):
-    """What trains, or where a step ends, is not clear: the script is left alone."""
-
-
-class Untrained(Exception):
-    """The process ends, and no optimizer made a step in it; another process may train."""
-
-
-class Brief(Exception):
-    """The process ends after too few steps to know what trains; another process may train."""
-
-
-class Over(Exception):
-    """The model that was found trains no more; the script trains something else."""
-
-
 @dataclass(frozen=True, slots=True)
 class Input:
     """A tensor that a model is called with, or a list of similar ones, whose length is then the

@@ -13,8 +13,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.crew import Brief, Over, Unclear, Untrained
-from advisor.tuners.act.pilot.orders import Lap, Order, plausible, told
+from advisor.tuners.act.pilot.orders import Lap, Order, stopped
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
 if TYPE_CHECKING:
@@ -58,20 +57,16 @@ class Line:
         return self._ask("lap", lap)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners import faults
+        from advisor.tuners.faults import failure, plausible
 
-        if isinstance(exc, Brief | Untrained):
+        why = stopped(exc)
+        if why in ("brief", "untrained"):
             return
-        own = not (isinstance(exc, Over | Unclear) or plausible(exc))
-        outcome, said = told(exc)
-        if faults.CAUGHT.search(str(exc)):
-            said = faults.told(exc)
-        elif at := faults.where(exc):
-            said = f"{said} ({at})"
-        if isinstance(exc, Over):
-            outcome, said = OVER, str(exc)
-        if isinstance(exc, Unclear):
-            said = str(exc)
+        own = not (why or plausible(exc))
+        outcome, said = failure(exc)
+        if why == "over":
+            outcome = OVER
+        if why == "unclear":
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):

@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
-from advisor.tuners import faults, host, room
+from advisor.tuners import host, room
 from advisor.tuners.act.patch import Patch
-from advisor.tuners.act.pilot.orders import Unfed
+from advisor.tuners.act.pilot.orders import Stopped
+from advisor.tuners.faults import failure
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
@@ -70,7 +71,7 @@ class Loaders:
     """A script's loaders, their workers, and how long its main thread waits for them.
 
     Args:
-        failed: told an Unfed about what ended workers, once the script goes on without them.
+        failed: told about what ended workers, once the script goes on without them.
         override: whether to take over loaders' own workers too, unchanged until told otherwise.
 
     Attributes:
@@ -78,7 +79,7 @@ class Loaders:
         taken: batches that came from workers, of advisor's or the script's, since `begin_lap`.
     """
 
-    def __init__(self, failed: Callable[[Unfed], None], *, override: bool = False) -> None:
+    def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
         self.waited_s = 0.0
         self.taken = self._unfinished_before = 0
@@ -220,8 +221,8 @@ class Loaders:
             self.set({})
             epoch.own = {}
             self._override = False
-            if not isinstance(exc, Unfed):
-                exc = Unfed(f"{faults.told(exc)}; the loader goes on by itself")
+            if not isinstance(exc, Stopped):
+                exc = Stopped("unfed", f"{failure(exc)[1]}; the loader goes on by itself")
             self._failed(exc)
             return _NONE
         self.taken += 1
@@ -247,7 +248,7 @@ class Loaders:
         given = self._given if feeds and self._given else epoch.own
         if loader is not None and given:
             if why := _why_alone(loader):  # a file may have been opened since it was seen
-                raise Unfed(why)
+                raise Stopped("unfed", why)
             epoch.ahead = epoch.ahead or Ahead(iterator)
             epoch.batches = epoch.ahead.start(loader, given)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Span
+from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
-
-MOST_SAID = 300  # characters of an exception's message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,42 +107,20 @@ class Guide(Protocol):
         """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
-class Unfed(Exception):
-    """Why a loader gets no workers."""
+class Stopped(AdvisorError):
+    """Why a pilot goes, or a loader gets no workers, in a person's words.
+
+    Args:
+        why: 'unclear': what trains, or where a step ends; 'over': the model that was found trains
+            no more; 'brief', 'untrained': the process ends after few or no steps of an optimizer,
+            and another process may train; 'unfed': the loader.
+    """
+
+    def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
+        super().__init__(said)
+        self.why = why
 
 
-def of_config(exc: BaseException) -> bool:
-    """Whether an exception comes from a config and hardly ever from a script."""
-    compiling = ("torch._dynamo", "torch._inductor")
-    compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
-    return compiled or isinstance(exc, torch.OutOfMemoryError)
-
-
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
-    r"|not enough memory|there is no memory|std::bad_alloc"
-)
-"""How cuDNN, cuBLAS, the driver, the CPU and a captured step say it; PyTorch's own has a type."""
-
-
-def of_memory(exc: BaseException) -> bool:
-    """Whether memory is what was missing."""
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(exc, RuntimeError) and bool(OUT_OF_MEMORY.search(str(exc).lower()))
-
-
-def plausible(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
-    return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
-
-
-def told(exc: BaseException) -> tuple[str, str]:
-    """(Outcome, reason) of what a config, or a script, raised."""
-    first, *more = str(exc).strip().splitlines() or [""]
-    if more and first.endswith(":"):  # it ends with another's traceback, whose last line tells
-        first += f" ... {more[-1].strip()}"
-    outcome = "out_of_memory" if of_memory(exc) else "failed"
-    if isinstance(exc, Unfed):  # whose words are a person's
-        return outcome, first[:MOST_SAID]
-    return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]
+def stopped(exc: BaseException) -> str:
+    """Why, if an exception is a Stopped; else ''."""
+    return exc.why if isinstance(exc, Stopped) else ""

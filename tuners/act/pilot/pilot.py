@@ -18,11 +18,12 @@ from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Unclear, Untrained
+from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, Stopped
 from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.decisions import ANEW, HEADROOM, LOOKED
+from advisor.tuners.faults import failure
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -146,10 +147,10 @@ class Pilot:
 
     def _exits(self) -> None:
         if self._crew.called and not self._looked and self._guide.takes_over():
-            self._guide.failed(Untrained(UNSTEPPED))
+            self._guide.failed(Stopped("untrained", UNSTEPPED))
         elif self._looked and self._switch is None:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
-            self._guide.failed(Brief(f"the script ended after {steps}"))
+            self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._released:
@@ -171,14 +172,14 @@ class Pilot:
         self._elsewhere += 1
         if self._order.steps:
             if self._elsewhere >= LOOKED:
-                self._leave_because(Over(ANOTHER))
+                self._leave_because(Stopped("over", ANOTHER))
         elif kind == "joins" or (kind == "like" and self._elsewhere >= ANEW):
             if kind == "like":
                 LET_GO.update(self._crew.optimizers)
             self._leave()
             self._attach()
         elif self._elsewhere == ANEW:
-            self._guide.failed(Over(UNADVISED))
+            self._guide.failed(Stopped("over", UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
@@ -189,12 +190,14 @@ class Pilot:
         if self._period:
             self._found(self._crew.trained())
         elif self._looked >= LOOKED:
-            self._leave_because(Unclear(UNORDERED))
+            self._leave_because(Stopped("unclear", UNORDERED))
 
     def _found(self, trained: Sequence[Trained]) -> None:
         """It is known what a step of the script is: take over, if the guide does."""
         if not trained:
-            self._leave_because(Unclear(UNSEEN_COMPILED if graphs_compiled() else UNSEEN))
+            self._leave_because(
+                Stopped("unclear", UNSEEN_COMPILED if graphs_compiled() else UNSEEN)
+            )
             return
         from advisor.tuners.act.pilot.seen import Seen
         from advisor.tuners.act.pilot.switch import Switch
@@ -343,7 +346,7 @@ class Pilot:
         return not self._comparing
 
     def _fails(self, exc: Exception) -> None:
-        self._verdict = (*told(exc), "")
+        self._verdict = (*failure(exc), "")
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""

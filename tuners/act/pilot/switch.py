@@ -22,11 +22,11 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.orders import of_config
 from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
+from advisor.tuners.faults import of_config
 
 Told = Callable[[Exception], None]
 Parts = dict[nn.Module, Callable[..., Any]]

@@ -19,9 +19,9 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
-from advisor.tuners.act.pilot.orders import of_memory
 from advisor.tuners.act.pilot.seen import convolves
 from advisor.tuners.blocks import repeated
+from advisor.tuners.faults import of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.timing import Clock
