@@ -314,21 +314,21 @@ def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
     spawned: DataLoader[Any] = DataLoader(
         Numbered(), num_workers=1, multiprocessing_context="spawn"
     )
-    assert loaders._why_kept(spawned) == "the loader: its workers are not forked"
+    assert loaders._why_alone(spawned) == "the loader: its workers are not forked"
     staying: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
-    assert loaders._why_kept(staying) == "the loader: its workers stay from one epoch to the next"
+    assert loaders._why_alone(staying) == "the loader: its workers stay from one epoch to the next"
 
 
-def test_whose_workers_are_taken_is_asked_once_an_epoch(
+def test_advisors_own_workers_are_not_taken_over(
     taking: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[DataLoader[Any]] = []
-    plain = loaders._why_kept
-    monkeypatch.setattr(loaders, "_why_kept", lambda one: asked.append(one) or plain(one))
+    plain = loaders._why_alone
+    monkeypatch.setattr(loaders, "_why_alone", lambda one: asked.append(one) or plain(one))
     loader: DataLoader[Any] = DataLoader(Numbered(), batch_size=3, num_workers=1)
     for _epoch in range(2):
-        epoch(loader)
-    assert asked == [loader, loader]
+        assert all(epoch(loader)[1])
+    assert set(asked) == {loader}
 
 
 def test_what_fails_in_taken_workers_is_fetched_and_the_next_epoch_has_its_own(

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
 
 P = ParamSpec("P")
-Verdict = tuple[str, str, str]
-"""Outcome, reason, and what is blamed."""
+Verdict = tuple[str, str, str]  # a Lap's outcome, reason and blames
 OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
@@ -55,16 +54,15 @@ FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 
 class Watch(Protocol):
-    """Compares configs, on calls that it has seen the script make."""
+    """Compares configs on kept steps of the script. Both return None while it needs more steps."""
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
     ) -> Verdict | None:
-        """The verdict, if all steps that it needs were seen before; else it looks at the script's
-        next steps, which stay unmodified."""
+        """Compare. Steps that it needs for it are unmodified ones."""
 
     def stepped(self) -> Verdict | None:
-        """A step is over; the verdict, if that was the last that was needed."""
+        """A step is over."""
 
     def close(self) -> None:
         """Free all that was kept."""
@@ -87,8 +85,8 @@ class Pilot:
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
-        self._began = self._first_s = self._waited_s = self._switched = 0.0
-        self._fresh = self._released = self._cut = False
+        self._began = self._first_s = self._switched = 0.0
+        self._fresh = self._cut = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
@@ -104,8 +102,7 @@ class Pilot:
         self._calls.remove()
 
     def _leave(self) -> None:
-        """The same, except for hooks that the script has compiled into a function of its own."""
-        self._released = True
+        """The same, but for hooks that are part of the script's compiled code."""
         self._calls.rest()
         if self._watch is not None:
             self._watch.close()
@@ -119,12 +116,12 @@ class Pilot:
         self._unhook_failure()
         atexit.unregister(self._at_exit)
 
-    def _leave_because(self, exc: Exception) -> None:
+    def _stop(self, exc: Exception) -> None:
         self._guide.failed(exc)
         self._leave()
 
     def _guarded(self, hook: Callable[P, None]) -> Callable[P, None]:
-        """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
+        """The hook; what it raises ends the pilot, and not the run."""
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
@@ -133,7 +130,7 @@ class Pilot:
                 raise  # strict=True
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
-                self._leave_because(exc)
+                self._stop(exc)
 
         return guarded
 
@@ -153,8 +150,6 @@ class Pilot:
             self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._released:
-            return
         if self._switch is None:
             self._look(optimizer)
         elif (kind := self._crew.kind(optimizer)) == "ours":
@@ -168,11 +163,11 @@ class Pilot:
             self._stepped_elsewhere(kind)
 
     def _stepped_elsewhere(self, kind: str) -> None:
-        """An optimizer made a step that is none of those that were seen first."""
+        """An optimizer made a step that was not among the first ones."""
         self._elsewhere += 1
         if self._order.steps:
             if self._elsewhere >= LOOKED:
-                self._leave_because(Stopped("over", ANOTHER))
+                self._stop(Stopped("over", ANOTHER))
         elif kind == "joins" or (kind == "like" and self._elsewhere >= ANEW):
             if kind == "like":
                 LET_GO.update(self._crew.optimizers)
@@ -190,22 +185,19 @@ class Pilot:
         if self._period:
             self._found(self._crew.trained())
         elif self._looked >= LOOKED:
-            self._leave_because(Stopped("unclear", UNORDERED))
+            self._stop(Stopped("unclear", UNORDERED))
 
     def _found(self, trained: Sequence[Trained]) -> None:
-        """It is known what a step of the script is: take over, if the guide does."""
+        """Take over, if the guide does: it is known what a step of the script is."""
         if not trained:
-            self._leave_because(
-                Stopped("unclear", UNSEEN_COMPILED if graphs_compiled() else UNSEEN)
-            )
-            return
+            said = UNSEEN_COMPILED if graphs_compiled() else UNSEEN
+            return self._stop(Stopped("unclear", said))
         from advisor.tuners.act.pilot.seen import Seen
         from advisor.tuners.act.pilot.switch import Switch
 
         self._calls.rest()
         if not self._guide.takes_over():
-            self._leave()
-            return
+            return self._leave()
         seen = Seen.of(self._crew, self._loaders.seen())
         self._device = torch.device(seen.device)
         self._trained = trained
@@ -213,11 +205,9 @@ class Pilot:
         self._processes, self._rank = seen.processes, seen.rank
         order = self._guide.begin(seen)
         if not order.own:
-            self._leave()
-            return
-        self._switch = Switch(
-            trained, self._crew.optimizers, order.own, self._device, self._loaders.set
-        )
+            return self._leave()
+        optimizers, feed = self._crew.optimizers, self._loaders.set
+        self._switch = Switch(trained, optimizers, order.own, self._device, feed)
         self._obey(self._switch, order)
 
     def _step(self, switch: Switch) -> None:
@@ -268,7 +258,7 @@ class Pilot:
             samples=self._trained[0].samples or self._per_step * self._done,
             seconds=time.perf_counter() - self._began,
             first_s=self._first_s,
-            waited_s=self._loaders.waited_s - self._waited_s,
+            waited_s=self._loaders.waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             compiled=graphs_compiled() - self._graphs,
             taken=self._loaders.taken,
@@ -284,7 +274,6 @@ class Pilot:
         for one in self._trained:
             one.samples, one.evaluated = 0, False
         self._synchronize()
-        self._waited_s = self._loaders.waited_s
         self._graphs = graphs_compiled()
         self._loaders.begin_lap()
         self._began = time.perf_counter()
