@@ -622,7 +622,9 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     wrapped.device_ids = [0, 1]
     crew = Crew()
     crew.called[wrapped] = Trained(wrapped, net, ())
-    crew.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        crew.saw_step(optimizer)
     one = Seen.of(crew, Loading())
     (line,) = one.lines()
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")

@@ -30,43 +30,29 @@ REPLICATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One process of a running script.
+    """One process of a running script; `family` to `repeats` as in a worker's `Facts`."""
 
-    Attributes:
-        model: fingerprint of all that trains.
-        family, libraries, modules, parameters, convolves, repeats: as in a worker's `Facts`;
-            `repeats` of the largest model.
-        shape: of the largest model's first input, preceded by the job's samples a step; 1 for a
-            dimension that varies.
-        others: its other inputs, and what else makes another job.
-        varies: whether a shape differed between the steps seen.
-        own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
-        limits: knobs that cannot be tuned here, and why, as text.
-        rank, processes: of the job.
-        workers: that its loader may be given; `room`: as in `Loading`.
-    """
-
-    model: str
+    model: str  # fingerprint of all that trains
     family: str
     libraries: tuple[str, ...]
     modules: int
     parameters: int
     convolves: bool
-    repeats: bool
-    shape: tuple[int, ...]
+    repeats: bool  # of the largest model
+    shape: tuple[int, ...]  # samples of the job's step, and its first input; 1 where that varies
     dtype: str
-    others: str
-    varies: bool
+    others: str  # its other inputs, and what else makes another job
+    varies: bool  # whether a shape differed between the steps seen
     optimizer: str
-    own: Config
-    kept: tuple[str, ...]
-    limits: tuple[str, ...]
+    own: Config  # what the script sets itself
+    kept: tuple[str, ...]  # knobs that are not tuned
+    limits: tuple[str, ...]  # knobs that cannot be tuned here, and why, as text
     rank: int
     processes: int
     device: str
     threads: int
-    workers: int
-    room: int
+    workers: int  # that its loader may be given
+    room: int  # as in `Loading`
 
     @classmethod
     def of(cls, crew: Crew, loading: Loading) -> Seen:
@@ -80,7 +66,6 @@ class Seen:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
-        weight = next(main.model.parameters(), None)
         own, kept, limits = _own(crew, trained, loading)
         return cls(
             model=fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
@@ -100,7 +85,7 @@ class Seen:
             limits=limits,
             rank=rank,
             processes=processes,
-            device="cpu" if weight is None else str(weight.device),
+            device=str(next(main.model.parameters()).device),
             threads=torch.get_num_threads(),
             workers=loading.most,
             room=loading.room,
@@ -123,18 +108,15 @@ class Seen:
 
     def lines(self) -> list[str]:
         """What is seen, for people."""
-        own = [f"your script already: {_described(self.own)}"] if self.own else []
-        return own + [f"not tuned: {line}" for line in self.limits]
+        own = described(self.own.without(BATCH), Config())
+        already = [f"your script already: {own}"] if self.own else []
+        return already + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
         """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
         own = self.own.without(*FEEDS)
-        return _described(own) if own else ""
-
-
-def _described(own: Config) -> str:
-    return described(own.without(BATCH), Config())
+        return described(own.without(BATCH), Config()) if own else ""
 
 
 def _called(optimizer: torch.optim.Optimizer) -> str:
@@ -144,13 +126,13 @@ def _called(optimizer: torch.optim.Optimizer) -> str:
 
 
 def micro_batches(task: Task) -> int:
-    """Of a step in each process of a run, as they were seen; 1 for a workload."""
+    """Calls of the model in a step of each process of a run; 1 for a workload."""
     found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", task.others)
     return max(1, int(found[1])) if found else 1
 
 
 def _others(crew: Crew, main: Trained, samples: int) -> str:
-    """What else of the job makes another key, on one line."""
+    """What else makes another key, on one line."""
     parts = [
         f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
         for n, one in enumerate(main.inputs)
@@ -171,7 +153,7 @@ def convolves(model: nn.Module) -> bool:
 def _own(
     crew: Crew, trained: Sequence[Trained], loading: Loading
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
-    """What a script has set itself, what of it is kept, and why some knobs cannot be tuned."""
+    """A Seen's own, kept and limits."""
     script = Script(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=crew.autocast,
@@ -188,12 +170,10 @@ def _own(
     limits: list[str] = []
     for knob in KNOBS:
         own = knob.script(script) if knob.script is not None else None
-        if own is None:
-            continue
-        if own.value is not None:
-            found[knob.name] = own.value
-        kept += [knob.name] if own.stays else []
-        limits += [own.why] if own.why else []
+        if own is not None:
+            found |= {knob.name: own.value} if own.value is not None else {}
+            kept += [knob.name] if own.stays else []
+            limits += [own.why] if own.why else []
     if crew.sparse:
         kept.append(FUSED)
         limits.append("fused kernels: a gradient is sparse, for which there are none")
@@ -203,7 +183,7 @@ def _own(
 
 
 def _beyond(outer: nn.Module) -> str:
-    """Why a model is left alone: its weights are not where they are computed with."""
+    """Why a model is left alone: its weights are elsewhere when they are used."""
     if replicates(outer):
         return REPLICATES
     kinds = {type(module).__name__ for module in outer.modules()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +30,12 @@ from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import of_config
 
 Told = Callable[[Exception], None]
-Parts = dict[nn.Module, Callable[..., Any]]
-"""The compiled calls of modules within a model."""
+Parts = dict[nn.Module, Callable[..., Any]]  # the compiled calls of modules within a model
 
 
 class Call:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
-
-    Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
-    `struck` is told what `act` raises, unless `plain` raises too; if it is None, that is raised.
-    """
+    Evaluation stays the script's own. `struck`, if any, is told what only `act` raises."""
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
         self.one, self.seat = one, seat
@@ -97,7 +94,7 @@ class Call:
 def _again(
     plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
-    """Do without a config what raised under it; if it raises again, that is the script's own."""
+    """Do without a config what raised under it; what it raises then is the script's own."""
     try:
         return plainly(*args, **kwargs)
     except Exception as own:
@@ -111,9 +108,6 @@ class Switch:
     Args:
         own: the script's own config; setting it restores the script.
         feed: has the script's loaders work by these keyword arguments, or unchanged by none.
-
-    Attributes:
-        calls: what the trained models are called through.
     """
 
     def __init__(
@@ -125,8 +119,7 @@ class Switch:
         feed: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.own = self.config = own
-        self._feed = feed
-        self._device = device
+        self._feed, self._device = feed, device
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # for what the config that is set raises
@@ -138,11 +131,8 @@ class Switch:
         self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
         self._strides = {Config(): [tensor.stride() for tensor in self._formatted]}
         self._storages = Storages()
-        self._steps_on_host = not any(
-            group.get("fused") or group.get("capturable")
-            for groups in self._groups
-            for group in groups
-        )
+        every = itertools.chain(*self._groups)
+        self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)
         for one in optimizers:
             self._attached.callback(one.register_state_dict_post_hook(self._saved).remove)
         self._attached.callback(have_own_keys)
@@ -154,7 +144,7 @@ class Switch:
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
-        self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
+        self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], Parts]]] = {}
         self.calls: list[Call] = []
         for trains in trained:
             seat = callable_module(trains.outer)
@@ -197,13 +187,13 @@ class Switch:
         self._make_room()
 
     def forget(self, config: Config) -> None:
-        """Free what only this config has compiled and laid out, unless it is set."""
+        """Free what only this config has compiled and laid out, unless it is set now."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
         code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
-            self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
+            self._kept.pop(code, None)
             free(*self._made.pop(code, (set(), set())))
         if not any(map(_layout, self._seen.values())):
             self._storages = Storages()  # weights are where the script has them
@@ -224,25 +214,24 @@ class Switch:
 
     def give_up(self) -> None:
         """Within a step: call models as the script does, and drop what the config compiled. Weights
-        stay laid out until the next `set`, because the step may still need them so."""
+        stay laid out until the next `set`: the step may still need them so."""
         self._watching.close()
         IN_FORCE.release(self._flags)
-        code = _code(self._seen[self.config])
-        self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
+        self._kept.pop(_code(self._seen[self.config]), None)
         self._set_optimizers({})
         for call in self.calls:
             call.put(False)
             call.act, call.parts, call.struck = call.plain, {}, None
 
     def began(self, *, spent: bool = False) -> None:
-        """A step begins; `spent`: the script lets go of the gradients of the last one."""
+        """A step begins; `spent`: the script frees the gradients of the last one."""
         if self._seen[self.config].graphs:
             self._replays.begin()
             if spent:
                 self._replays.let_go(self.optimizers)
 
     def stay(self) -> None:
-        """No other config will be set: leave the models that the config calls unchanged."""
+        """Leave the models that the config does not change: no other one will be set."""
         for call in self.calls:
             if call.act is call.plain:
                 call.leave()
@@ -306,18 +295,19 @@ class Switch:
                 self._protect(optimizer, struck, lost)
 
     def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
-        """If a step fails under the config, have the rest of it made without."""
+        """Make the rest of a step that fails under the config without it."""
 
         def around(step: Callable[..., Any]) -> Callable[..., Any]:
             def protected(*args: Any, **kwargs: Any) -> Any:
                 groups = optimizer.param_groups
-                versions = [_version(next(_counters(one, optimizer), None)) for one in groups]
+                versions = [_version(one, optimizer) for one in groups]
                 try:
                     return step(*args, **kwargs)
                 except Exception as exc:  # whatever a config raises: see Call
                     done = _groups_done(optimizer, exc)
-                    if done is not None:
-                        _uncount(groups[done], optimizer, versions[done])
+                    if done is not None and _version(groups[done], optimizer) != versions[done]:
+                        with torch.no_grad():
+                            torch._foreach_sub_(list(_counters(groups[done], optimizer)), 1)
                     self._watching.close()
                     self._set_optimizers({})
                     if done is None:
@@ -350,11 +340,12 @@ class Switch:
         return saved | {"param_groups": groups, "state": state}
 
     def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
-        """What a model's training calls go through under a config, and compiled parts of it."""
+        """The training calls of a model under a config, and its compiled parts."""
         code = _code(acting)
         if not code:
             return call.plain, {}
-        if (call.seat, code) not in self._kept:
+        kept = self._kept.setdefault(code, {})
+        if call.seat not in kept:
             inner: Callable[..., Any] = call.plain
             parts: Parts = {}
             if acting.undoes_compile:
@@ -362,8 +353,8 @@ class Switch:
             elif acting.compiles:
                 inner = self._compiled(call, acting)
                 parts = _taken_out(call.seat)
-            self._kept[call.seat, code] = _around(inner, acting, self._device), parts
-        return self._kept[call.seat, code]
+            kept[call.seat] = _around(inner, acting, self._device), parts
+        return kept[call.seat]
 
     def _compiled(self, call: Call, acting: Acting) -> Gate:
         seat = call.seat
@@ -382,7 +373,7 @@ class Switch:
 
 
 def _taken_out(outer: nn.Module) -> Parts:
-    """What was just compiled within a model, which is called uncompiled again."""
+    """Take away what was just compiled within a model, and return it."""
     inner = (module for module in outer.modules() if module is not outer)
     found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
     for module in found:
@@ -391,22 +382,19 @@ def _taken_out(outer: nn.Module) -> Parts:
 
 
 def _layout(acting: Acting) -> Config:
-    """What of a config decides the memory format of weights."""
+    """The part of a config that decides the memory format of weights."""
     return Config({k.name: value for k, value in acting.rows if k.layout and k.model})
 
 
 def _code(acting: Acting) -> Config:
-    """What of a config decides the code of a model's call. Flags are part of compiled code."""
-    decides = (
-        (knob.name, value)
-        for knob, value in acting.rows
-        if knob.model or knob.autocast or (knob.flag and acting.compiles)
-    )
-    return Config(dict(decides))
+    """The part of a config that decides the code of a model's call; flags are part of such code."""
+    flags = acting.compiles
+    decides = ((k, v) for k, v in acting.rows if k.model or k.autocast or (k.flag and flags))
+    return Config({knob.name: value for knob, value in decides})
 
 
 def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of the kernels of its steps."""
+    """The choice of kernels in a parameter group."""
     return {name: group[name] for name in ("fused", "foreach") if name in group}
 
 
@@ -424,9 +412,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
     """How many groups have made their step when one raised; None if that one may have changed some
-    of its weights, of which fused kernels count no versions."""
+    of its weights."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
-        # All of torch.optim go through their groups so.
         at = frame.f_locals.get("group")
         for number, group in enumerate(optimizer.param_groups):
             if group is at:
@@ -442,16 +429,10 @@ def _counters(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
     return (optimizer.state.get(one, {}).get("step") for one in weights)
 
 
-def _version(counter: Any) -> int:
+def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
+    """Grows as a group's steps are counted."""
+    counter = next(_counters(group, optimizer), None)
     return counter._version if isinstance(counter, Tensor) else 0
-
-
-def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Take a step off a group's counters, if it was counted since they had that version."""
-    counters = [one for one in _counters(group, optimizer) if isinstance(one, Tensor)]
-    if counters and _version(counters[0]) != version:
-        with torch.no_grad():
-            torch._foreach_sub_(counters, 1)
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:
