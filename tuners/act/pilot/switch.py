@@ -124,12 +124,10 @@ class Switch:
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # for what the config that is set raises
         self._attached = contextlib.ExitStack()
-        laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
-        self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
-        self._outers = [one.outer for one in laid_out]
-        weights = (w for one in laid_out for w in (*one.model.parameters(), *one.model.buffers()))
-        self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
-        self._strides = {Config(): [tensor.stride() for tensor in self._formatted]}
+        outers = [one.outer for one in trained if not replicates(one.outer)]
+        self._outers = [outer for outer in outers if buckets.can_rebuild(outer)]
+        weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
+        self._strides = {tensor: tensor.stride() for tensor in weights if tensor.dim() > 3}
         self._storages = Storages()
         every = itertools.chain(*self._groups)
         self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)
@@ -195,7 +193,7 @@ class Switch:
         if code not in map(_code, self._seen.values()):
             self._kept.pop(code, None)
             free(*self._made.pop(code, (set(), set())))
-        if not any(map(_layout, self._seen.values())):
+        if not any(acting.layouts for acting in self._seen.values()):
             self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
@@ -247,17 +245,15 @@ class Switch:
         self._storages = Storages()
 
     def _lay_out(self, acting: Acting) -> None:
-        layout = _layout(acting)
-        before = [tensor.stride() for tensor in self._formatted]
-        if layout not in self._strides:
-            self._restride(self._strides[Config()])
-            for model in self._laid_out:
-                for knob, value in acting.rows:
-                    if knob.layout is not None and knob.model is not None:
-                        knob.model(model, value)
-            self._strides[layout] = [tensor.stride() for tensor in self._formatted]
-        self._restride(self._strides[layout])
-        if before == [tensor.stride() for tensor in self._formatted]:
+        changes = False
+        for tensor, stride in self._strides.items():  # the script's own
+            for layout, value in acting.layouts:
+                if (found := layout(tensor, value)) is not None:
+                    stride = torch.empty_like(tensor, device="meta", memory_format=found).stride()
+            laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
+            if tensor.stride() != stride:
+                tensor.data, changes = laid_out, True
+        if not changes:
             return
         for outer in self._outers:
             buckets.rebuild(outer)
@@ -267,15 +263,9 @@ class Switch:
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         there = (id(parameter), name)
                         state[name] = self._storages.laid_out(there, value, parameter.stride())
-        for tensor in self._formatted:
+        for tensor in self._strides:
             if tensor.grad is not None:
                 tensor.grad = strided(tensor.grad, tensor.stride())
-
-    def _restride(self, strides: Sequence[tuple[int, ...]]) -> None:
-        for tensor, stride in zip(self._formatted, strides, strict=True):
-            laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
-            if tensor.stride() != stride:
-                tensor.data = laid_out
 
     def _set_optimizers(
         self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
@@ -379,11 +369,6 @@ def _taken_out(outer: nn.Module) -> Parts:
     for module in found:
         hooks.through(module, None)
     return found
-
-
-def _layout(acting: Acting) -> Config:
-    """The part of a config that decides the memory format of weights."""
-    return Config({k.name: value for k, value in acting.rows if k.layout and k.model})
 
 
 def _code(acting: Acting) -> Config:
