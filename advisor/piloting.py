@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.variables import ADDRESS, RUN, bringing, checkpoints
+from advisor.tuners.act.pilot.line import ADDRESS, RUN, bringing, checkpoints, from_environment
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -27,10 +27,9 @@ def attach() -> None:
     if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
         return
     from advisor.cache import settings
-    from advisor.tuners.act.pilot import line
     from advisor.tuners.act.pilot.pilot import IN_CHARGE
 
-    guide = line.from_environment()
+    guide = from_environment()
     if guide is not None:
         from advisor.tuners.measure.run.calls import KeptCalls
 

@@ -24,10 +24,9 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.line import Line
+from advisor.tuners.act.pilot.line import ADDRESS, RUN, Line
 from advisor.tuners.act.pilot.orders import Lap, Order, stopped
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.variables import ADDRESS, RUN
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.faults import failure
 

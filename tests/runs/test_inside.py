@@ -25,11 +25,10 @@ from advisor.finding.piloted import Terms
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
-from advisor.tuners.act.pilot.line import Line
+from advisor.tuners.act.pilot.line import Line, noted
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.variables import noted
 from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.command import AttachedScript

@@ -1,7 +1,8 @@
-"""The pilot's connection to the process that tunes: a local socket, asked between two steps.
+"""The pilot's connection to the process that tunes: a local socket, asked between two steps, and
+environment variables that bring it into a process.
 
 What only a run with training steps needs is imported late: every process of a command that loads
-torch imports this module.
+torch imports this module, and what starts a command needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -10,18 +11,48 @@ import contextlib
 import os
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.orders import Lap, Order, stopped
-from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, note, noted
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
-MOST = 2**20
-OVER = "over"
-"""The outcome of a run in which nothing trains any more: no failure."""
+# Where the tuning process listens, and the secret that it shares with its children.
+ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
+RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
+KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
+MOST = 2**20  # bytes of an answer
+OVER = "over"  # the outcome of a run in which nothing trains any more: no failure
+
+
+def checkpoints() -> Path | None:
+    """The scratch folder for checkpoints of a run that is tuned; None if they stay in place."""
+    address = os.environ.get(ADDRESS)
+    if not address or os.environ.get(KEEP_CHECKPOINTS):
+        return None
+    return Path(address).with_name("checkpoints")
+
+
+def noted(address: str) -> str | None:
+    """What a process failed with before its first steps; '' if none has, None if none has loaded
+    torch."""
+    try:
+        return _note(address).read_text()
+    except OSError:
+        return None
+
+
+def _note(address: str) -> Path:
+    return Path(address).with_name("torch")
+
+
+def bringing(injected: Path) -> dict[str, str]:
+    """The variable that makes every Python of a command import the sitecustomize of a folder."""
+    path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 class Line:
@@ -112,7 +143,7 @@ class Line:
 
     def _note(self, said: str) -> None:
         with contextlib.suppress(OSError):
-            note(self._address).write_text(said)
+            _note(self._address).write_text(said)
 
 
 def from_environment() -> Line | None:
