@@ -143,15 +143,13 @@ one; and starts in a row that end within a block, after which the command counts
 
 # Looking at a run ------------------------------------------------------------------------------
 LEAST_STEPS = 4
-"""Optimizer steps before it is decided which of them make one step of the script."""
+"""Optimizer steps before it is decided which of them make one step of the script. After twice as
+many of an optimizer like the advised one the advice is applied to its model, and after as many of
+unlike ones the user is told, once: one that fits a few weights before the training makes fewer."""
 LOOKED = 128
 """Optimizer steps after which it is left alone if they cannot be told apart, or, in a trial, if
 none of them was of the model that trained: a step of the script has at most half as many. An
 optimizer that has made none of them, as that of a generator, is waited for as long."""
-ANEW = 8
-"""Steps of an optimizer like the advised one after which the advice is applied to its model; and
-of unlike ones after which the user is told, once. An optimizer that fits a few weights before the
-training makes fewer."""
 
 # Memory of a run -------------------------------------------------------------------------------
 HEADROOM = 1.5

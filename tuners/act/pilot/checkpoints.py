@@ -2,9 +2,9 @@
 
 What a tuned script saves is worthless, and must not replace what the user has saved before. So
 PyTorch, safetensors, torch.distributed.checkpoint and Lightning write a file to the same path below
-a scratch folder, and look there first when they read. What the script then does with the file by
-`os` and `shutil` is done there as well. All else is untouched: `open`, folders, file objects.
-Processes of one job share the folder, so its content decides, and no table in memory.
+a scratch folder, and look there first when they read; so do `os` and `shutil` with such files. All
+else is untouched: `open`, folders, file objects. Processes of one job share the folder, so its
+content decides, and no table in memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Files that are taken for checkpoints if a script removes them.
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
-"""Files that are taken for checkpoints if a script removes them."""
-
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Redirection:
-    """Patches what writes, reads, moves and removes checkpoints; libraries once they are imported.
-
-    Args:
-        folder: the scratch folder; whoever made it removes it.
-    """
+    """Patches what writes, reads, moves and removes checkpoints. The scratch folder is removed by
+    whoever made it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,10 +43,10 @@ class Redirection:
         self._table: dict[str, dict[str, Wrap]] = {
             "torch": pytorch,
             "torch.serialization": pytorch,
-            "os": {n: self._moves for n in ("replace", "rename")}
-            | {n: self._removes for n in ("remove", "unlink")},
+            "os": dict.fromkeys(("replace", "rename"), self._moves)
+            | dict.fromkeys(("remove", "unlink"), self._removes),
             "shutil": {"rmtree": self._removes, "copyfile": self._copies}
-            | {n: self._skips for n in ("copymode", "copystat")},
+            | dict.fromkeys(("copymode", "copystat"), self._skips),
             # The last two import these by name.
             **{f"safetensors{name}": safetensors for name in ("", ".torch", ".numpy")},
             # It renames and removes by pathlib, which does so by os.
@@ -59,15 +55,13 @@ class Redirection:
                 "FileSystem.exists": _rerouted(1, lambda path: Path(self._to_read(path))),
                 "FileSystem.mkdir": _rerouted(1, lambda path: self._scratch(path) or path),
             },
-            "lightning.fabric.utilities.cloud_io": lightning,
-            "lightning_fabric.utilities.cloud_io": lightning,
+            **{f"lightning{dot}fabric.utilities.cloud_io": lightning for dot in "._"},
         }
 
     def install(self) -> None:
         """Patch what is imported, and the rest once it is."""
-        for name in self._table:
-            if (module := sys.modules.get(name)) is not None:
-                self._patch(module)
+        for module in filter(None, map(sys.modules.get, self._table)):
+            self._patch(module)
         sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
@@ -127,8 +121,7 @@ class Redirection:
         return found if found is not None and found.exists() else None
 
     def _to_write(self, path: Any) -> Any:
-        """Where to save; the user's path if that is no file, or if its folder is missing, as
-        PyTorch then says."""
+        """Where to save; the user's path if that is no file, or if its folder is missing."""
         found = self._scratch(path)
         if found is None:
             return path
@@ -179,9 +172,8 @@ class Redirection:
                 shutil.rmtree(found)
             elif found is not None:
                 return found.unlink()
-            if self._scratch(path) is not None and self._is_users(path):
-                return None
-            return plain(path, *args, **kwargs)
+            users = self._scratch(path) is not None and self._is_users(path)
+            return None if users else plain(path, *args, **kwargs)
 
         return remove
 

@@ -27,66 +27,44 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does.
-
-    Attributes:
-        warm: untimed steps before them.
-        own: the script's own config; empty: the script is left alone.
-        needs_room: set the config only if memory is free for it.
-        compare: make this comparison, if need be on unmodified steps.
-        forget: a config whose compiled code is freed first.
-        found: what was measured of the last order's config, as text.
-        saves: a file for the artifacts of compilation; '' for none.
-    """
+    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does."""
 
     config: Config
     steps: Count = 0
-    warm: Count = 0
+    warm: Count = 0  # untimed steps before them
+    # The script's own; empty: it is left alone.
     own: Config = Config()  # noqa: RUF009 # immutable
-    needs_room: bool = False
-    compare: Comparison | None = None
-    forget: Config | None = None
-    found: str = ""
-    saves: str = ""
+    needs_room: bool = False  # set the config only if memory is free for it
+    compare: Comparison | None = None  # if need be on unmodified steps
+    forget: Config | None = None  # free its compiled code first
+    found: str = ""  # what was measured of the last order's config
+    saves: str = ""  # a file for the artifacts of compilation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
-    """The timed steps of one order.
-
-    Attributes:
-        samples: of this process.
-        seconds: wall clock, including the device's work; `waited_s` of them were spent on data.
-        first_s: seconds of the untimed steps, if the order switched to another config.
-        compiled: graphs that torch.compile made during the timed steps.
-        taken: batches that came from the loader's workers.
-        lent: how many more batches than before busy workers have yet to make.
-        ahead: batches that workers are asked for at a time.
-        outcome: 'ok', or how the config failed; the script then went on without it. For a
-            comparison, its result; `blames` as in `Compared`.
-    """
+    """The timed steps of one order."""
 
     steps: Count = 0
-    samples: Count = 0
-    seconds: Span = 0.0
-    first_s: Span = 0.0
-    waited_s: Span = 0.0
+    samples: Count = 0  # of this process
+    seconds: Span = 0.0  # wall clock, including the device's work
+    first_s: Span = 0.0  # of the untimed steps, if the order switched to another config
+    waited_s: Span = 0.0  # for data
     peak_bytes: Bytes = 0
-    compiled: Count = 0
-    taken: Count = 0
-    lent: Count = 0
-    ahead: Count = 0
-    outcome: str = "ok"
+    compiled: Count = 0  # graphs that torch.compile made
+    taken: Count = 0  # batches that came from the loader's workers
+    lent: Count = 0  # by which the steps have outrun the workers, if all of these are busy
+    ahead: Count = 0  # batches that workers are asked for at a time
+    outcome: str = "ok"  # or how the config failed, without which the script then went on
     reason: str = ""
-    blames: str = ""
+    blames: str = ""  # as in `Compared`, whose result a comparison has here
 
 
 class Guide(Protocol):
-    """Decides which config is next. All processes of a job get the same answers."""
+    """Decides which config is next; the same one in all processes of a job."""
 
     def takes_over(self) -> bool:
-        """Whether to act on the script: not if it follows an advice by itself. Takes back flags
-        that advice has set."""
+        """Whether to act on a script, which may follow advice by itself. Resets advice's flags."""
 
     def begin(self, seen: Seen) -> Order:
         """The first order."""

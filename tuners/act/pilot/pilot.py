@@ -22,7 +22,7 @@ from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, Stopped
 from advisor.tuners.act.steps import EVERY_STEP
-from advisor.tuners.decisions import ANEW, HEADROOM, LOOKED
+from advisor.tuners.decisions import HEADROOM, LEAST_STEPS, LOOKED
 from advisor.tuners.faults import failure
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class Pilot:
         self._attach()
 
     def _attach(self) -> None:
-        self._comparing = False
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
         self._switch: Switch | None = None
@@ -168,12 +167,12 @@ class Pilot:
         if self._order.steps:
             if self._elsewhere >= LOOKED:
                 self._stop(Stopped("over", ANOTHER))
-        elif kind == "joins" or (kind == "like" and self._elsewhere >= ANEW):
+        elif kind == "joins" or (kind == "like" and self._elsewhere >= 2 * LEAST_STEPS):
             if kind == "like":
                 LET_GO.update(self._crew.optimizers)
             self._leave()
             self._attach()
-        elif self._elsewhere == ANEW:
+        elif self._elsewhere == 2 * LEAST_STEPS:
             self._guide.failed(Stopped("over", UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
@@ -198,11 +197,8 @@ class Pilot:
         self._calls.rest()
         if not self._guide.takes_over():
             return self._leave()
-        seen = Seen.of(self._crew, self._loaders.seen())
-        self._device = torch.device(seen.device)
-        self._trained = trained
-        self._per_step = seen.shape[0] // seen.processes
-        self._processes, self._rank = seen.processes, seen.rank
+        self._seen = seen = Seen.of(self._crew, self._loaders.seen())
+        self._device, self._trained = torch.device(seen.device), trained
         order = self._guide.begin(seen)
         if not order.own:
             return self._leave()
@@ -215,7 +211,7 @@ class Pilot:
         switch.began(spent=self._crew.spends)
         if not self._order.steps:
             return
-        if self._comparing:
+        if self._order.compare is not None:
             assert self._watch is not None
             self._done += 1
             if verdict := self._watch.stepped():
@@ -223,7 +219,7 @@ class Pilot:
                 self._finish(switch)
             return
         # All processes of a job must end a lap with the same step, or some wait in backward.
-        alone = self._processes == 1
+        alone = self._seen.processes == 1
         cut_short = alone and self._verdict is not OK
         if self._warm and not cut_short:
             self._warm -= 1
@@ -245,7 +241,6 @@ class Pilot:
 
     def _finish(self, switch: Switch) -> None:
         """Report on the order that is over, and begin the next one."""
-        self._comparing = False
         lap = self._lap()
         if self._order.config == switch.own:
             self._own_peak = max(self._own_peak, lap.peak_bytes)
@@ -253,9 +248,10 @@ class Pilot:
 
     def _lap(self) -> Lap:
         cuda = self._device.type == "cuda"
+        per_step = self._seen.shape[0] // self._seen.processes
         return Lap(
             steps=self._done,
-            samples=self._trained[0].samples or self._per_step * self._done,
+            samples=self._trained[0].samples or per_step * self._done,
             seconds=time.perf_counter() - self._began,
             first_s=self._first_s,
             waited_s=self._loaders.waited_s,
@@ -290,7 +286,7 @@ class Pilot:
         self._order, self._first_s, self._cut = order, 0.0, False
         if order.forget is not None:
             switch.forget(order.forget)
-        if order.saves and self._rank == 0:
+        if order.saves and self._seen.rank == 0:
             from advisor.tuners.act import artifacts
 
             artifacts.save(Path(order.saves))
@@ -331,15 +327,12 @@ class Pilot:
             return True
         assert self._watch is not None, "a guide that compares comes with a watch"
         verdict = self._watch.begin(switch, self._trained, self._device, asked)
-        self._verdict, self._comparing = verdict or OK, verdict is None
-        return not self._comparing
-
-    def _fails(self, exc: Exception) -> None:
-        self._verdict = (*failure(exc), "")
+        self._verdict = verdict or OK
+        return verdict is not None
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
-        self._fails(exc)
+        self._verdict = (*failure(exc), "")
         if not self._order.steps:
             self._guide.gave_up(exc)
 
@@ -354,7 +347,7 @@ class Pilot:
         """Backward has raised under a config. The script may end of it: the lap, and with it the
         next order, waits for the next step."""
         switch.give_up()
-        self._fails(exc)
+        self._verdict = (*failure(exc), "")
         self._guide.lost(exc, self._order)
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:

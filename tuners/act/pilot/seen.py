@@ -20,7 +20,6 @@ from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
-FUSED = "fused_optimizer"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 REPLICATES = (
     "nn.DataParallel copies the model at every step, so only flags and the loader are tuned; the "
@@ -175,7 +174,7 @@ def _own(
             kept += [knob.name] if own.stays else []
             limits += [own.why] if own.why else []
     if crew.sparse:
-        kept.append(FUSED)
+        kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, for which there are none")
     if beyond := [why for one in trained if (why := _beyond(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
