@@ -145,7 +145,7 @@ one; and starts in a row that end within a block, after which the command counts
 LEAST_STEPS = 4
 """Optimizer steps before it is decided which of them make one step of the script. After twice as
 many of an optimizer like the advised one the advice is applied to its model, and after as many of
-unlike ones the user is told, once: one that fits a few weights before the training makes fewer."""
+unlike ones the user is told, once. One that fits a few weights before the training makes fewer."""
 LOOKED = 128
 """Optimizer steps after which it is left alone if they cannot be told apart, or, in a trial, if
 none of them was of the model that trained: a step of the script has at most half as many. An

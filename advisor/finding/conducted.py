@@ -24,8 +24,7 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.line import ADDRESS, RUN, Line
-from advisor.tuners.act.pilot.orders import Lap, Order, stopped
+from advisor.tuners.act.pilot.orders import ADDRESS, RUN, Lap, Line, Order, stopped
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.faults import failure

@@ -25,8 +25,7 @@ from advisor.finding.piloted import Terms
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
-from advisor.tuners.act.pilot.line import Line, noted
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Line, Order, noted
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LOOKED

@@ -84,8 +84,7 @@ class Drawn:
     """The present state of Python's random numbers and PyTorch's on all devices."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._host = torch.get_rng_state()
+        self._python, self._host = random.getstate(), torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put(self) -> None:

@@ -44,7 +44,6 @@ class Call:
         self.act = self.plain
         self.struck: Told | None = None
         self.parts: Parts = {}
-        self._compiled = False
 
     def leave(self) -> None:
         """Call the model as before, unless it has been compiled since."""
@@ -54,18 +53,16 @@ class Call:
 
     def put(self, compiled: bool) -> None:
         """Call the model's parts through their compiled code, or not."""
-        self._compiled = compiled
         for module, call in self.parts.items():
             hooks.through(module, call if compiled else None)
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
-        compiled = self._compiled
         self.put(False)
         try:
             return self.plain(*args, **kwargs)
         finally:
-            self.put(compiled)
+            self.put(True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:

@@ -13,8 +13,7 @@ import msgpack
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
-from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
+from advisor.tuners.act.pilot.orders import OVER, Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LEAST_STEPS
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
