@@ -61,11 +61,6 @@ class Trained:
         self.samples += found
         self._batches[found] += 1
 
-    def stepped(self) -> None:
-        """An optimizer made a step."""
-        self.steps.append(self.samples)
-        self.samples = 0
-
     def micro_batches(self, samples: int) -> int:
         """The number of calls in a step with so many samples."""
         most = self._batches.most_common(1)
@@ -137,7 +132,8 @@ class Crew:
     def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
         for one in self.called.values():
-            one.stepped()
+            one.steps.append(one.samples)
+            one.samples = 0
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)

@@ -37,8 +37,8 @@ Remove = Callable[[], None]
 
 
 class Calls:
-    """Reports outermost calls of modules, once they are over, and every call before it is made, but
-    none that raises or is recomputed. It slows every call: for the first steps only."""
+    """Reports outermost calls once they are over, and each call before it is made, but none that
+    raises or is recomputed. It slows every call."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ def on_backward(
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:
-    """Report what ends the script, once it is printed: who is told may end the process."""
+    """Report what ends the script, once it is printed: `failed` may end the process."""
 
     def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
         def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
