@@ -65,7 +65,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def foreign(value: Any) -> str:
-    """The class of an object in it that another call may change; '' if all are tensors, or plain."""
+    """The class of an object in it that another call may change; '' if there is none."""
     for leaf in tree_leaves(value):
         found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
