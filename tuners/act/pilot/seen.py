@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,15 +30,16 @@ REPLICATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One process of a running script; `family` to `repeats` as in a worker's `Facts`."""
+    """One process of a running script."""
 
-    model: str  # fingerprint of all that trains
+    model: str  # these as in a worker's Facts
     family: str
     libraries: tuple[str, ...]
     modules: int
     parameters: int
     convolves: bool
-    repeats: bool  # of the largest model
+    repeats: bool
+    threads: int
     shape: tuple[int, ...]  # samples of the job's step, and its first input; 1 where that varies
     dtype: str
     others: str  # its other inputs, and what else makes another job
@@ -49,7 +51,6 @@ class Seen:
     rank: int
     processes: int
     device: str
-    threads: int
     workers: int  # that its loader may be given
     room: int  # as in `Loading`
 
@@ -57,9 +58,7 @@ class Seen:
     def of(cls, crew: Crew, loading: Loading) -> Seen:
         """What the steps of a crew show, once its period is known."""
         trained = crew.trained()
-        main, models = trained[0], [one.model for one in trained]
-        fingerprints = [fingerprint.of_model(model) for model in models]
-        sizes = [fingerprint.size(model) for model in models]
+        main = trained[0]
         samples = max(1, main.batch(crew.period()))
         processes, rank = 1, 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -67,13 +66,7 @@ class Seen:
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
         own, kept, limits = _own(crew, trained, loading)
         return cls(
-            model=fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
-            family=fingerprint.family(main.model),
-            libraries=tuple(sorted({n for model in models for n in fingerprint.libraries(model)})),
-            modules=sum(modules for modules, _parameters in sizes),
-            parameters=sum(parameters for _modules, parameters in sizes),
-            convolves=any(convolves(one.model) for one in trained),
-            repeats=bool(repeated(main.model)),
+            **shown([one.model for one in trained]),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_others(crew, main, samples),
@@ -85,7 +78,6 @@ class Seen:
             rank=rank,
             processes=processes,
             device=str(next(main.model.parameters()).device),
-            threads=torch.get_num_threads(),
             workers=loading.most,
             room=loading.room,
         )
@@ -144,9 +136,20 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
     return "; ".join(parts)[:500]
 
 
-def convolves(model: nn.Module) -> bool:
-    """Whether a model has convolutions."""
-    return any(isinstance(module, CONVOLVES) for module in model.modules())
+def shown(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """What models show that train together, the largest first: fields of a Seen and of a Facts."""
+    fingerprints = [fingerprint.of_model(model) for model in models]
+    sizes = [fingerprint.size(model) for model in models]
+    return {
+        "model": fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
+        "family": fingerprint.family(models[0]),
+        "libraries": tuple(sorted({n for model in models for n in fingerprint.libraries(model)})),
+        "modules": sum(modules for modules, _parameters in sizes),
+        "parameters": sum(parameters for _modules, parameters in sizes),
+        "convolves": any(isinstance(m, CONVOLVES) for model in models for m in model.modules()),
+        "repeats": bool(repeated(models[0])),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _own(
