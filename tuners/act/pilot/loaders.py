@@ -112,11 +112,14 @@ class Loaders:
         self.waited_s, self.taken, self._unfinished_before = 0.0, 0, self._queued()[1]
 
     @property
-    def lent(self) -> int:
-        """By how many batches the steps have outrun the workers since `begin_lap`, if all workers
-        are busy. What an iterator asks for as it begins counts as asked for before."""
+    def borrowed(self) -> float:
+        """Share of the batches `taken` that the workers, all of them busy, have not replaced. One
+        alone may be chance. What an iterator asks for as it begins counts as asked for before."""
         _, unfinished, workers = self._queued()
-        return max(0, unfinished - self._unfinished_before) if unfinished >= workers else 0
+        lent = unfinished - self._unfinished_before
+        if unfinished < workers or lent <= 1 or not self.taken:
+            return 0.0
+        return min(lent, self.taken - 1) / self.taken
 
     @property
     def ahead(self) -> int:

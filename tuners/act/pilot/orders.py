@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Bytes, Count, Span
+from advisor.cache.domain import Bytes, Count, Share, Span
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class Lap:
     waited_s: Span = 0.0  # for data
     peak_bytes: Bytes = 0
     compiled: Count = 0  # graphs that torch.compile made
-    taken: Count = 0  # batches that came from the loader's workers
-    lent: Count = 0  # by which the steps have outrun the workers, if all of these are busy
+    borrowed: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
     ahead: Count = 0  # batches that workers are asked for at a time
     outcome: str = "ok"  # or how the config failed, without which the script then went on
     reason: str = ""
