@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,33 +102,27 @@ def on_backward(
 ) -> Remove:
     """Report what a backward pass begins at, and what it raises, before the script gets that."""
 
-    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if begins is not None:
-                begins(tensors)
-            try:
-                plain(tensors, *args, **kwargs)
-            except Exception as exc:  # whatever it is: the script's, once it was told
-                if failed is not None:
-                    failed(exc)
-                raise
+    def backward(plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if begins is not None:
+            begins(tensors)
+        try:
+            plain(tensors, *args, **kwargs)
+        except Exception as exc:  # whatever it is: the script's, once it was told
+            if failed is not None:
+                failed(exc)
+            raise
 
-        return backward
-
-    return Patch(torch.autograd, "backward", around).remove
+    return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:
     """Report what ends the script, once it is printed: `failed` may end the process."""
 
-    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
-            try:
-                return plain(kind, exc, trace)
-            finally:
-                sys.stderr.flush()
-                failed(exc)
+    def hook(plain: Callable[..., Any], kind: Any, exc: BaseException, trace: Any) -> Any:
+        try:
+            return plain(kind, exc, trace)
+        finally:
+            sys.stderr.flush()
+            failed(exc)
 
-        return hook
-
-    return Patch(sys, "excepthook", telling).remove
+    return Patch(sys, "excepthook", lambda plain: partial(hook, plain)).remove

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import traceback
@@ -284,34 +285,32 @@ class Switch:
     def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
         """Make the rest of a step that fails under the config without it."""
 
-        def around(step: Callable[..., Any]) -> Callable[..., Any]:
-            def protected(*args: Any, **kwargs: Any) -> Any:
-                groups = optimizer.param_groups
-                versions = [_version(one, optimizer) for one in groups]
-                try:
-                    return step(*args, **kwargs)
-                except Exception as exc:  # whatever a config raises: see Call
-                    done = _groups_done(optimizer, exc)
-                    if done is not None and _version(groups[done], optimizer) != versions[done]:
-                        with torch.no_grad():
-                            torch._foreach_sub_(list(_counters(groups[done], optimizer)), 1)
-                    self._watching.close()
-                    self._set_optimizers({})
-                    if done is None:
-                        if lost is not None:
-                            lost(exc)
-                        raise
-                    raised = exc.with_traceback(None)
-                struck(raised)  # before the step is over, where another config may be set
-                optimizer.param_groups = groups[done:]
-                try:
-                    return _again(step, args, kwargs, raised)
-                finally:
-                    optimizer.param_groups = groups
+        def protected(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            groups = optimizer.param_groups
+            versions = [_version(one, optimizer) for one in groups]
+            try:
+                return step(*args, **kwargs)
+            except Exception as exc:  # whatever a config raises: see Call
+                done = _groups_done(optimizer, exc)
+                if done is not None and _version(groups[done], optimizer) != versions[done]:
+                    with torch.no_grad():
+                        torch._foreach_sub_(list(_counters(groups[done], optimizer)), 1)
+                self._watching.close()
+                self._set_optimizers({})
+                if done is None:
+                    if lost is not None:
+                        lost(exc)
+                    raise
+                raised = exc.with_traceback(None)
+            struck(raised)  # before the step is over, where another config may be set
+            optimizer.param_groups = groups[done:]
+            try:
+                return _again(step, args, kwargs, raised)
+            finally:
+                optimizer.param_groups = groups
 
-            return protected
-
-        self._watching.callback(Patch(optimizer, "step", around).remove)
+        patch = Patch(optimizer, "step", lambda step: functools.partial(protected, step))
+        self._watching.callback(patch.remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
