@@ -9,7 +9,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.variables import ADDRESS, RUN, bringing, checkpoints
+from advisor.tuners.act.pilot.orders import (
+    ADDRESS,
+    RUN,
+    bringing,
+    checkpoints,
+    from_environment,
+    stopped,
+)
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -27,10 +34,9 @@ def attach() -> None:
     if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
         return
     from advisor.cache import settings
-    from advisor.tuners.act.pilot import line
     from advisor.tuners.act.pilot.pilot import IN_CHARGE
 
-    guide = line.from_environment()
+    guide = from_environment()
     if guide is not None:
         from advisor.tuners.measure.run.calls import KeptCalls
 
@@ -81,10 +87,9 @@ class _Later:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
-        from advisor.tuners.act.pilot.crew import Brief, Unclear, Untrained
-
-        said = isinstance(exc, Unclear | Untrained)
-        if self._made is not None or said or (isinstance(exc, Brief) and self._told["tune_s"]):
+        why = stopped(exc)
+        said = why in ("unclear", "untrained") or (why == "brief" and self._told["tune_s"])
+        if self._made is not None or said:
             self._guide.failed(exc)
 
     def ended(self, exc: BaseException, order: Order) -> None:

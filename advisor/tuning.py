@@ -36,7 +36,7 @@ from advisor.keeping import (
     measuring,
 )
 from advisor.opening import Cache, open_records
-from advisor.tuners.act.pilot.variables import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.orders import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger

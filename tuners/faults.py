@@ -1,4 +1,4 @@
-"""What user code raised, as one line: also in a loader's worker, and where."""
+"""What a config or user code raised: the kind of failure, and one line that says what and where."""
 
 from __future__ import annotations
 
@@ -7,45 +7,76 @@ import re
 import traceback
 from pathlib import Path
 
+from advisor.errors import AdvisorError
 from advisor.tuners.fingerprint import is_library
+from advisor.tuners.lazily import torch
 
-CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
+_CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
 _DEAD = re.compile(
     r"DataLoader worker \(pid.+?\) "
     r"(is killed by signal: [\w ]+|exited unexpectedly(?: with exit code \d+)?)"
 )
+# How cuDNN, cuBLAS, the driver, the CPU and a captured step say it; PyTorch's own has a type.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
+    r"|not enough memory|there is no memory|std::bad_alloc"
+)
+_FULL = "as where /dev/shm is full"
+_FORK = 'DataLoader(multiprocessing_context="fork") needs no pickling'
+_SPAWN = 'DataLoader(multiprocessing_context="spawn") starts workers that may use CUDA'
 _HINTS = {
-    "Bus error": "as where /dev/shm is full",
-    "unable to allocate shared memory": "as where /dev/shm is full",
-    "re-initialize CUDA in forked": 'DataLoader(multiprocessing_context="spawn") starts workers '
-    "that may use CUDA",
-    "t pickle": 'DataLoader(multiprocessing_context="fork") needs no pickling',
-    "Pickling": 'DataLoader(multiprocessing_context="fork") needs no pickling',
+    "Bus error": _FULL,
+    "unable to allocate shared memory": _FULL,
+    "re-initialize CUDA in forked": _SPAWN,
+    "t pickle": _FORK,
+    "Pickling": _FORK,
 }
-MOST = 300
-"""Characters."""
+_LENGTH = 300  # characters of a reason
 
 
-def told(exc: BaseException) -> str:
-    """One line: 'in a worker: ValueError: no such image (data.py:12)'."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [""]
+def failure(exc: BaseException) -> tuple[str, str]:
+    """(Outcome, reason): ('failed', 'in a worker: ValueError: no such image (data.py:12)')."""
+    first, *more = [line.strip() for line in str(exc).splitlines() if line.strip()] or [""]
     at = f" ({found})" if (found := where(exc)) else ""
-    if CAUGHT.search(lines[0]):
-        said = f"in a worker: {lines[-1]}{at}"
+    if isinstance(exc, AdvisorError):
+        said = first
+    elif _CAUGHT.search(first):
+        said = f"in a worker: {[first, *more][-1]}{at}"
     elif dead := _DEAD.findall(_chain(exc)):
         said = f"a worker {dead[-1].strip()}"
     elif _ended_early(exc):
         said = "a worker ended before its batch was taken"
     else:
-        said = f"{type(exc).__name__}: {lines[0]}{at}"
+        # A message that ends with another's traceback has its cause in the last line.
+        cause = f" ... {more[-1]}" if more and first.endswith(":") else ""
+        said = f"{type(exc).__name__}: {first}{cause}{at}"
     hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in said), "")
-    return (said + hint)[:MOST]
+    return "out_of_memory" if of_memory(exc) else "failed", (said + hint)[:_LENGTH]
+
+
+def of_memory(exc: BaseException) -> bool:
+    """Whether memory is what was missing."""
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(exc).lower()))
+
+
+def of_config(exc: BaseException) -> bool:
+    """Whether an exception comes from a config and hardly ever from a script."""
+    compiling = ("torch._dynamo", "torch._inductor")
+    compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
+    return compiled or isinstance(exc, torch.OutOfMemoryError)
+
+
+def plausible(exc: BaseException) -> bool:
+    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
+    return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 
 def where(exc: BaseException) -> str:
     """'train.py:41': the innermost line of the user's own code that an exception came through, in
-    a worker too, or that it is about, as of wrong syntax; '' where it came through none."""
+    a worker too, or that has wrong syntax; '' if there is none."""
     frames = _FRAME.findall("".join(traceback.format_exception(exc, chain=False)))
     # Path.is_file() raises of a name that is too long, as one in a message may be.
     own = [at for at in frames if os.path.isfile(at[0]) and not is_library(at[0])]  # noqa: PTH113

@@ -24,12 +24,10 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.crew import Brief, Over
-from advisor.tuners.act.pilot.line import Line
-from advisor.tuners.act.pilot.orders import Lap, Order, told
+from advisor.tuners.act.pilot.orders import ADDRESS, RUN, Lap, Line, Order, stopped
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.variables import ADDRESS, RUN
 from advisor.tuners.act.ranks import Group
+from advisor.tuners.faults import failure
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """For an answer of the process that searches, its start included; of several ranks one may wait
@@ -87,16 +85,17 @@ class Conducted(Found):
         the config again: this one may end before its lap does."""
         super().lost(exc, order)
         if order.steps and self._line is not None and Group.current() is None:
-            outcome, reason = told(exc)
+            outcome, reason = failure(exc)
             self._early = self._line.next(Lap(outcome=outcome, reason=reason))
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
-        if isinstance(exc, Brief):
+        why = stopped(exc)
+        if why == "brief":
             tell(f"tune: {exc}, before anything could be tried; a longer run is tuned")
-        if isinstance(exc, Over):
+        if why == "over":
             atexit.unregister(self._untuned)
-        if isinstance(exc, Over) and self._conductor is not None:
+        if why == "over" and self._conductor is not None:
             self._end()
             shutil.rmtree(self._folder, ignore_errors=True)
         super().failed(exc)

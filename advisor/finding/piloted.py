@@ -24,9 +24,9 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Over, Unclear, Untrained
-from advisor.tuners.act.pilot.orders import Lap, Order, Unfed, plausible, told
+from advisor.tuners.act.pilot.orders import Lap, Order, stopped
 from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.faults import failure, plausible
 
 if TYPE_CHECKING:
     pass
@@ -155,11 +155,12 @@ class Found:
             NoRecord: where it is to be strict, why there is nothing.
         """
         _log.info("the pilot ends: %s", exc)
-        if isinstance(exc, Unclear) and self._strict:
+        why = stopped(exc)
+        if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
-        if isinstance(exc, Untrained):
+        if why == "untrained":
             warn(str(exc))
-        if isinstance(exc, Unclear | Over):
+        if why in ("unclear", "over"):
             warn(f"{exc}. Training goes on as it is")
 
     def ended(self, exc: BaseException, order: Order) -> None:
@@ -170,7 +171,7 @@ class Found:
 
     def gave_up(self, exc: BaseException) -> None:
         """As `Guide.gave_up`; what a loader is not given is left out of what is in force."""
-        if isinstance(exc, Unfed):
+        if stopped(exc) == "unfed":
             config, own = self._order.config, self._order.own
             left = config.changed(own).only(*knobs.FEEDS)
             self._say_left(left, str(exc))
@@ -194,7 +195,7 @@ class Found:
             assert self._seen is not None
             task = self._seen.task(self._command, self._terms.given)
             failures = Failures(self._terms.cache, self._seen.model, task)
-            kept = failures.keep(order.config, told(exc)[1])
+            kept = failures.keep(order.config, failure(exc)[1])
             said += "; the next start does without it" if kept else "; that could not be kept"
         return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
 

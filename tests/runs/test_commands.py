@@ -26,7 +26,7 @@ from advisor.tuners.measure.run import session as sessions
 from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import Guarded, how
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Ended, Flight, borrowed
+from advisor.tuners.measure.run.session import Ended, Flight
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of
@@ -465,13 +465,6 @@ def test_without_time_for_another_start_it_is_said_how_the_first_one_ended() -> 
     first.append(Ended("crashed", "exit code 0", 0))
     with pytest.raises(ConfigFailed, match="budget was over before it had started again"):
         measured(run, HALF)
-
-
-@pytest.mark.parametrize(("before", "after", "taken", "share"), [(9, 2, 8, 0.0), (2, 6, 8, 0.5)])
-def test_batches_that_lay_ready_are_borrowed(
-    before: int, after: int, taken: int, share: float
-) -> None:
-    assert borrowed(taken, max(0, after - before)) == share
 
 
 FAILING = """

@@ -26,7 +26,7 @@ from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
-from advisor.tuners.faults import told
+from advisor.tuners.faults import failure
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Feeding, described, load
 from advisor.tuners.measure.place import ConfigFailed
@@ -235,7 +235,7 @@ SMALL = """
 import json, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from advisor.tuners import host
-from advisor.tuners.faults import told
+from advisor.tuners.faults import failure
 from advisor.tuners.measure.loading.data import Feeding
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuning import fed_by
@@ -255,7 +255,7 @@ feeding.close()
 try:
     list(DataLoader(Large(), batch_size=4, num_workers=2, prefetch_factor=8))
 except RuntimeError as exc:
-    said.append(told(exc))
+    said.append(failure(exc)[1])
 print(json.dumps([workers, given, said]))
 """
 
@@ -348,7 +348,7 @@ def test_what_a_worker_raises_is_told_as_a_line() -> None:
 
     with pytest.raises(ValueError) as raised:
         fed(loader(Raises(), num_workers=2))
-    said = told(raised.value)
+    said = failure(raised.value)[1]
     assert said.startswith("in a worker: ValueError: no image 2")
     assert said.endswith(")") and "test_loading.py:" in said and len(said) < 120
     assert multiprocessing.active_children() == []
@@ -361,7 +361,7 @@ def test_what_uses_cuda_in_a_forked_worker_is_told_with_what_to_do() -> None:
 
     with pytest.raises(RuntimeError) as raised:
         fed(loader(Raises(), num_workers=1))
-    assert 'multiprocessing_context="spawn"' in told(raised.value)
+    assert 'multiprocessing_context="spawn"' in failure(raised.value)[1]
 
 
 def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
@@ -371,7 +371,7 @@ def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
 
     with pytest.raises(OSError) as raised:
         fed(loader(Raises()))
-    said = told(raised.value)
+    said = failure(raised.value)[1]
     assert said.startswith("OSError: no such image (test_loading.py:")
 
 
@@ -384,7 +384,7 @@ def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
 
     with pytest.raises(RuntimeError) as raised:
         fed(loader(Dies(), num_workers=1))
-    assert told(raised.value) == (
+    assert failure(raised.value)[1] == (
         "a worker is killed by signal: Bus error; as where /dev/shm is full"
     )
 
@@ -403,7 +403,7 @@ def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
         fed(loader(Exits(takes_s=0.0), num_workers=1), 2_000)
     assert re.fullmatch(
         r"a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)",
-        told(raised.value),
+        failure(raised.value)[1],
     )
 
 
@@ -415,7 +415,7 @@ def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
     spawned = loader(Local(), num_workers=1, multiprocessing_context="spawn")
     with pytest.raises((AttributeError, TypeError)) as raised:
         fed(spawned)
-    assert told(raised.value).endswith('multiprocessing_context="fork") needs no pickling')
+    assert failure(raised.value)[1].endswith('multiprocessing_context="fork") needs no pickling')
     assert fed(loader(Local(), num_workers=1)) == 20  # forked ones pickle nothing
 
 

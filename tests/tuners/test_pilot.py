@@ -29,12 +29,13 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
-from advisor.tuners.act.pilot.orders import Lap, Order, of_config, plausible
+from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
 from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.steps import Steps
+from advisor.tuners.faults import of_config, plausible
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space
 from tests.runs.forked import left_behind
@@ -621,7 +622,9 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     wrapped.device_ids = [0, 1]
     crew = Crew()
     crew.called[wrapped] = Trained(wrapped, net, ())
-    crew.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        crew.saw_step(optimizer)
     one = Seen.of(crew, Loading())
     (line,) = one.lines()
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
-from advisor.tuners.act.pilot.orders import told
+from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
 from advisor.tuners.measure.draws import TINY, Draws, Reference
 from advisor.tuners.measure.place import UNVERIFIED, Compared
@@ -99,7 +99,7 @@ class References:
             return Compared(UNVERIFIED, "no time was left to compare it with fp32")
         except Exception as exc:  # whatever a config raises
             exc.__traceback__ = None  # its frames hold what was computed
-            return Compared(*told(exc))
+            return Compared(*failure(exc))
 
     def _compare(self, candidate: Config, plain: Config) -> Compared:
         if plain not in self._formats:

@@ -2,9 +2,9 @@
 
 What a tuned script saves is worthless, and must not replace what the user has saved before. So
 PyTorch, safetensors, torch.distributed.checkpoint and Lightning write a file to the same path below
-a scratch folder, and look there first when they read. What the script then does with the file by
-`os` and `shutil` is done there as well. All else is untouched: `open`, folders, file objects.
-Processes of one job share the folder, so its content decides, and no table in memory.
+a scratch folder, and look there first when they read; so do `os` and `shutil` with such files. All
+else is untouched: `open`, folders, file objects. Processes of one job share the folder, so its
+content decides, and no table in memory.
 """
 
 from __future__ import annotations
@@ -21,53 +21,49 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Files that are taken for checkpoints if a script removes them.
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
-"""Files that are taken for checkpoints if a script removes them."""
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Act = Callable[..., Any]  # what is called in the place of a function, which it gets first
 
 
 class Redirection:
-    """Patches what writes, reads, moves and removes checkpoints; libraries once they are imported.
-
-    Args:
-        folder: the scratch folder; whoever made it removes it.
-    """
+    """Patches what writes, reads, moves and removes checkpoints. The scratch folder is removed by
+    whoever made it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own = str(folder.parent.resolve())
         self._began = time.time()
         self._patched: list[tuple[Any, str, Any, Any]] = []
-        writes, reads = _rerouted(1, self._to_write), _rerouted(0, self._to_read)
+        writes: Act = functools.partial(_rerouted, 1, self._to_write)
+        reads: Act = functools.partial(_rerouted, 0, self._to_read)
+        moves, removes = self._moves, self._removes
         pytorch = {"save": writes, "load": reads}
         safetensors = {"serialize_file": writes, "safe_open": reads}
         # It writes and reads through file objects of fsspec's.
         lightning = {"_atomic_save": writes, "_load": reads}
-        self._table: dict[str, dict[str, Wrap]] = {
+        self._table: dict[str, dict[str, Act]] = {
             "torch": pytorch,
             "torch.serialization": pytorch,
-            "os": {n: self._moves for n in ("replace", "rename")}
-            | {n: self._removes for n in ("remove", "unlink")},
-            "shutil": {"rmtree": self._removes, "copyfile": self._copies}
-            | {n: self._skips for n in ("copymode", "copystat")},
+            "os": dict[str, Act](replace=moves, rename=moves, remove=removes, unlink=removes),
+            "shutil": dict[str, Act](
+                rmtree=removes, copyfile=self._copies, copymode=self._skips, copystat=self._skips
+            ),
             # The last two import these by name.
             **{f"safetensors{name}": safetensors for name in ("", ".torch", ".numpy")},
             # It renames and removes by pathlib, which does so by os.
             "torch.distributed.checkpoint.filesystem": {
                 "FileSystem.create_stream": self._streams,
-                "FileSystem.exists": _rerouted(1, lambda path: Path(self._to_read(path))),
-                "FileSystem.mkdir": _rerouted(1, lambda path: self._scratch(path) or path),
+                "FileSystem.exists": self._looks,
+                "FileSystem.mkdir": self._makes_folder,
             },
-            "lightning.fabric.utilities.cloud_io": lightning,
-            "lightning_fabric.utilities.cloud_io": lightning,
+            **{f"lightning{dot}fabric.utilities.cloud_io": lightning for dot in "._"},
         }
 
     def install(self) -> None:
         """Patch what is imported, and the rest once it is."""
-        for name in self._table:
-            if (module := sys.modules.get(name)) is not None:
-                self._patch(module)
+        for module in filter(None, map(sys.modules.get, self._table)):
+            self._patch(module)
         sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
@@ -99,7 +95,7 @@ class Redirection:
         return spec
 
     def _patch(self, module: ModuleType) -> None:
-        for path, wrap in self._table[module.__name__].items():
+        for path, act in self._table[module.__name__].items():
             *within, name = path.split(".")
             owner = functools.reduce(getattr, within, module)
             plain = vars(owner).get(name)
@@ -107,7 +103,7 @@ class Redirection:
                 continue
             # One function under several names stays one: pickle looks it up by its own name.
             same = (ours for _, _, ours, other in self._patched if other is plain)
-            ours = next(same, None) or functools.wraps(plain)(wrap(plain))
+            ours = next(same, None) or _wrapped(act, plain)
             setattr(owner, name, ours)
             self._patched.append((owner, name, ours, plain))
 
@@ -127,8 +123,7 @@ class Redirection:
         return found if found is not None and found.exists() else None
 
     def _to_write(self, path: Any) -> Any:
-        """Where to save; the user's path if that is no file, or if its folder is missing, as
-        PyTorch then says."""
+        """Where to save; the user's path if that is no file, or if its folder is missing."""
         found = self._scratch(path)
         if found is None:
             return path
@@ -152,74 +147,66 @@ class Redirection:
             )
         return False
 
-    def _moves(self, plain: Any) -> Any:
+    def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         """Move a scratch copy, or over a checkpoint of the user's, which stays."""
+        found, to = self._there(src), self._scratch(dst)
+        if kwargs or to is None or (found is None and not self._is_users(dst)):
+            return plain(src, dst, **kwargs)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if to.is_dir():
+            shutil.rmtree(to)
+        shutil.move(found or src, to)
+        # A folder has both: a scratch copy of its checkpoints, and the user's other files.
+        return plain(src, dst) if found is not None and Path(src).is_dir() else None
 
-        def move(src: Any, dst: Any, **kwargs: Any) -> Any:
-            found, to = self._there(src), self._scratch(dst)
-            if kwargs or to is None or (found is None and not self._is_users(dst)):
-                return plain(src, dst, **kwargs)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            if to.is_dir():
-                shutil.rmtree(to)
-            shutil.move(found or src, to)
-            # A folder has both: a scratch copy of its checkpoints, and the user's other files.
-            return plain(src, dst) if found is not None and Path(src).is_dir() else None
-
-        return move
-
-    def _removes(self, plain: Any) -> Any:
+    def _removes(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Remove a scratch copy; a checkpoint of the user's stays."""
-
-        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None:
-                return plain(path, *args, **kwargs)
-            found = self._there(path)
-            if found is not None and found.is_dir():
-                shutil.rmtree(found)
-            elif found is not None:
-                return found.unlink()
-            if self._scratch(path) is not None and self._is_users(path):
-                return None
+        if kwargs.get("dir_fd") is not None:
             return plain(path, *args, **kwargs)
+        found = self._there(path)
+        if found is not None and found.is_dir():
+            shutil.rmtree(found)
+        elif found is not None:
+            return found.unlink()
+        users = self._scratch(path) is not None and self._is_users(path)
+        return None if users else plain(path, *args, **kwargs)
 
-        return remove
+    def _copies(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
+        found = self._there(src)
+        if found is None:
+            return plain(src, dst, **kwargs)
+        plain(str(found), self._to_write(dst), **kwargs)
+        return dst
 
-    def _copies(self, plain: Any) -> Any:
-        def copy(src: Any, dst: Any, **kwargs: Any) -> Any:
-            found = self._there(src)
-            if found is None:
-                return plain(src, dst, **kwargs)
-            plain(str(found), self._to_write(dst), **kwargs)
-            return dst
+    def _skips(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
+        return None if self._there(src) else plain(src, dst, **kwargs)
 
-        return copy
+    def _streams(self, plain: Any, files: Any, path: Any, mode: str) -> Any:
+        to = self._scratch(path) if mode == "wb" else None
+        if to is not None:
+            to.parent.mkdir(parents=True, exist_ok=True)
+        return plain(files, to or Path(self._to_read(path)), mode)
 
-    def _skips(self, plain: Any) -> Any:
-        return lambda src, dst, **kwargs: None if self._there(src) else plain(src, dst, **kwargs)
+    def _looks(self, plain: Any, files: Any, path: Any) -> Any:
+        return plain(files, Path(self._to_read(path)))
 
-    def _streams(self, plain: Any) -> Any:
-        def create_stream(files: Any, path: Any, mode: str) -> Any:
-            to = self._scratch(path) if mode == "wb" else None
-            if to is not None:
-                to.parent.mkdir(parents=True, exist_ok=True)
-            return plain(files, to or Path(self._to_read(path)), mode)
-
-        return create_stream
+    def _makes_folder(self, plain: Any, files: Any, path: Any) -> Any:
+        return plain(files, self._scratch(path) or path)
 
 
-def _rerouted(position: int, to: Callable[[Any], Any]) -> Wrap:
-    """Has a function get another path at this position, or as the keyword of that position."""
+def _rerouted(at: int, to: Callable[[Any], Any], plain: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Give a function another path at this position, or as the keyword of that position."""
+    if len(args) > at:
+        args = (*args[:at], to(args[at]), *args[at + 1 :])
+    for name in ("f", "filename", "path_or_url"):
+        if name in kwargs:
+            kwargs[name] = to(kwargs[name])
+    return plain(*args, **kwargs)
 
-    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def rerouted(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > position:
-                args = (*args[:position], to(args[position]), *args[position + 1 :])
-            for name in ("f", "filename", "path_or_url"):
-                if name in kwargs:
-                    kwargs[name] = to(kwargs[name])
-            return plain(*args, **kwargs)
 
-        return rerouted
+def _wrapped(act: Act, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return act(plain, *args, **kwargs)
 
-    return wrap
+    return call

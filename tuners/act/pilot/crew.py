@@ -18,26 +18,9 @@ from advisor.tuners.act.gate import Signatures, signature
 from advisor.tuners.decisions import LEAST_STEPS, LOOKED
 
 VARIES = 0
+# Optimizers of earlier folds. They are not taken up again: models may train in turn.
 LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers of earlier folds. None is taken up again, or models that train in turn would be set
-over and over."""
 Kind = Literal["ours", "joins", "like", "let go", "other"]
-
-
-class Unclear(Exception):
-    """What trains, or where a step ends, is not clear: the script is left alone."""
-
-
-class Untrained(Exception):
-    """The process ends, and no optimizer made a step in it; another process may train."""
-
-
-class Brief(Exception):
-    """The process ends after too few steps to know what trains; another process may train."""
-
-
-class Over(Exception):
-    """The model that was found trains no more; the script trains something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +35,15 @@ class Input:
 
 @dataclass(slots=True, eq=False)
 class Trained:
-    """One model that trains.
+    """One model that trains."""
 
-    Attributes:
-        outer: the module that the script calls, as DistributedDataParallel; `model` the user's own.
-        inputs, signatures: of all calls given to `saw`.
-        samples: of the calls with gradients since `stepped`, or since a lap began.
-        evaluated: whether it was called in evaluation since a lap began.
-        steps: samples of each optimizer step that was seen.
-    """
-
-    outer: nn.Module
-    model: nn.Module
+    outer: nn.Module  # what the script calls, as DistributedDataParallel
+    model: nn.Module  # the user's own
     inputs: tuple[Input, ...] = ()
-    samples: int = 0
-    evaluated: bool = False
+    samples: int = 0  # of the calls with gradients since the last step, or since a lap began
+    evaluated: bool = False  # since a lap began
     signatures: Signatures = field(default_factory=Signatures)
-    steps: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # the samples of each optimizer step
     _batches: Counter[int] = field(default_factory=Counter)
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,11 +61,6 @@ class Trained:
         self.samples += found
         self._batches[found] += 1
 
-    def stepped(self) -> None:
-        """An optimizer made a step."""
-        self.steps.append(self.samples)
-        self.samples = 0
-
     def micro_batches(self, samples: int) -> int:
         """The number of calls in a step with so many samples."""
         most = self._batches.most_common(1)
@@ -99,7 +69,6 @@ class Trained:
     def batch(self, period: int) -> int:
         """The most frequent number of samples in `period` optimizer steps. Others come from a short
         batch, an extra call, or a step that a GradScaler left out."""
-        period = max(1, period)
         ends = range(len(self.steps), period - 1, -period)
         found = Counter(sum(self.steps[end - period : end]) for end in ends)
         whole = sum(self.steps)
@@ -107,11 +76,10 @@ class Trained:
 
 
 class Drawn:
-    """The state of Python's random numbers and PyTorch's on all devices, at this moment."""
+    """The present state of Python's random numbers and PyTorch's on all devices."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._host = torch.get_rng_state()
+        self._python, self._host = random.getstate(), torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put(self) -> None:
@@ -129,22 +97,14 @@ class Drawn:
 
 
 class Crew:
-    """Gathers what the first steps of a script show.
-
-    Attributes:
-        called: every outermost module that was called with gradients, in order.
-        autocast: the number format of the script's own autocast, seen within such a call.
-        optimizers: in the order of their first steps.
-        spends: whether the script frees gradients between two steps, as `zero_grad` does.
-        sparse: whether a gradient was sparse.
-    """
+    """Gathers what the first steps of a script show."""
 
     def __init__(self) -> None:
-        self.called: dict[nn.Module, Trained] = {}
-        self.autocast: torch.dtype | None = None
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.spends = True
-        self.sparse = False
+        self.called: dict[nn.Module, Trained] = {}  # outermost modules, called with gradients
+        self.autocast: torch.dtype | None = None  # of the script's own autocast in such a call
+        self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
+        self.spends = True  # whether gradients are freed between two steps, as `zero_grad` does
+        self.sparse = False  # whether a gradient was
         self._order: list[int] = []
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
@@ -172,7 +132,8 @@ class Crew:
     def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer made a step."""
         for one in self.called.values():
-            one.stepped()
+            one.steps.append(one.samples)
+            one.samples = 0
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
         at = self.optimizers.index(optimizer)
@@ -185,11 +146,11 @@ class Crew:
             self._gradients[at] = weakref.ref(gradients[0])
 
     def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
-        """What an optimizer is to those that were seen, once a period is known.
+        """What an optimizer is to those seen before.
 
         'ours': one of them, or one that has taken over their models. 'joins': it holds a weight of
-        a called model that none of them holds. 'like': it holds parameters of the same shapes as
-        one of them, as for the next fold of a cross-validation; 'let go' if it was one earlier.
+        a called model that none of them holds. 'like': its parameters have the same shapes as
+        those of one of them, as in the next fold of a cross-validation; 'let go': of a fold before.
         """
         if optimizer not in self._kinds:  # asked at each step, and seldom another
             self._kinds[optimizer] = self._kind(optimizer)
@@ -260,46 +221,41 @@ def period(order: Sequence[int], kinds: int) -> int:
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Input]:
     """The tensors of a call, named '0' as first argument, 'mask' as that keyword, '0.x' within."""
-    for name, value in (*enumerate(args), *kwargs.items()):
-        yield from _inputs(str(name), value)
+    return _inputs("", {**dict(enumerate(args)), **kwargs})
 
 
 def _inputs(name: str, value: Any) -> Iterator[Input]:
     if isinstance(value, Tensor):
         yield Input(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-    elif isinstance(value, list):
-        yield from _samples(name, [tuple(_inputs("", part)) for part in value])
-    elif isinstance(value, tuple | Mapping):
-        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-        yield from (one for key, part in parts for one in _inputs(f"{name}.{key}".strip("."), part))
-
-
-def _samples(name: str, parts: Sequence[tuple[Input, ...]]) -> Iterator[Input]:
-    """A list's content: one input if its parts are alike, else each of them."""
-    kinds = {tuple((one.name, len(one.shape), one.dtype) for one in part) for part in parts}
-    if len(kinds) > 1:
-        for number, part in enumerate(parts):
-            for one in part:
-                yield replace(one, name=f"{name}.{f'{number}.{one.name}'}".strip("."))
         return
-    for alike in zip(*parts, strict=True):
-        shapes = zip(*(one.shape for one in alike), strict=True)
-        shape = tuple(sizes[0] if len(set(sizes)) == 1 else VARIES for sizes in shapes)
-        one = alike[0]
-        yield Input(f"{name}.{one.name}".strip("."), (len(alike), *shape), one.dtype)
+    if isinstance(value, list):
+        samples = [tuple(_inputs("", part)) for part in value]
+        if len({tuple((o.name, len(o.shape), o.dtype) for o in one) for one in samples}) == 1:
+            for alike in zip(*samples, strict=True):
+                shape = (len(alike), *_common(*(one.shape for one in alike)))
+                yield Input(f"{name}.{alike[0].name}".strip("."), shape, alike[0].dtype)
+            return
+    if isinstance(value, list | tuple | Mapping):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in parts:
+            yield from _inputs(f"{name}.{key}".strip("."), part)
+
+
+def _common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that several have in common, with VARIES where they differ."""
+    dims = zip(*shapes, strict=True)
+    return tuple(sizes[0] if len(set(sizes)) == 1 else VARIES for sizes in dims)
 
 
 def _varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input, ...]:
     """Inputs of earlier calls, with VARIES where a later call differs."""
     later = {one.name: one.shape for one in theirs}
-    found = []
-    for one in ours:
-        shape = later.get(one.name, one.shape)
-        if len(shape) == len(one.shape):
-            rest = (a if a == b else VARIES for a, b in zip(one.shape, shape, strict=True))
-            one = replace(one, shape=(*one.shape[:1], *tuple(rest)[1:]))
-        found.append(one)
-    return tuple(found)
+    return tuple(
+        replace(one, shape=one.shape[:1] + _common(one.shape, shape)[1:])
+        if len(shape := later.get(one.name, one.shape)) == len(one.shape)
+        else one
+        for one in ours
+    )
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -6,12 +6,11 @@
   long they wait. The script gets the loader's own iterator.
 - `_sampler_iter`, `_base_seed`, `_tasks_outstanding`, `_shutdown` and the queues of such an
   iterator: what workers need to go on in the middle of an epoch, and whether they keep up.
-- `_worker_pids_set` of advisor's own workers: if one dies, PyTorch raises in the middle of whatever
-  runs; that it is missed when its batch is due is enough.
+- `_worker_pids_set` of advisor's own workers: if one dies, PyTorch raises at once, wherever it is.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
   hook is told which loss it begins at, or what it raises.
 - `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: whether backward runs.
-- `step` of an optimizer whose kernels are not the script's: no hook is told that it raises.
+- `step` of an optimizer with other kernels than the script's: no hook is told that it raises.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ Remove = Callable[[], None]
 
 
 class Calls:
-    """Reports outermost calls of modules, once they are over, and every call before it is made, but
-    none that raises or is recomputed. It slows every call: for the first steps only."""
+    """Reports outermost calls once they are over, and each call before it is made, but none that
+    raises or is recomputed. It slows every call."""
 
     def __init__(
         self,
@@ -55,16 +54,13 @@ class Calls:
             return torch.compiler.is_compiling() or self._resting or recomputes()
 
         def enter(module: nn.Module, _args: Any) -> None:
-            if ignores():
-                return
-            within(module)
-            if not inside:
-                inside.append(module)
+            if not ignores():
+                within(module)
+                if not inside:
+                    inside.append(module)
 
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
-            if ignores():
-                return
-            if inside and inside[0] is module:
+            if not ignores() and inside and inside[0] is module:
                 inside.clear()
                 # For a call that raises PyTorch gives no keyword arguments.
                 if len(rest) == 2:
@@ -74,8 +70,8 @@ class Calls:
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def rest(self) -> None:
-        """Report no more. Hooks stay that are part of the script's compiled code, which would be
-        compiled again without them."""
+        """Report no more. Hooks stay if they may be part of the script's compiled code, which would
+        be compiled again without them."""
         self._resting = True
         if graphs_compiled() == self._compiled:
             self.remove()
@@ -106,33 +102,27 @@ def on_backward(
 ) -> Remove:
     """Report what a backward pass begins at, and what it raises, before the script gets that."""
 
-    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if begins is not None:
-                begins(tensors)
-            try:
-                plain(tensors, *args, **kwargs)
-            except Exception as exc:  # whatever it is: the script's, once it was told
-                if failed is not None:
-                    failed(exc)
-                raise
+    def backward(plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if begins is not None:
+            begins(tensors)
+        try:
+            plain(tensors, *args, **kwargs)
+        except Exception as exc:  # whatever it is: the script's, once it was told
+            if failed is not None:
+                failed(exc)
+            raise
 
-        return backward
-
-    return Patch(torch.autograd, "backward", around).remove
+    return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
 
 
 def on_failure(failed: Callable[[BaseException], None]) -> Remove:
-    """Report what ends the script, once it is printed: who is told may end the process."""
+    """Report what ends the script, once it is printed: `failed` may end the process."""
 
-    def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> Any:
-            try:
-                return plain(kind, exc, trace)
-            finally:
-                sys.stderr.flush()
-                failed(exc)
+    def hook(plain: Callable[..., Any], kind: Any, exc: BaseException, trace: Any) -> Any:
+        try:
+            return plain(kind, exc, trace)
+        finally:
+            sys.stderr.flush()
+            failed(exc)
 
-        return hook
-
-    return Patch(sys, "excepthook", telling).remove
+    return Patch(sys, "excepthook", lambda plain: partial(hook, plain)).remove

@@ -26,18 +26,18 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
-from advisor.tuners import faults, host, room
+from advisor.tuners import host, room
 from advisor.tuners.act.patch import Patch
-from advisor.tuners.act.pilot.orders import Unfed
+from advisor.tuners.act.pilot.orders import Stopped
+from advisor.tuners.faults import failure
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading
 
 _NONE = object()  # no batch
 BATCH_S = 60.0  # that workers have for one: they may hang on a lock held when they were forked
+# The lines of code that began an iterator: a loader that is made at each epoch is begun there too.
 _Place = tuple[tuple[CodeType, int], ...]
-"""The lines of code that began an iterator, from the innermost one. A loader that is made anew at
-each epoch is begun there too."""
 
 
 class _Ours(DataLoader[Any]):
@@ -46,39 +46,31 @@ class _Ours(DataLoader[Any]):
 
 @dataclass(slots=True)
 class _Epoch:
-    """One iterator of a DataLoader.
+    """One iterator of a DataLoader. Workers' settings are keyword arguments of a DataLoader."""
 
-    Attributes:
-        loader: None if its own workers are at work, which may hold on to it.
-        own: if its workers were taken over, how they work, as a DataLoader's keyword arguments.
-        why: they were not, though that was asked for.
-        ahead: what its sampler has left, once it has had workers of advisor's.
-        batches: what such workers deliver; None without them, _NONE until that is decided.
-    """
-
-    loader: DataLoader[Any] | None
+    loader: DataLoader[Any] | None  # None if its own workers, which may hold on to it, are at work
     place: _Place
     workers: int
     pinned: bool
-    own: dict[str, Any]
-    why: str
-    ahead: Ahead | None = None
-    batches: Any = _NONE
+    own: dict[str, Any]  # the settings of its own workers, if they were taken over
+    why: str  # they were not, though that was asked for
+    ahead: Ahead | None = None  # once it has had workers of advisor's
+    batches: Any = _NONE  # of such workers; None without them, _NONE until that is decided
 
 
 class Loaders:
     """A script's loaders, their workers, and how long its main thread waits for them.
 
     Args:
-        failed: told an Unfed about what ended workers, once the script goes on without them.
-        override: whether to take over loaders' own workers too, unchanged until told otherwise.
+        failed: told what ended workers, once the script goes on without them.
+        override: whether to take over loaders' own workers too, with their settings until `set`.
 
     Attributes:
-        waited_s: seconds that the script has waited for batches.
-        taken: batches that came from workers, of advisor's or the script's, since `begin_lap`.
+        waited_s, taken: since `begin_lap`, seconds that the script has waited for batches, and
+            batches that came from workers.
     """
 
-    def __init__(self, failed: Callable[[Unfed], None], *, override: bool = False) -> None:
+    def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
         self.waited_s = 0.0
         self.taken = self._unfinished_before = 0
@@ -95,13 +87,13 @@ class Loaders:
         ]
 
     def look_anew(self) -> None:
-        """What was fetched so far fed no step: it was for a sanity check of evaluation, say."""
+        """Forget what was fetched so far, as for a sanity check of evaluation: it fed no step."""
         self._feeding.clear()
         self._places.clear()
         self._way = None
 
     def seen(self) -> Loading:
-        """What has fed the steps; it is looked at no more."""
+        """What has fed the steps. Ends looking at it."""
         from advisor.tuners.knobs import Loading
 
         self._looking = False
@@ -116,25 +108,26 @@ class Loaders:
         return Loading(workers=workers, pinned=pinned, ahead=ahead, most=most, room=there, why=why)
 
     def begin_lap(self) -> None:
-        """Count `taken` and `lent` from here on."""
-        self.taken, self._unfinished_before = 0, self._queued()[1]
+        """Count from here on."""
+        self.waited_s, self.taken, self._unfinished_before = 0.0, 0, self._queued()[1]
 
     @property
-    def lent(self) -> int:
-        """How many more batches the workers have yet to make than when the lap began, if all of
-        them are busy: the steps have outrun them. What an iterator asks for as it begins counts as
-        asked for before."""
+    def borrowed(self) -> float:
+        """Share of the batches `taken` that the workers, all of them busy, have not replaced. One
+        alone may be chance. What an iterator asks for as it begins counts as asked for before."""
         _, unfinished, workers = self._queued()
-        return max(0, unfinished - self._unfinished_before) if unfinished >= workers else 0
+        lent = unfinished - self._unfinished_before
+        if unfinished < workers or lent <= 1 or not self.taken:
+            return 0.0
+        return min(lent, self.taken - 1) / self.taken
 
     @property
     def ahead(self) -> int:
-        """Batches that workers are asked for at a time: as many may be ready."""
+        """Batches that workers are asked for at a time."""
         return self._queued()[0]
 
     def _queued(self) -> tuple[int, int, int]:
-        """(Batches that workers were asked for, those that they have yet to make, workers) of the
-        iterators that have some."""
+        """(Batches that workers were asked for, unfinished ones, workers) of all iterators."""
         found = [(*_asked_for(i), epoch.workers) for i, epoch in list(self._epochs.items())]
         asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
         return asked, unfinished, sum(workers for _, n, workers in found if n)
@@ -145,9 +138,8 @@ class Loaders:
         return bool(self._given) or self._override
 
     def set(self, given: Mapping[str, Any]) -> None:
-        """Have what feeds the steps work by these keyword arguments of a DataLoader from here on;
-        by itself if they name no workers. Workers start anew: they have fetched ahead under another
-        config."""
+        """Start new workers with these settings for what feeds the steps; end them if it is to
+        have none."""
         self._given = {}
         for epoch in list(self._epochs.values()):
             batches, epoch.batches = epoch.batches, _NONE
@@ -161,8 +153,8 @@ class Loaders:
                 self._given["prefetch_factor"] = int(max(room.AHEAD, min(wanted, fits)))
 
     def remove(self) -> None:
-        """Leave the loaders as they were found; workers that were taken over work until their epoch
-        is over."""
+        """Leave the loaders as they were found, but for workers in the place of a loader's own,
+        which stay until their epoch is over."""
         self.set({})
         self._override = False
         if not any(epoch.own for epoch in self._epochs.values()):
@@ -172,7 +164,7 @@ class Loaders:
     def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
         workers, timeout, own, why = loader.num_workers, loader.timeout, {}, ""
         if self._override and workers > 0 and not isinstance(loader, _Ours):
-            why = _why_kept(loader)
+            why = _why_alone(loader)
             if not why:
                 own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
                 loader.num_workers, loader.timeout = 0, 0
@@ -203,8 +195,7 @@ class Loaders:
             self.waited_s += time.perf_counter() - began
 
     def _by_workers(self, iterator: Any, epoch: _Epoch, plain: Callable[[Any], Any]) -> Any:
-        """The next batch that workers have fetched ahead; _NONE if there are none, if they fail, or
-        at the end, which the loader's own iterator then reaches too."""
+        """The next batch of advisor's workers; _NONE without them, if they fail, or at the end."""
         if not self._given and not epoch.own:
             return _NONE
         try:
@@ -220,8 +211,8 @@ class Loaders:
             self.set({})
             epoch.own = {}
             self._override = False
-            if not isinstance(exc, Unfed):
-                exc = Unfed(f"{faults.told(exc)}; the loader goes on by itself")
+            if not isinstance(exc, Stopped):
+                exc = Stopped("unfed", f"{failure(exc)[1]}; the loader goes on by itself")
             self._failed(exc)
             return _NONE
         self.taken += 1
@@ -241,20 +232,20 @@ class Loaders:
         self._way = max(self._way or way, way)
 
     def _decide(self, iterator: Any, epoch: _Epoch) -> None:
-        """Start workers for an iterator that feeds steps and may have some."""
+        """Start workers for an iterator that may have some."""
         loader, epoch.batches = epoch.loader, None
         feeds = loader in self._feeding or epoch.place in self._places
         given = self._given if feeds and self._given else epoch.own
         if loader is not None and given:
             if why := _why_alone(loader):  # a file may have been opened since it was seen
-                raise Unfed(why)
+                raise Stopped("unfed", why)
             epoch.ahead = epoch.ahead or Ahead(iterator)
             epoch.batches = epoch.ahead.start(loader, given)
 
 
 class Ahead:
-    """What the sampler of one iterator has left to say. It must not refer to the workers that fetch
-    ahead by it, which refer to it: they are to end once the script drops its iterator."""
+    """What the sampler of one iterator has left. It must not refer to its workers, which refer to
+    it: they are to end once the script drops its iterator."""
 
     def __init__(self, iterator: Any) -> None:
         self._seed = int(iterator._base_seed)
@@ -275,7 +266,7 @@ class Ahead:
         return next(self._left)
 
     def _handed(self) -> Iterator[Any]:
-        """Indices that are handed out before they are asked for."""
+        """Indices for workers."""
         while True:
             try:
                 index = next(self)
@@ -288,7 +279,7 @@ class Ahead:
             yield index
 
     def start(self, loader: DataLoader[Any], given: Mapping[str, Any]) -> Any:
-        """Start workers by these keyword arguments of a DataLoader; returns their iterator."""
+        """Start workers; returns their iterator."""
         self._seed += 1
         handed: Any = self._handed()
         how: dict[str, Any] = {"sampler": handed, "batch_size": None}
@@ -318,16 +309,16 @@ class Ahead:
         return found
 
     def take_back(self) -> None:
-        """What workers have not delivered is left to fetch."""
+        """Hand out again what workers have not delivered."""
         self._back.extendleft(reversed(self.out))
         self.out.clear()
 
 
 def _asked_for(iterator: Any) -> tuple[int, int]:
-    """(Batches that an iterator has asked its workers for, those of them that are not ready). If
-    memory is pinned, finished ones wait in a second queue."""
+    """(Batches that an iterator has asked its workers for, unfinished ones)."""
     if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
         return 0, 0
+    # If memory is pinned, finished ones wait in a second queue.
     queues: set[Any] = {iterator._worker_result_queue, iterator._data_queue}
     ready: int = sum(one.qsize() for one in queues)
     asked: int = iterator._tasks_outstanding
@@ -335,7 +326,12 @@ def _asked_for(iterator: Any) -> tuple[int, int]:
 
 
 def _why_alone(loader: DataLoader[Any]) -> str:
-    """Why a loader without workers gets none; '' if it may have some."""
+    """Why a loader gets no workers of advisor's; '' if it may have some."""
+    context = loader.multiprocessing_context
+    if context is not None and context.get_start_method() != "fork":
+        return "the loader: its workers are not forked"
+    if loader.persistent_workers:  # begun once, they draw once from what its sampler draws from
+        return "the loader: its workers stay from one epoch to the next"
     if settings.keeps_loader():
         return "the loader: ADVISOR_KEEP_LOADER is set"
     if isinstance(loader.dataset, IterableDataset | MapDataPipe):
@@ -348,13 +344,3 @@ def _why_alone(loader: DataLoader[Any]) -> str:
     if files := host.files_read():
         return f"the loader: {files[0]} is open, and workers would share the place in it"
     return ""
-
-
-def _why_kept(loader: DataLoader[Any]) -> str:
-    """Why the workers of a loader are not taken over; '' if they may be."""
-    context = loader.multiprocessing_context
-    if context is not None and context.get_start_method() != "fork":
-        return "the loader: its workers are not forked"
-    if loader.persistent_workers:  # begun once, they draw once from what its sampler draws from
-        return "the loader: its workers stay from one epoch to the next"
-    return _why_alone(loader)

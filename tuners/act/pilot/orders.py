@@ -1,20 +1,32 @@
-"""What the pilot and its guide exchange: plain data, sent over a socket or within the process."""
+"""What the pilot and its guide exchange, and the local socket by which it asks another process.
+
+What only a run with training steps needs is imported late: every process of a command that loads
+torch imports this module, and what starts a command needs no PyTorch.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Bytes, Count, Span
+from advisor.cache.domain import Bytes, Count, Share, Span
+from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
 
-MOST_SAID = 300  # characters of an exception's message
+# Where the tuning process listens, and the secret that it shares with its children.
+ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
+RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
+KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
+MOST = 2**20  # bytes of an answer
+OVER = "over"  # the outcome of a run in which nothing trains any more: no failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,66 +43,43 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does.
-
-    Attributes:
-        warm: untimed steps before them.
-        own: the script's own config; empty: the script is left alone.
-        needs_room: set the config only if memory is free for it.
-        compare: make this comparison, if need be on unmodified steps.
-        forget: a config whose compiled code is freed first.
-        found: what was measured of the last order's config, as text.
-        saves: a file for the artifacts of compilation; '' for none.
-    """
+    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does."""
 
     config: Config
     steps: Count = 0
-    warm: Count = 0
+    warm: Count = 0  # untimed steps before them
+    # The script's own; empty: it is left alone.
     own: Config = Config()  # noqa: RUF009 # immutable
-    needs_room: bool = False
-    compare: Comparison | None = None
-    forget: Config | None = None
-    found: str = ""
-    saves: str = ""
+    needs_room: bool = False  # set the config only if memory is free for it
+    compare: Comparison | None = None  # if need be on unmodified steps
+    forget: Config | None = None  # free its compiled code first
+    found: str = ""  # what was measured of the last order's config
+    saves: str = ""  # a file for the artifacts of compilation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lap:
-    """The timed steps of one order.
-
-    Attributes:
-        samples: of this process.
-        seconds: wall clock, including the device's work; `waited_s` of them were spent on data.
-        first_s: seconds of the untimed steps, if the order switched to another config.
-        compiled: graphs that torch.compile made during the timed steps.
-        taken: batches that came from the loader's workers.
-        lent: how many more batches than before busy workers have yet to make.
-        ahead: batches that workers are asked for at a time.
-        outcome: 'ok', or how the config failed; the script then went on without it. For a
-            comparison, its result; `blames` as in `Compared`.
-    """
+    """The timed steps of one order."""
 
     steps: Count = 0
-    samples: Count = 0
-    seconds: Span = 0.0
-    first_s: Span = 0.0
-    waited_s: Span = 0.0
+    samples: Count = 0  # of this process
+    seconds: Span = 0.0  # wall clock, including the device's work
+    first_s: Span = 0.0  # of the untimed steps, if the order switched to another config
+    waited_s: Span = 0.0  # for data
     peak_bytes: Bytes = 0
-    compiled: Count = 0
-    taken: Count = 0
-    lent: Count = 0
-    ahead: Count = 0
-    outcome: str = "ok"
+    compiled: Count = 0  # graphs that torch.compile made
+    borrowed: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
+    ahead: Count = 0  # batches that workers are asked for at a time
+    outcome: str = "ok"  # or how the config failed, without which the script then went on
     reason: str = ""
-    blames: str = ""
+    blames: str = ""  # as in `Compared`, whose result a comparison has here
 
 
 class Guide(Protocol):
-    """Decides which config is next. All processes of a job get the same answers."""
+    """Decides which config is next; the same one in all processes of a job."""
 
     def takes_over(self) -> bool:
-        """Whether to act on the script: not if it follows an advice by itself. Takes back flags
-        that advice has set."""
+        """Whether to act on a script, which may follow advice by itself. Resets advice's flags."""
 
     def begin(self, seen: Seen) -> Order:
         """The first order."""
@@ -111,42 +100,144 @@ class Guide(Protocol):
         """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
-class Unfed(Exception):
-    """Why a loader gets no workers."""
+class Stopped(AdvisorError):
+    """Why a pilot goes, or a loader gets no workers, in a person's words.
+
+    Args:
+        why: 'unclear': what trains, or where a step ends; 'over': the model that was found trains
+            no more; 'brief', 'untrained': the process ends after few or no steps of an optimizer,
+            and another process may train; 'unfed': the loader.
+    """
+
+    def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
+        super().__init__(said)
+        self.why = why
 
 
-def of_config(exc: BaseException) -> bool:
-    """Whether an exception comes from a config and hardly ever from a script."""
-    compiling = ("torch._dynamo", "torch._inductor")
-    compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
-    return compiled or isinstance(exc, torch.OutOfMemoryError)
+def stopped(exc: BaseException) -> str:
+    """Why, if an exception is a Stopped; else ''."""
+    return exc.why if isinstance(exc, Stopped) else ""
 
 
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
-    r"|not enough memory|there is no memory|std::bad_alloc"
-)
-"""How cuDNN, cuBLAS, the driver, the CPU and a captured step say it; PyTorch's own has a type."""
+def checkpoints() -> Path | None:
+    """The scratch folder for checkpoints of a run that is tuned; None if they stay in place."""
+    address = os.environ.get(ADDRESS)
+    if not address or os.environ.get(KEEP_CHECKPOINTS):
+        return None
+    return Path(address).with_name("checkpoints")
 
 
-def of_memory(exc: BaseException) -> bool:
-    """Whether memory is what was missing."""
-    if isinstance(exc, MemoryError | torch.OutOfMemoryError):
+def noted(address: str) -> str | None:
+    """What a process failed with before its first steps; '' if none has, None if none has loaded
+    torch."""
+    try:
+        return _note(address).read_text()
+    except OSError:
+        return None
+
+
+def _note(address: str) -> Path:
+    return Path(address).with_name("torch")
+
+
+def bringing(injected: Path) -> dict[str, str]:
+    """The variable that makes every Python of a command import the sitecustomize of a folder."""
+    path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+class Line:
+    """A Guide that asks the tuning process; without an answer the script goes on unmodified.
+
+    Args:
+        secret: that both sides know; None if the socket is in a folder of this user's alone.
+        patience_s: how long an answer may take; None: for ever.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes | None, *, patience_s: float | None = None
+    ) -> None:
+        self._address, self._secret = address, secret
+        self._patience_s = patience_s
+        self._pipe: Connection | None = None
+        self._note("")
+
+    def takes_over(self) -> bool:
+        """As `Guide.takes_over`: an advice that the script follows is part of the script."""
+        from advisor.tuners.act.following import followed
+        from advisor.tuners.act.in_force import IN_FORCE
+
+        if not followed():
+            IN_FORCE.release()
         return True
-    return isinstance(exc, RuntimeError) and bool(OUT_OF_MEMORY.search(str(exc).lower()))
+
+    def begin(self, seen: Seen) -> Order:
+        self._connect()
+        return self._ask("seen", seen)
+
+    def next(self, lap: Lap) -> Order:
+        return self._ask("lap", lap)
+
+    def failed(self, exc: BaseException) -> None:
+        from advisor.tuners.faults import failure, plausible
+
+        why = stopped(exc)
+        if why in ("brief", "untrained"):
+            return
+        own = not (why or plausible(exc))
+        outcome, said = failure(exc)
+        if why == "over":
+            outcome = OVER
+        if why == "unclear":
+            self._connect()
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
+        # It may be a process that only tries whether something works: nothing ends for it. The one
+        # that started it may fail because of it, and says less.
+        elif not noted(self._address):
+            self._note(said)
+
+    def ended(self, *_: object, **_named: object) -> None:
+        """The tuning process hears of it by `failed`, or by the lap."""
+
+    gave_up = lost = ended
+
+    def _connect(self) -> None:
+        """Nobody listens once all processes of the job are connected."""
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            self._pipe = Client(self._address, authkey=self._secret)
+
+    def _ask(self, what: str, message: Seen | Lap) -> Order:
+        import msgpack
+
+        from advisor.cache.codec import from_plain, to_plain
+
+        if self._pipe is None:
+            return Order(config=Config())
+        try:
+            self._send({what: to_plain(message)})
+            if not self._pipe.poll(self._patience_s):
+                raise TimeoutError
+            return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
+        except (OSError, EOFError):
+            # If one process of a job goes on alone, the others must hear of it.
+            self._pipe.close()
+            self._pipe = None
+            return Order(config=Config())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        import msgpack
+
+        assert self._pipe is not None
+        self._pipe.send_bytes(msgpack.packb(message))
+
+    def _note(self, said: str) -> None:
+        with contextlib.suppress(OSError):
+            _note(self._address).write_text(said)
 
 
-def plausible(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
-    return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
-
-
-def told(exc: BaseException) -> tuple[str, str]:
-    """(Outcome, reason) of what a config, or a script, raised."""
-    first, *more = str(exc).strip().splitlines() or [""]
-    if more and first.endswith(":"):  # it ends with another's traceback, whose last line tells
-        first += f" ... {more[-1].strip()}"
-    outcome = "out_of_memory" if of_memory(exc) else "failed"
-    if isinstance(exc, Unfed):  # whose words are a person's
-        return outcome, first[:MOST_SAID]
-    return outcome, f"{type(exc).__name__}: {first}"[:MOST_SAID]
+def from_environment() -> Line | None:
+    """The line to the tuning process that started this one, if any."""
+    address = os.environ.get(ADDRESS)
+    return Line(address, bytes.fromhex(os.environ[SECRET])) if address else None

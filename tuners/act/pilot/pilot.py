@@ -18,18 +18,18 @@ from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot import hooks
-from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Unclear, Untrained
+from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, Stopped
 from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, LOOKED
+from advisor.tuners.faults import failure
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
 
 P = ParamSpec("P")
-Verdict = tuple[str, str, str]
-"""Outcome, reason, and what is blamed."""
+Verdict = tuple[str, str, str]  # a Lap's outcome, reason and blames
 OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
@@ -54,16 +54,15 @@ FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 
 class Watch(Protocol):
-    """Compares configs, on calls that it has seen the script make."""
+    """Compares configs on kept steps of the script. Both return None while it needs more steps."""
 
     def begin(
         self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
     ) -> Verdict | None:
-        """The verdict, if all steps that it needs were seen before; else it looks at the script's
-        next steps, which stay unmodified."""
+        """Compare. Steps that it needs for it are unmodified ones."""
 
     def stepped(self) -> Verdict | None:
-        """A step is over; the verdict, if that was the last that was needed."""
+        """A step is over."""
 
     def close(self) -> None:
         """Free all that was kept."""
@@ -78,7 +77,6 @@ class Pilot:
         self._attach()
 
     def _attach(self) -> None:
-        self._comparing = False
         self._crew = Crew()
         self._trained: Sequence[Trained] = ()
         self._switch: Switch | None = None
@@ -86,8 +84,8 @@ class Pilot:
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
-        self._began = self._first_s = self._waited_s = self._switched = 0.0
-        self._fresh = self._released = self._cut = False
+        self._began = self._first_s = self._switched = 0.0
+        self._fresh = self._cut = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
@@ -103,8 +101,7 @@ class Pilot:
         self._calls.remove()
 
     def _leave(self) -> None:
-        """The same, except for hooks that the script has compiled into a function of its own."""
-        self._released = True
+        """The same, but for hooks that are part of the script's compiled code."""
         self._calls.rest()
         if self._watch is not None:
             self._watch.close()
@@ -118,12 +115,12 @@ class Pilot:
         self._unhook_failure()
         atexit.unregister(self._at_exit)
 
-    def _leave_because(self, exc: Exception) -> None:
+    def _stop(self, exc: Exception) -> None:
         self._guide.failed(exc)
         self._leave()
 
     def _guarded(self, hook: Callable[P, None]) -> Callable[P, None]:
-        """A run is worth more than its advice: what goes wrong here ends the pilot alone."""
+        """The hook; what it raises ends the pilot, and not the run."""
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
@@ -132,7 +129,7 @@ class Pilot:
                 raise  # strict=True
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
-                self._leave_because(exc)
+                self._stop(exc)
 
         return guarded
 
@@ -146,14 +143,12 @@ class Pilot:
 
     def _exits(self) -> None:
         if self._crew.called and not self._looked and self._guide.takes_over():
-            self._guide.failed(Untrained(UNSTEPPED))
+            self._guide.failed(Stopped("untrained", UNSTEPPED))
         elif self._looked and self._switch is None:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
-            self._guide.failed(Brief(f"the script ended after {steps}"))
+            self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._released:
-            return
         if self._switch is None:
             self._look(optimizer)
         elif (kind := self._crew.kind(optimizer)) == "ours":
@@ -167,18 +162,18 @@ class Pilot:
             self._stepped_elsewhere(kind)
 
     def _stepped_elsewhere(self, kind: str) -> None:
-        """An optimizer made a step that is none of those that were seen first."""
+        """An optimizer made a step that was not among the first ones."""
         self._elsewhere += 1
         if self._order.steps:
             if self._elsewhere >= LOOKED:
-                self._leave_because(Over(ANOTHER))
+                self._stop(Stopped("over", ANOTHER))
         elif kind == "joins" or (kind == "like" and self._elsewhere >= IN_A_ROW):
             if kind == "like":
                 LET_GO.update(self._crew.optimizers)
             self._leave()
             self._attach()
         elif self._elsewhere == IN_A_ROW:
-            self._guide.failed(Over(UNADVISED))
+            self._guide.failed(Stopped("over", UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self._crew.saw_step(optimizer)
@@ -189,32 +184,26 @@ class Pilot:
         if self._period:
             self._found(self._crew.trained())
         elif self._looked >= LOOKED:
-            self._leave_because(Unclear(UNORDERED))
+            self._stop(Stopped("unclear", UNORDERED))
 
     def _found(self, trained: Sequence[Trained]) -> None:
-        """It is known what a step of the script is: take over, if the guide does."""
+        """Take over, if the guide does: it is known what a step of the script is."""
         if not trained:
-            self._leave_because(Unclear(UNSEEN_COMPILED if graphs_compiled() else UNSEEN))
-            return
+            said = UNSEEN_COMPILED if graphs_compiled() else UNSEEN
+            return self._stop(Stopped("unclear", said))
         from advisor.tuners.act.pilot.seen import Seen
         from advisor.tuners.act.pilot.switch import Switch
 
         self._calls.rest()
         if not self._guide.takes_over():
-            self._leave()
-            return
-        seen = Seen.of(self._crew, self._loaders.seen())
-        self._device = torch.device(seen.device)
-        self._trained = trained
-        self._per_step = seen.shape[0] // seen.processes
-        self._processes, self._rank = seen.processes, seen.rank
+            return self._leave()
+        self._seen = seen = Seen.of(self._crew, self._loaders.seen())
+        self._device, self._trained = torch.device(seen.device), trained
         order = self._guide.begin(seen)
         if not order.own:
-            self._leave()
-            return
-        self._switch = Switch(
-            trained, self._crew.optimizers, order.own, self._device, self._loaders.set
-        )
+            return self._leave()
+        optimizers, feed = self._crew.optimizers, self._loaders.set
+        self._switch = Switch(trained, optimizers, order.own, self._device, feed)
         self._obey(self._switch, order)
 
     def _step(self, switch: Switch) -> None:
@@ -222,7 +211,7 @@ class Pilot:
         switch.began(spent=self._crew.spends)
         if not self._order.steps:
             return
-        if self._comparing:
+        if self._order.compare is not None:
             assert self._watch is not None
             self._done += 1
             if verdict := self._watch.stepped():
@@ -230,7 +219,7 @@ class Pilot:
                 self._finish(switch)
             return
         # All processes of a job must end a lap with the same step, or some wait in backward.
-        alone = self._processes == 1
+        alone = self._seen.processes == 1
         cut_short = alone and self._verdict is not OK
         if self._warm and not cut_short:
             self._warm -= 1
@@ -252,7 +241,6 @@ class Pilot:
 
     def _finish(self, switch: Switch) -> None:
         """Report on the order that is over, and begin the next one."""
-        self._comparing = False
         lap = self._lap()
         if self._order.config == switch.own:
             self._own_peak = max(self._own_peak, lap.peak_bytes)
@@ -260,16 +248,16 @@ class Pilot:
 
     def _lap(self) -> Lap:
         cuda = self._device.type == "cuda"
+        per_step = self._seen.shape[0] // self._seen.processes
         return Lap(
             steps=self._done,
-            samples=self._trained[0].samples or self._per_step * self._done,
+            samples=self._trained[0].samples or per_step * self._done,
             seconds=time.perf_counter() - self._began,
             first_s=self._first_s,
-            waited_s=self._loaders.waited_s - self._waited_s,
+            waited_s=self._loaders.waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             compiled=graphs_compiled() - self._graphs,
-            taken=self._loaders.taken,
-            lent=self._loaders.lent,
+            borrowed=self._loaders.borrowed,
             ahead=self._loaders.ahead,
             outcome=self._verdict[0],
             reason=self._verdict[1],
@@ -281,7 +269,6 @@ class Pilot:
         for one in self._trained:
             one.samples, one.evaluated = 0, False
         self._synchronize()
-        self._waited_s = self._loaders.waited_s
         self._graphs = graphs_compiled()
         self._loaders.begin_lap()
         self._began = time.perf_counter()
@@ -298,7 +285,7 @@ class Pilot:
         self._order, self._first_s, self._cut = order, 0.0, False
         if order.forget is not None:
             switch.forget(order.forget)
-        if order.saves and self._rank == 0:
+        if order.saves and self._seen.rank == 0:
             from advisor.tuners.act import artifacts
 
             artifacts.save(Path(order.saves))
@@ -339,15 +326,12 @@ class Pilot:
             return True
         assert self._watch is not None, "a guide that compares comes with a watch"
         verdict = self._watch.begin(switch, self._trained, self._device, asked)
-        self._verdict, self._comparing = verdict or OK, verdict is None
-        return not self._comparing
-
-    def _fails(self, exc: Exception) -> None:
-        self._verdict = (*told(exc), "")
+        self._verdict = verdict or OK
+        return verdict is not None
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
-        self._fails(exc)
+        self._verdict = (*failure(exc), "")
         if not self._order.steps:
             self._guide.gave_up(exc)
 
@@ -362,7 +346,7 @@ class Pilot:
         """Backward has raised under a config. The script may end of it: the lap, and with it the
         next order, waits for the next step."""
         switch.give_up()
-        self._fails(exc)
+        self._verdict = (*failure(exc), "")
         self._guide.lost(exc, self._order)
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:

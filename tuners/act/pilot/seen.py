@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"
-FUSED = "fused_optimizer"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 REPLICATES = (
     "nn.DataParallel copies the model at every step, so only flags and the loader are tuned; the "
@@ -30,66 +30,43 @@ REPLICATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One process of a running script.
+    """One process of a running script."""
 
-    Attributes:
-        model: fingerprint of all that trains.
-        family, libraries, modules, parameters, convolves, repeats: as in a worker's `Facts`;
-            `repeats` of the largest model.
-        shape: of the largest model's first input, preceded by the job's samples a step; 1 for a
-            dimension that varies.
-        others: its other inputs, and what else makes another job.
-        varies: whether a shape differed between the steps seen.
-        own: knobs that the script sets itself, with its values; of these `kept` are not tuned.
-        limits: knobs that cannot be tuned here, and why, as text.
-        rank, processes: of the job.
-        workers: that its loader may be given; `room`: as in `Loading`.
-    """
-
-    model: str
+    model: str  # these as in a worker's Facts
     family: str
     libraries: tuple[str, ...]
     modules: int
     parameters: int
     convolves: bool
     repeats: bool
-    shape: tuple[int, ...]
+    threads: int
+    shape: tuple[int, ...]  # samples of the job's step, and its first input; 1 where that varies
     dtype: str
-    others: str
-    varies: bool
+    others: str  # its other inputs, and what else makes another job
+    varies: bool  # whether a shape differed between the steps seen
     optimizer: str
-    own: Config
-    kept: tuple[str, ...]
-    limits: tuple[str, ...]
+    own: Config  # what the script sets itself
+    kept: tuple[str, ...]  # knobs that are not tuned
+    limits: tuple[str, ...]  # knobs that cannot be tuned here, and why, as text
     rank: int
     processes: int
     device: str
-    threads: int
-    workers: int
-    room: int
+    workers: int  # that its loader may be given
+    room: int  # as in `Loading`
 
     @classmethod
     def of(cls, crew: Crew, loading: Loading) -> Seen:
         """What the steps of a crew show, once its period is known."""
         trained = crew.trained()
-        main, models = trained[0], [one.model for one in trained]
-        fingerprints = [fingerprint.of_model(model) for model in models]
-        sizes = [fingerprint.size(model) for model in models]
+        main = trained[0]
         samples = max(1, main.batch(crew.period()))
         processes, rank = 1, 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
-        weight = next(main.model.parameters(), None)
         own, kept, limits = _own(crew, trained, loading)
         return cls(
-            model=fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
-            family=fingerprint.family(main.model),
-            libraries=tuple(sorted({n for model in models for n in fingerprint.libraries(model)})),
-            modules=sum(modules for modules, _parameters in sizes),
-            parameters=sum(parameters for _modules, parameters in sizes),
-            convolves=any(convolves(one.model) for one in trained),
-            repeats=bool(repeated(main.model)),
+            **shown([one.model for one in trained]),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_others(crew, main, samples),
@@ -100,8 +77,7 @@ class Seen:
             limits=limits,
             rank=rank,
             processes=processes,
-            device="cpu" if weight is None else str(weight.device),
-            threads=torch.get_num_threads(),
+            device=str(next(main.model.parameters()).device),
             workers=loading.most,
             room=loading.room,
         )
@@ -123,18 +99,15 @@ class Seen:
 
     def lines(self) -> list[str]:
         """What is seen, for people."""
-        own = [f"your script already: {_described(self.own)}"] if self.own else []
-        return own + [f"not tuned: {line}" for line in self.limits]
+        own = described(self.own.without(BATCH), Config())
+        already = [f"your script already: {own}"] if self.own else []
+        return already + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
         """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
         own = self.own.without(*FEEDS)
-        return _described(own) if own else ""
-
-
-def _described(own: Config) -> str:
-    return described(own.without(BATCH), Config())
+        return described(own.without(BATCH), Config()) if own else ""
 
 
 def _called(optimizer: torch.optim.Optimizer) -> str:
@@ -144,13 +117,13 @@ def _called(optimizer: torch.optim.Optimizer) -> str:
 
 
 def micro_batches(task: Task) -> int:
-    """Of a step in each process of a run, as they were seen; 1 for a workload."""
+    """Calls of the model in a step of each process of a run; 1 for a workload."""
     found = re.search(rf"(?:^|; )(\d{{1,9}}) {MICRO}(?:;|$)", task.others)
     return max(1, int(found[1])) if found else 1
 
 
 def _others(crew: Crew, main: Trained, samples: int) -> str:
-    """What else of the job makes another key, on one line."""
+    """What else makes another key, on one line."""
     parts = [
         f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
         for n, one in enumerate(main.inputs)
@@ -163,15 +136,26 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
     return "; ".join(parts)[:500]
 
 
-def convolves(model: nn.Module) -> bool:
-    """Whether a model has convolutions."""
-    return any(isinstance(module, CONVOLVES) for module in model.modules())
+def shown(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """What models show that train together, the largest first: fields of a Seen and of a Facts."""
+    fingerprints = [fingerprint.of_model(model) for model in models]
+    sizes = [fingerprint.size(model) for model in models]
+    return {
+        "model": fingerprints[0] if len(models) == 1 else keys.fingerprint(fingerprints),
+        "family": fingerprint.family(models[0]),
+        "libraries": tuple(sorted({n for model in models for n in fingerprint.libraries(model)})),
+        "modules": sum(modules for modules, _parameters in sizes),
+        "parameters": sum(parameters for _modules, parameters in sizes),
+        "convolves": any(isinstance(m, CONVOLVES) for model in models for m in model.modules()),
+        "repeats": bool(repeated(models[0])),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _own(
     crew: Crew, trained: Sequence[Trained], loading: Loading
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
-    """What a script has set itself, what of it is kept, and why some knobs cannot be tuned."""
+    """A Seen's own, kept and limits."""
     script = Script(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=crew.autocast,
@@ -188,14 +172,12 @@ def _own(
     limits: list[str] = []
     for knob in KNOBS:
         own = knob.script(script) if knob.script is not None else None
-        if own is None:
-            continue
-        if own.value is not None:
-            found[knob.name] = own.value
-        kept += [knob.name] if own.stays else []
-        limits += [own.why] if own.why else []
+        if own is not None:
+            found |= {knob.name: own.value} if own.value is not None else {}
+            kept += [knob.name] if own.stays else []
+            limits += [own.why] if own.why else []
     if crew.sparse:
-        kept.append(FUSED)
+        kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, for which there are none")
     if beyond := [why for one in trained if (why := _beyond(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
@@ -203,7 +185,7 @@ def _own(
 
 
 def _beyond(outer: nn.Module) -> str:
-    """Why a model is left alone: its weights are not where they are computed with."""
+    """Why a model is left alone: its weights are elsewhere when they are used."""
     if replicates(outer):
         return REPLICATES
     kinds = {type(module).__name__ for module in outer.modules()}

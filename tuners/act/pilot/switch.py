@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,23 +24,19 @@ from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.patch import Patch
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.orders import of_config
 from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
+from advisor.tuners.faults import of_config
 
 Told = Callable[[Exception], None]
-Parts = dict[nn.Module, Callable[..., Any]]
-"""The compiled calls of modules within a model."""
+Parts = dict[nn.Module, Callable[..., Any]]  # the compiled calls of modules within a model
 
 
 class Call:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
-
-    Evaluation stays the script's own. What backward recomputes is called as before, uncounted.
-    `struck` is told what `act` raises, unless `plain` raises too; if it is None, that is raised.
-    """
+    Evaluation stays the script's own. `struck`, if any, is told what only `act` raises."""
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
         self.one, self.seat = one, seat
@@ -47,7 +45,6 @@ class Call:
         self.act = self.plain
         self.struck: Told | None = None
         self.parts: Parts = {}
-        self._compiled = False
 
     def leave(self) -> None:
         """Call the model as before, unless it has been compiled since."""
@@ -57,18 +54,16 @@ class Call:
 
     def put(self, compiled: bool) -> None:
         """Call the model's parts through their compiled code, or not."""
-        self._compiled = compiled
         for module, call in self.parts.items():
             hooks.through(module, call if compiled else None)
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
-        compiled = self._compiled
         self.put(False)
         try:
             return self.plain(*args, **kwargs)
         finally:
-            self.put(compiled)
+            self.put(True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
@@ -97,7 +92,7 @@ class Call:
 def _again(
     plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
-    """Do without a config what raised under it; if it raises again, that is the script's own."""
+    """Do without a config what raised under it; what it raises then is the script's own."""
     try:
         return plainly(*args, **kwargs)
     except Exception as own:
@@ -111,9 +106,6 @@ class Switch:
     Args:
         own: the script's own config; setting it restores the script.
         feed: has the script's loaders work by these keyword arguments, or unchanged by none.
-
-    Attributes:
-        calls: what the trained models are called through.
     """
 
     def __init__(
@@ -125,24 +117,18 @@ class Switch:
         feed: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.own = self.config = own
-        self._feed = feed
-        self._device = device
+        self._feed, self._device = feed, device
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
         self._watching = contextlib.ExitStack()  # for what the config that is set raises
         self._attached = contextlib.ExitStack()
-        laid_out = [one for one in trained if buckets.can_rebuild(one.outer)]
-        self._laid_out = [one.model for one in laid_out if not replicates(one.outer)]
-        self._outers = [one.outer for one in laid_out]
-        weights = (w for one in laid_out for w in (*one.model.parameters(), *one.model.buffers()))
-        self._formatted: list[Tensor] = [tensor for tensor in weights if tensor.dim() > 3]
-        self._strides = {Config(): [tensor.stride() for tensor in self._formatted]}
+        outers = [one.outer for one in trained if not replicates(one.outer)]
+        self._outers = [outer for outer in outers if buckets.can_rebuild(outer)]
+        weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
+        self._strides = {tensor: tensor.stride() for tensor in weights if tensor.dim() > 3}
         self._storages = Storages()
-        self._steps_on_host = not any(
-            group.get("fused") or group.get("capturable")
-            for groups in self._groups
-            for group in groups
-        )
+        every = itertools.chain(*self._groups)
+        self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)
         for one in optimizers:
             self._attached.callback(one.register_state_dict_post_hook(self._saved).remove)
         self._attached.callback(have_own_keys)
@@ -154,7 +140,7 @@ class Switch:
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
-        self._kept: dict[tuple[nn.Module, Config], tuple[Callable[..., Any], Parts]] = {}
+        self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], Parts]]] = {}
         self.calls: list[Call] = []
         for trains in trained:
             seat = callable_module(trains.outer)
@@ -197,15 +183,15 @@ class Switch:
         self._make_room()
 
     def forget(self, config: Config) -> None:
-        """Free what only this config has compiled and laid out, unless it is set."""
+        """Free what only this config has compiled and laid out, unless it is set now."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
         code = _code(self._seen.pop(config))
         if code not in map(_code, self._seen.values()):
-            self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
+            self._kept.pop(code, None)
             free(*self._made.pop(code, (set(), set())))
-        if not any(map(_layout, self._seen.values())):
+        if not any(acting.layouts for acting in self._seen.values()):
             self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
@@ -224,25 +210,24 @@ class Switch:
 
     def give_up(self) -> None:
         """Within a step: call models as the script does, and drop what the config compiled. Weights
-        stay laid out until the next `set`, because the step may still need them so."""
+        stay laid out until the next `set`: the step may still need them so."""
         self._watching.close()
         IN_FORCE.release(self._flags)
-        code = _code(self._seen[self.config])
-        self._kept = {there: made for there, made in self._kept.items() if there[1] != code}
+        self._kept.pop(_code(self._seen[self.config]), None)
         self._set_optimizers({})
         for call in self.calls:
             call.put(False)
             call.act, call.parts, call.struck = call.plain, {}, None
 
     def began(self, *, spent: bool = False) -> None:
-        """A step begins; `spent`: the script lets go of the gradients of the last one."""
+        """A step begins; `spent`: the script frees the gradients of the last one."""
         if self._seen[self.config].graphs:
             self._replays.begin()
             if spent:
                 self._replays.let_go(self.optimizers)
 
     def stay(self) -> None:
-        """No other config will be set: leave the models that the config calls unchanged."""
+        """Leave the models that the config does not change: no other one will be set."""
         for call in self.calls:
             if call.act is call.plain:
                 call.leave()
@@ -258,17 +243,15 @@ class Switch:
         self._storages = Storages()
 
     def _lay_out(self, acting: Acting) -> None:
-        layout = _layout(acting)
-        before = [tensor.stride() for tensor in self._formatted]
-        if layout not in self._strides:
-            self._restride(self._strides[Config()])
-            for model in self._laid_out:
-                for knob, value in acting.rows:
-                    if knob.layout is not None and knob.model is not None:
-                        knob.model(model, value)
-            self._strides[layout] = [tensor.stride() for tensor in self._formatted]
-        self._restride(self._strides[layout])
-        if before == [tensor.stride() for tensor in self._formatted]:
+        changes = False
+        for tensor, stride in self._strides.items():  # the script's own
+            for layout, value in acting.layouts:
+                if (found := layout(tensor, value)) is not None:
+                    stride = torch.empty_like(tensor, device="meta", memory_format=found).stride()
+            laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
+            if tensor.stride() != stride:
+                tensor.data, changes = laid_out, True
+        if not changes:
             return
         for outer in self._outers:
             buckets.rebuild(outer)
@@ -278,15 +261,9 @@ class Switch:
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         there = (id(parameter), name)
                         state[name] = self._storages.laid_out(there, value, parameter.stride())
-        for tensor in self._formatted:
+        for tensor in self._strides:
             if tensor.grad is not None:
                 tensor.grad = strided(tensor.grad, tensor.stride())
-
-    def _restride(self, strides: Sequence[tuple[int, ...]]) -> None:
-        for tensor, stride in zip(self._formatted, strides, strict=True):
-            laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
-            if tensor.stride() != stride:
-                tensor.data = laid_out
 
     def _set_optimizers(
         self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
@@ -306,35 +283,34 @@ class Switch:
                 self._protect(optimizer, struck, lost)
 
     def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
-        """If a step fails under the config, have the rest of it made without."""
+        """Make the rest of a step that fails under the config without it."""
 
-        def around(step: Callable[..., Any]) -> Callable[..., Any]:
-            def protected(*args: Any, **kwargs: Any) -> Any:
-                groups = optimizer.param_groups
-                versions = [_version(next(_counters(one, optimizer), None)) for one in groups]
-                try:
-                    return step(*args, **kwargs)
-                except Exception as exc:  # whatever a config raises: see Call
-                    done = _groups_done(optimizer, exc)
-                    if done is not None:
-                        _uncount(groups[done], optimizer, versions[done])
-                    self._watching.close()
-                    self._set_optimizers({})
-                    if done is None:
-                        if lost is not None:
-                            lost(exc)
-                        raise
-                    raised = exc.with_traceback(None)
-                struck(raised)  # before the step is over, where another config may be set
-                optimizer.param_groups = groups[done:]
-                try:
-                    return _again(step, args, kwargs, raised)
-                finally:
-                    optimizer.param_groups = groups
+        def protected(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            groups = optimizer.param_groups
+            versions = [_version(one, optimizer) for one in groups]
+            try:
+                return step(*args, **kwargs)
+            except Exception as exc:  # whatever a config raises: see Call
+                done = _groups_done(optimizer, exc)
+                if done is not None and _version(groups[done], optimizer) != versions[done]:
+                    with torch.no_grad():
+                        torch._foreach_sub_(list(_counters(groups[done], optimizer)), 1)
+                self._watching.close()
+                self._set_optimizers({})
+                if done is None:
+                    if lost is not None:
+                        lost(exc)
+                    raise
+                raised = exc.with_traceback(None)
+            struck(raised)  # before the step is over, where another config may be set
+            optimizer.param_groups = groups[done:]
+            try:
+                return _again(step, args, kwargs, raised)
+            finally:
+                optimizer.param_groups = groups
 
-            return protected
-
-        self._watching.callback(Patch(optimizer, "step", around).remove)
+        patch = Patch(optimizer, "step", lambda step: functools.partial(protected, step))
+        self._watching.callback(patch.remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
@@ -350,11 +326,12 @@ class Switch:
         return saved | {"param_groups": groups, "state": state}
 
     def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
-        """What a model's training calls go through under a config, and compiled parts of it."""
+        """The training calls of a model under a config, and its compiled parts."""
         code = _code(acting)
         if not code:
             return call.plain, {}
-        if (call.seat, code) not in self._kept:
+        kept = self._kept.setdefault(code, {})
+        if call.seat not in kept:
             inner: Callable[..., Any] = call.plain
             parts: Parts = {}
             if acting.undoes_compile:
@@ -362,8 +339,8 @@ class Switch:
             elif acting.compiles:
                 inner = self._compiled(call, acting)
                 parts = _taken_out(call.seat)
-            self._kept[call.seat, code] = _around(inner, acting, self._device), parts
-        return self._kept[call.seat, code]
+            kept[call.seat] = _around(inner, acting, self._device), parts
+        return kept[call.seat]
 
     def _compiled(self, call: Call, acting: Acting) -> Gate:
         seat = call.seat
@@ -382,7 +359,7 @@ class Switch:
 
 
 def _taken_out(outer: nn.Module) -> Parts:
-    """What was just compiled within a model, which is called uncompiled again."""
+    """Take away what was just compiled within a model, and return it."""
     inner = (module for module in outer.modules() if module is not outer)
     found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
     for module in found:
@@ -390,23 +367,15 @@ def _taken_out(outer: nn.Module) -> Parts:
     return found
 
 
-def _layout(acting: Acting) -> Config:
-    """What of a config decides the memory format of weights."""
-    return Config({k.name: value for k, value in acting.rows if k.layout and k.model})
-
-
 def _code(acting: Acting) -> Config:
-    """What of a config decides the code of a model's call. Flags are part of compiled code."""
-    decides = (
-        (knob.name, value)
-        for knob, value in acting.rows
-        if knob.model or knob.autocast or (knob.flag and acting.compiles)
-    )
-    return Config(dict(decides))
+    """The part of a config that decides the code of a model's call; flags are part of such code."""
+    flags = acting.compiles
+    decides = ((k, v) for k, v in acting.rows if k.model or k.autocast or (k.flag and flags))
+    return Config({knob.name: value for knob, value in decides})
 
 
 def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of the kernels of its steps."""
+    """The choice of kernels in a parameter group."""
     return {name: group[name] for name in ("fused", "foreach") if name in group}
 
 
@@ -424,9 +393,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
     """How many groups have made their step when one raised; None if that one may have changed some
-    of its weights, of which fused kernels count no versions."""
+    of its weights."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
-        # All of torch.optim go through their groups so.
         at = frame.f_locals.get("group")
         for number, group in enumerate(optimizer.param_groups):
             if group is at:
@@ -442,16 +410,10 @@ def _counters(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
     return (optimizer.state.get(one, {}).get("step") for one in weights)
 
 
-def _version(counter: Any) -> int:
+def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
+    """Grows as a group's steps are counted."""
+    counter = next(_counters(group, optimizer), None)
     return counter._version if isinstance(counter, Tensor) else 0
-
-
-def _uncount(group: dict[str, Any], optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Take a step off a group's counters, if it was counted since they had that version."""
-    counters = [one for one in _counters(group, optimizer) if isinstance(one, Tensor)]
-    if counters and _version(counters[0]) != version:
-        with torch.no_grad():
-            torch._foreach_sub_(counters, 1)
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:

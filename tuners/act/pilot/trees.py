@@ -65,13 +65,11 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def foreign(value: Any) -> str:
-    """The class of something in it that another call may change, and that is more than a structure
-    of tensors; or ''."""
+    """The class of an object in it that another call may change; '' if there is none."""
     for leaf in tree_leaves(value):
+        found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found = foreign([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
         if found:
             return found
     return ""

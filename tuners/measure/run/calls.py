@@ -27,10 +27,11 @@ from advisor.cache.config import Config
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Drawn, Trained
-from advisor.tuners.act.pilot.orders import Comparison, told
+from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.switch import Call, Switch
 from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import POINTS
+from advisor.tuners.faults import failure
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
 from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
@@ -293,7 +294,7 @@ class KeptCalls:
         return result
 
     def _refuse(self, why: str | Exception) -> None:
-        self._refused = why if isinstance(why, str) else told(why)[1]
+        self._refused = why if isinstance(why, str) else failure(why)[1]
         self._calls.clear()
         self._steps.clear()
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
 from advisor.errors import UsageError
-from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
+from advisor.tuners.act.pilot.orders import ADDRESS, SECRET, bringing, noted
 from advisor.tuners.measure.run.guarded import Guarded, inductor_folder
 from advisor.tuners.measure.run.words import measurable
 from advisor.tuners.scratch import Scratch

@@ -13,8 +13,7 @@ import msgpack
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
-from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
+from advisor.tuners.act.pilot.orders import OVER, Comparison, Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LEAST_STEPS
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
@@ -96,7 +95,7 @@ class Flight:
             waited_s=max(lap.waited_s for lap in laps),
             peak_bytes=max(lap.peak_bytes for lap in laps),
             compiled=max(lap.compiled for lap in laps),
-            borrowed=max(borrowed(lap.taken, lap.lent) for lap in laps),
+            borrowed=max(lap.borrowed for lap in laps),
             ahead=max(lap.ahead for lap in laps),
         )
 
@@ -204,14 +203,6 @@ class Flight:
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
-
-
-def borrowed(taken: int, lent: int) -> float:
-    """Share of the batches taken from a loader whose workers were all busy and did not refill its
-    queue meanwhile. A single batch may be chance."""
-    if lent <= 1 or not taken:
-        return 0.0
-    return min(lent, taken - 1) / taken
 
 
 def _after_colon(said: str) -> str:

@@ -26,11 +26,10 @@ from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot import orders
 from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.faults import told
+from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
@@ -110,7 +109,7 @@ class Bench:
         try:
             return costs(self.loading.data, self._task.batch, seconds)
         except Exception as exc:  # the user's code may raise anything; it is told as a line
-            raise TargetFailed(f"data {self.loading.facts.name!r}: {told(exc)}") from exc
+            raise TargetFailed(f"data {self.loading.facts.name!r}: {failure(exc)[1]}") from exc
 
     def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
         """Compare the timed code with strict fp32, within so many seconds. Raises: ConfigFailed."""
@@ -158,9 +157,7 @@ class Bench:
         except ConfigFailed as exc:
             failed = exc.with_traceback(None)
         except Exception as exc:  # a config may fail in any way; its frames hold memory
-            outcome, reason = orders.told(exc)
-            reason = told(exc) if self._loads(config) else reason
-            failed = ConfigFailed(outcome, reason)
+            failed = ConfigFailed(*failure(exc))
         if failed.outcome != "out_of_memory" or not self._built.keys() - {config.without(*INPUTS)}:
             raise failed
         self.release()

@@ -19,9 +19,8 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
-from advisor.tuners.act.pilot.orders import of_memory
-from advisor.tuners.act.pilot.seen import convolves
-from advisor.tuners.blocks import repeated
+from advisor.tuners.act.pilot.seen import shown
+from advisor.tuners.faults import of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.timing import Clock
@@ -39,20 +38,11 @@ def describe(bench: Bench) -> Facts:
     """
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
-    model = fingerprint.of_model(built)
+    known = shown([built])  # before any knob touches the model, as in a script
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
-    recognise(bench.job, loaded.spec.name, model, hooks)
-    modules, parameters = fingerprint.size(built)
+    recognise(bench.job, loaded.spec.name, known["model"], hooks)
+    wide = sum(map(fp8.gains, built.modules()))
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    # Before any knob touches the model, as in a script.
-    known: dict[str, Any] = {
-        "convolves": convolves(built),
-        "libraries": fingerprint.libraries(built),
-        "family": fingerprint.family(built),
-        "repeats": bool(repeated(built)),
-        "threads": torch.get_num_threads(),
-        "wide": sum(map(fp8.gains, built.modules())),
-    }
     bench.reset_peak()
     workload = _first_step(bench, built)
     began = time.perf_counter()
@@ -60,16 +50,14 @@ def describe(bench: Bench) -> Facts:
     Clock(device).synchronize()
     return Facts(
         name=loaded.spec.name,
-        model=model,
         hooks=hooks,
         code=bench.code,
-        modules=modules,
-        parameters=parameters,
         draws=drew,
         device_uuid=str(getattr(properties, "uuid", "")),
         memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),
         step_s=time.perf_counter() - began,
+        wide=wide,
         **known,
     )
 
