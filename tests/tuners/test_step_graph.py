@@ -204,8 +204,8 @@ def test_scaled_replays_train_as_the_step_does(
     # The script's factor is the graph's, too.
     assert isinstance(runs[0].step, StepGraph)
     runs[0].advice.scaler.set_growth_factor(4.0)
-    assert runs[0].step._objects is not None
-    assert "GradScaler" in runs[0].step._objects.changed()
+    assert runs[0].step._captured is not None
+    assert "GradScaler" in runs[0].step._captured.objects.changed()
 
 
 def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:

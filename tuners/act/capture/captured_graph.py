@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from advisor.tuners.act.capture.object_graph import ObjectGraph, Place, Values
+from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.recorder import Recorder
 
 
@@ -62,12 +62,13 @@ class Gradient(NamedTuple):
 
 
 class CapturedGraph:
-    """Replays a captured step on the batch in its buffers.
+    """Replays a captured step on batches. What the capture did to gradients and Python's values is
+    undone.
 
     Args:
         recording: replays it; and what the step returned.
-        gradients: weights, with the gradients that the step found; they are put back.
-        replaced: objects that the step replaces: place, name and the new one.
+        buffers: the batch that it reads.
+        gradients: weights, with the gradients that the step found.
         before: all objects that it found: the graph still reads tensors that were replaced.
 
     Attributes:
@@ -77,11 +78,13 @@ class CapturedGraph:
     def __init__(
         self,
         recording: tuple[Callable[[], None], Any],
+        buffers: Buffers,
         gradients: list[tuple[Tensor, Tensor | None]],
-        replaced: list[tuple[Place, Any, Any]],
+        objects: ObjectGraph,
         before: Values,
     ) -> None:
         self._replay, output = recording
+        self._buffers = buffers
         self.gradients = []
         for weight, found in gradients:
             left, weight.grad = weight.grad, found
@@ -89,10 +92,14 @@ class CapturedGraph:
             # One that is cleared is not kept alive: it is as large as the weight.
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False
+        replaced = objects.replaced(before)
         self._replaced = [(place, name) for place, name, _new in replaced]
         leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
         self._output = [detached(leaf) for leaf in leaves]
         self._alive = before
+        self.objects = objects
+        objects.watch(before)
+        objects.restore(before)
 
     def finds_gradients(self) -> bool:
         """Whether a replay may follow: the step clears its gradients, or finds the same ones."""
@@ -102,12 +109,12 @@ class CapturedGraph:
         """The objects that now stand where the step replaces them."""
         return [place.read()[name] for place, name in self._replaced]
 
-    def replay(self, fill: Callable[[], None]) -> Any:
-        """Fill the buffers and take the step; returns a copy of its output: the next replay writes
-        over the graph's own, and a script may keep its losses."""
+    def replay(self, leaves: list[Any]) -> Any:
+        """Take the step on a batch; returns a copy of its output: the next replay writes over the
+        graph's own, and a script may keep its losses."""
         # Memory is taken first: a batch that has been trained on cannot be given up.
         copies = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._output]
-        fill()
+        self._buffers.fill(leaves)
         self._replay()
         for copy, left in zip(copies, self._output, strict=True):
             if isinstance(copy, Tensor):

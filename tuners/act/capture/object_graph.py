@@ -119,8 +119,8 @@ class ObjectGraph:
             self._add(value, place.called(name))
         for one in (*modules, *also):
             self._add(one, type(one).__name__)
-        held = {id(value): value for *_at, value in self._entries()}
-        self.tensors = [value for value in held.values() if isinstance(value, Tensor)]
+        held = (value for *_at, value in self._entries() if isinstance(value, Tensor))
+        self.tensors = list(dict.fromkeys(held))
 
     def _entries(self) -> list[tuple[Place, Any, Any]]:
         return [(place, *entry) for place in self._places for entry in place.read().items()]
