@@ -74,18 +74,13 @@ it that are compared with the same step without a graph, each on a batch of its 
 CHECKED_AGAIN = 1000
 """Replays until one is compared again, for values that are read deeper than is watched; then twice
 as many each time. A comparison takes up to ten steps: 1%."""
-IN_A_ROW = 8
-"""Captures, each undone by the very next change, after which graphs are given up; and batches
-unlike the example after which a warning says that nothing is replayed: a job has up to eight
-shapes."""
 RUNS = 4
 """More runs of a step, from nudged weights, and of its replay, from one state, if the first two
 differ: rounding puts some activations on the other side of a kink (0.27% of what a weight moved by,
 on an H200)."""
-SPREADS = 3.0
-"""What a replay may differ by, in units of the widest distance between two runs of one way."""
 RELATIVE = 1e-5
-"""Fraction of what a step moves that counts as such a distance: for a sum in another order."""
+"""Fraction of what a step moves that counts as a distance between two runs of one way: for a sum in
+another order. A replay may differ by ROUNDINGS times the widest of them."""
 
 # Loops -----------------------------------------------------------------------------------------
 LARGE = 8 * 2**20
@@ -143,15 +138,21 @@ one; and starts in a row that end within a block, after which the command counts
 
 # Looking at a run ------------------------------------------------------------------------------
 LEAST_STEPS = 4
-"""Optimizer steps before it is decided which of them make one step of the script."""
+"""Optimizer steps before it is decided which of them make one step of the script; calls of a kind
+before it is decided that it is frequent."""
 LOOKED = 128
 """Optimizer steps after which it is left alone if they cannot be told apart, or, in a trial, if
 none of them was of the model that trained: a step of the script has at most half as many. An
 optimizer that has made none of them, as that of a generator, is waited for as long."""
-ANEW = 8
-"""Steps of an optimizer like the advised one after which the advice is applied to its model; and
-of unlike ones after which the user is told, once. An optimizer that fits a few weights before the
-training makes fewer."""
+IN_A_ROW = 8
+"""Times after which something counts as what the script does: steps of an optimizer like the
+advised one, and the advice is applied to its model, or unlike it, and the user is told, once (one
+that fits a few weights before the training makes fewer); batches unlike a captured step's example,
+and a warning says that nothing is replayed (a job has up to eight shapes); captures, each undone by
+the very next change, and graphs are given up."""
+FREQUENT = 0.2
+"""Of a model's calls: kinds of them (shapes, number formats) that are so frequent, and LEAST_STEPS
+at least, are compiled for. Each takes as long as the first did, half a minute."""
 
 # Memory of a run -------------------------------------------------------------------------------
 HEADROOM = 1.5

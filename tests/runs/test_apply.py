@@ -35,7 +35,7 @@ from advisor.tuners.act.pilot.orders import Guide, Lap, Order
 from advisor.tuners.act.pilot.pilot import UNADVISED, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.served import Served
-from advisor.tuners.decisions import ANEW
+from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from tests.cache.examples import choice, trial
@@ -283,7 +283,7 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
         for width in (5, 6):
             model = nn.Linear(3, width)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(2 * ANEW):
+            for _ in range(2 * IN_A_ROW):
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()
     assert [str(one.message) for one in said] == [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from advisor.tuners import tf32
-from advisor.tuners.decisions import RELATIVE, RUNS, SPREADS
+from advisor.tuners.decisions import RELATIVE, ROUNDINGS, RUNS
 
 _Kept = dict[int, Tensor]
 
@@ -66,7 +66,7 @@ def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -
         largest = float(value.abs().max().nan_to_num()) if value.numel() else 0.0
         allowed += torch.finfo(value.dtype).eps * largest
         allowed += RELATIVE * _moved(value, start, at)
-    return closest / (SPREADS * allowed) if allowed else math.inf
+    return closest / (ROUNDINGS * allowed) if allowed else math.inf
 
 
 def _closest(at: int, ours: list[_Kept], theirs: list[_Kept]) -> float:

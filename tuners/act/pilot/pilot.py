@@ -22,7 +22,7 @@ from advisor.tuners.act.pilot.crew import LET_GO, Brief, Crew, Over, Trained, Un
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, told
 from advisor.tuners.act.steps import EVERY_STEP
-from advisor.tuners.decisions import ANEW, HEADROOM, LOOKED
+from advisor.tuners.decisions import HEADROOM, IN_A_ROW, LOOKED
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
@@ -172,12 +172,12 @@ class Pilot:
         if self._order.steps:
             if self._elsewhere >= LOOKED:
                 self._leave_because(Over(ANOTHER))
-        elif kind == "joins" or (kind == "like" and self._elsewhere >= ANEW):
+        elif kind == "joins" or (kind == "like" and self._elsewhere >= IN_A_ROW):
             if kind == "like":
                 LET_GO.update(self._crew.optimizers)
             self._leave()
             self._attach()
-        elif self._elsewhere == ANEW:
+        elif self._elsewhere == IN_A_ROW:
             self._guide.failed(Over(UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
