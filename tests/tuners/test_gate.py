@@ -15,10 +15,10 @@ from advisor.tuners import knobs
 from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.act.following import Served
 from advisor.tuners.act.gate import Gate, Signatures, of_any_size, signature
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.switch import Switch
-from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import LEAST_STEPS
 from tests.cache.examples import record
 

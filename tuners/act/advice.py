@@ -20,11 +20,10 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint, known_wrong
 from advisor.tuners.act import buckets, gate, ranks
 from advisor.tuners.act.acting import Acting, rows_of
-from advisor.tuners.act.following import PIECES, Following, tell_at_exit
+from advisor.tuners.act.following import PIECES, Following, Served, tell_at_exit
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import Unscaled, make_momentum
-from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import LARGE
 from advisor.tuners.knobs import Knob
 
