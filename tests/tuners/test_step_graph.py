@@ -84,7 +84,7 @@ class Training:
         config = config.replace(precision="fp16" if scale else "default")
         self.advice = Advice(config, device=where)
         if scale:
-            self.advice._scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
+            self.advice.scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
         self.model = self.advice.prepare(Net() if model is None else model)
         settings: dict[str, Any] = {"lr": 0.05, "fused": True, **how}
         if settings["fused"] is None:

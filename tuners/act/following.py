@@ -203,5 +203,10 @@ def claim_for(model: str) -> None:
 def tell_at_exit(one: Following) -> None:
     """Once in this process, when it ends."""
     if not _last:
-        atexit.register(lambda: [each.tell() for each in _last])
+        atexit.register(_tell_all)
     _last.append(one)
+
+
+def _tell_all() -> None:
+    for one in _last:
+        one.tell()

@@ -109,6 +109,7 @@ class Gate:
         seen: signatures of earlier calls in training; without, the first call's counts as frequent.
         sizes: whether there is code for each size of an input.
         inference: whether calls without gradients may reach compiled code, counted on their own.
+        before: called before each signature that is compiled for.
     """
 
     def __init__(
@@ -120,10 +121,11 @@ class Gate:
         seen: Signatures | None = None,
         sizes: bool = True,
         inference: bool = False,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._compiled, self._plain = compiled, plain
-        self._sizes, self._inference = sizes, inference
+        self._sizes, self._inference, self._before = sizes, inference, before
         seen = seen or Signatures()
         self._wanted = (seen if sizes else seen.of_any_size()).frequent()
         self._refused = Signatures()
@@ -146,6 +148,7 @@ class Gate:
         # What a backward pass calls again must be called as it was.
         if recomputes() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
+        self._before()
         with one_size() if self._sizes else contextlib.nullcontext():
             return self._compiled(*args, **kwargs)
 
@@ -158,11 +161,10 @@ class Gate:
         return one in self._admitted
 
 
-def attach(model: nn.Module, *, sizes: bool, inference: bool) -> None:
+def attach(model: nn.Module, **how: Any) -> None:
     """Put a gate before each compiled call within a model that was compiled in place."""
     for module in model.modules():
-        compiled = vars(module).get("_compiled_call_impl")
-        if compiled is not None:
+        if module._compiled_call_impl is not None:
             module._compiled_call_impl = Gate(
-                module, compiled, module._call_impl, sizes=sizes, inference=inference
+                module, module._compiled_call_impl, module._call_impl, **how
             )

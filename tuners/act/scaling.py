@@ -22,14 +22,8 @@ _DEPTH = 16
 
 
 class Unscaled:
-    """Looks once, at the first optimizer step after `watch`, whether a GradScaler takes it.
-
-    Args:
-        models: whose optimizers are meant; any if there are none.
-
-    Attributes:
-        scaled: whether it did.
-    """
+    """Looks at the first optimizer step of these models, or of any, after `watch`: whether a
+    GradScaler takes it."""
 
     def __init__(self, models: Collection[nn.Module]) -> None:
         self.scaled = False
@@ -39,9 +33,7 @@ class Unscaled:
     def watch(self) -> None:
         if self._unhook is None:
             see = weakref.WeakMethod(self._see)
-            self._unhook = EVERY_STEP.tell(
-                lambda optimizer: found(optimizer) if (found := see()) else None
-            )
+            self._unhook = EVERY_STEP.tell(lambda one: found(one) if (found := see()) else None)
             weakref.finalize(self, self._unhook)
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class CapturedGraph:
         buffers: the batch that it reads.
         gradients: weights, with the gradients that the step found.
         before: all objects that it found: the graph still reads tensors that were replaced.
+        followed: ids of the optimizers' groups whose learning rate it reads at each replay.
 
     Attributes:
         attached: whether the weights have the gradients that a replay writes.
@@ -82,6 +83,7 @@ class CapturedGraph:
         gradients: list[tuple[Tensor, Tensor | None]],
         objects: ObjectGraph,
         before: Values,
+        followed: Collection[int],
     ) -> None:
         self._replay, output = recording
         self._buffers = buffers
@@ -98,12 +100,15 @@ class CapturedGraph:
         self._output = [detached(leaf) for leaf in leaves]
         self._alive = before
         self.objects = objects
-        objects.watch(before)
+        objects.watch(before, followed)
         objects.restore(before)
 
-    def finds_gradients(self) -> bool:
-        """Whether a replay may follow: the step clears its gradients, or finds the same ones."""
-        return all(one.clears or one.weight.grad is one.before for one in self.gradients)
+    def changed(self) -> str:
+        """What the script has changed that the graph takes for given; '' if nothing."""
+        # A step that clears its gradients finds any.
+        if not all(one.clears or one.weight.grad is one.before for one in self.gradients):
+            return "which gradients there are before a step"
+        return self.objects.changed()
 
     def replaced(self) -> list[Any]:
         """The objects that now stand where the step replaces them."""

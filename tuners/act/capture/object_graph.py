@@ -101,6 +101,7 @@ class ObjectGraph:
         also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
+        self._reads = [("torch.is_grad_enabled()", torch.is_grad_enabled)]
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
@@ -159,6 +160,7 @@ class ObjectGraph:
             parts = (module._parameters, module._buffers, module._modules)
             self._places += [Place(name, part) for part in parts if part]
         self._places += [Place(label, kind, self._names) for kind in _kinds(whole)]
+        self._reads.append(("which weights train", partial(_train, [*whole.parameters()])))
 
     def _add(self, value: Any, label: str, *, deeper: bool = False) -> None:
         """What an object holds, and below it what PyTorch's own hold: only these if `deeper`."""
@@ -173,8 +175,15 @@ class ObjectGraph:
         elif isinstance(value, torch.optim.Optimizer):
             states = [state for state in value.state.values() if isinstance(state, dict)]
             self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            groups = [(group, group.keys() - {"params"}) for group in value.param_groups]
-            self._places += [Place(label, one, names, inside=True) for one, names in groups]
+            self._places += [Place(label, group) for group in value.param_groups]
+            # Loading a checkpoint replaces the state and the groups.
+            self._reads.append((f"{label}.state", partial(getattr, value, "state")))
+            self._reads.append((f"{label}.param_groups", partial(len, value.param_groups)))
+            weights = [one for group in value.param_groups for one in group["params"]]
+            self._reads.append(
+                ("where weights lie", lambda: hash((*map(Tensor.data_ptr, weights),)))
+            )
+            self._reads.append(("which weights train", partial(_train, weights)))
         elif isinstance(value, _SCHEDULER):
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
@@ -231,13 +240,16 @@ class ObjectGraph:
             if name in old and old[name] is not new and not _scalar(new)
         ]
 
-    def watch(self, before: Values) -> None:
-        """Have `changed` compare with what there is now, but for what the step itself replaces."""
-        own: dict[int, list[Any]] = {}
+    def watch(self, before: Values, followed: Collection[int]) -> None:
+        """Have `changed` compare with what there is now, but for what the step itself replaces, and
+        learning rates of groups with these ids."""
+        own = {id(place): ["lr"] for place in self._places if id(place.held) in followed}
         for place, name, _new in self.replaced(before):
             own.setdefault(id(place), []).append(name)
-        watched = (place for place in self._places if not place.inside)
-        reads = (read for place in watched for read in place.reads(own.get(id(place), ())))
+        reads = list(self._reads)
+        for place in self._places:
+            if not place.inside:
+                reads += place.reads(own.get(id(place), ()))
         self._watched = [(label, read, read()) for label, read in reads]
 
     def changed(self) -> str:
@@ -246,6 +258,10 @@ class ObjectGraph:
             if (now := read()) is not before and not _same(now, before):
                 return label
         return ""
+
+
+def _train(weights: list[Tensor]) -> bytes:
+    return bytes([weight.requires_grad for weight in weights])
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

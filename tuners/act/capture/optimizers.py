@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,16 +47,9 @@ class Optimizers:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self for group in optimizer.param_groups]
 
-    def settings(self) -> list[Any]:
-        """All that a capture takes for given, without the learning rates that it follows."""
-        # Loading a checkpoint replaces an optimizer's state and groups.
-        found: list[Any] = [torch.is_grad_enabled(), *(id(one.state) for one in self)]
-        for group in self._groups():
-            found += [weight.data_ptr() for weight in group["params"]]
-            for name, value in group.items():
-                if name != "params" and (name != "lr" or id(group) not in self._rates):
-                    found.append(value.data_ptr() if isinstance(value, Tensor) else value)
-        return found
+    def followed(self) -> Collection[int]:
+        """The ids of groups whose learning rate is read on the device."""
+        return self._rates.keys()
 
     def weights(self) -> list[Tensor]:
         return [weight for group in self._groups() for weight in group["params"]]

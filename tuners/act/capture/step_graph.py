@@ -79,7 +79,6 @@ class StepGraph:
         self._wasted = self._others = self._replays = 0
         self._stepped: list[int] = []
         self._captured: CapturedGraph | None = None
-        self._fixed: list[Any] = []
         self._written: list[Tensor] = []
         self.failure = ""
         if obstacle := _process_group():
@@ -107,7 +106,8 @@ class StepGraph:
         self._others = 0
         if self._done < CHECKED:
             return self._warm_up(batch)
-        if self._captured is not None and (changed := self._changed(self._captured)):
+        self._optimizers.follow_rates()
+        if self._captured is not None and (changed := self._captured.changed()):
             self._captured, self._wasted = None, self._wasted + 1
             if self._wasted >= IN_A_ROW:
                 raise _Unfit(f"{changed} is changed at every step")
@@ -194,20 +194,6 @@ class StepGraph:
             return "it draws random numbers of Python, NumPy or the host, which would stand still"
         return "" if stepped == self._stepped else "not every call steps the same optimizers"
 
-    def _settings(self) -> list[Any]:
-        return [*self._optimizers.settings(), [w.requires_grad for w in self._trained()]]
-
-    def _changed(self, captured: CapturedGraph) -> str:
-        self._optimizers.follow_rates()
-        if self._settings() != self._fixed:
-            return (
-                "a setting of the optimizer, other than the learning rate of a fused one, or what "
-                "weights train,"
-            )
-        if not captured.finds_gradients():
-            return "which gradients there are before a step"
-        return captured.objects.changed()
-
     def _capture(self, leaves: list[Any]) -> CapturedGraph:
         """A graph of the step; everything else is as before."""
         before: Values = []
@@ -217,7 +203,6 @@ class StepGraph:
             self._optimizers.begin()
             objects = self._look()
             before = objects.read()
-            self._fixed = self._settings()
             gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
                 recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
@@ -227,7 +212,8 @@ class StepGraph:
             for weight, gradient in gradients:
                 weight.grad = gradient
             raise _Unfit(_why(exc)) from None
-        return CapturedGraph(recording, self._buffers, gradients, objects, before)
+        followed = self._optimizers.followed()
+        return CapturedGraph(recording, self._buffers, gradients, objects, before, followed)
 
     def _check(self, captured: CapturedGraph, batch: Any, leaves: list[Any]) -> Any:
         """Train on a batch without the graph; before it, compare with replays and undo them."""
