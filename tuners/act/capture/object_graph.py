@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -98,12 +99,13 @@ class ObjectGraph:
         self,
         train_step: Callable[..., Any],
         modules: Iterable[nn.Module],
-        also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
+        stepped: Collection[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
         self._reads = [("torch.is_grad_enabled()", torch.is_grad_enabled)]
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
+        self._stepped = {id(one) for one in stepped}
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
         if isinstance(train_step, FunctionType | MethodType):
             self._add(getattr(train_step, "__self__", None), "self")
@@ -118,7 +120,7 @@ class ObjectGraph:
                 self._add_function(value)
         for place, name, value in self._entries():
             self._add(value, place.called(name))
-        for one in (*modules, *also):
+        for one in (*modules, *stepped):
             self._add(one, type(one).__name__)
         held = (value for *_at, value in self._entries() if isinstance(value, Tensor))
         self.tensors = list(dict.fromkeys(held))
@@ -175,15 +177,22 @@ class ObjectGraph:
         elif isinstance(value, torch.optim.Optimizer):
             states = [state for state in value.state.values() if isinstance(state, dict)]
             self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            self._places += [Place(label, group) for group in value.param_groups]
-            # Loading a checkpoint replaces the state and the groups.
-            self._reads.append((f"{label}.state", partial(getattr, value, "state")))
-            self._reads.append((f"{label}.param_groups", partial(len, value.param_groups)))
+            other = id(value) not in self._stepped
+            self._places += [Place(label, group, inside=other) for group in value.param_groups]
             weights = [one for group in value.param_groups for one in group["params"]]
-            self._reads.append(
-                ("where weights lie", lambda: hash((*map(Tensor.data_ptr, weights),)))
+            self._reads += (
+                ()
+                if other
+                else [
+                    (
+                        f"{label}.state",
+                        partial(getattr, value, "state"),
+                    ),  # a checkpoint replaces it
+                    (f"{label}.param_groups", partial(len, value.param_groups)),
+                    ("where weights lie", partial(_addresses, weights)),
+                    ("which weights train", partial(_train, weights)),
+                ]
             )
-            self._reads.append(("which weights train", partial(_train, weights)))
         elif isinstance(value, _SCHEDULER):
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
@@ -258,6 +267,10 @@ class ObjectGraph:
             if (now := read()) is not before and not _same(now, before):
                 return label
         return ""
+
+
+def _addresses(weights: list[Tensor]) -> bytes:
+    return array("Q", map(Tensor.data_ptr, weights)).tobytes()
 
 
 def _train(weights: list[Tensor]) -> bytes:
