@@ -21,7 +21,7 @@ WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
 
 class AtenRecorder:
-    """As `advisor.tuners.act.capture.recorder.Recorder`.
+    """As `advisor.tuners.act.capture.captured_graph.Recorder`.
 
     Args:
         fault: leaves out an operation that it is true of, as a recorder with a fault would.

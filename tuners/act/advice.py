@@ -224,7 +224,7 @@ class Advice:
         self._uncaptured = False
         if not self._acting.captured:
             return train_step
-        from advisor.tuners.act.capture.recorder import RECORDERS
+        from advisor.tuners.act.capture.captured_graph import RECORDERS
         from advisor.tuners.act.capture.step_graph import StepGraph
 
         recorder = RECORDERS.get(self.device.type)

@@ -102,7 +102,7 @@ class ObjectGraph:
         stepped: Collection[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
-        self._reads = [("torch.is_grad_enabled()", torch.is_grad_enabled)]
+        self._reads: list[tuple[str, Callable[[], Any]]] = [("no_grad", torch.is_grad_enabled)]
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._stepped = {id(one) for one in stepped}
@@ -153,14 +153,14 @@ class ObjectGraph:
     def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
             self._met[id(module)] = module
-            held = vars(module).items()
-            types = bool | float if _installed(type(module).__module__) else object
-            names = {n for n, value in held if n not in _MODULE and isinstance(value, types)}
-            # What its class has, it may have itself later.
-            names.update(*(vars(kind) for kind in _kinds(module)))
-            self._places.append(Place(name, vars(module), names))
+            types = object if (kinds := _kinds(module)) else bool | float
+            names = {
+                n for n, v in vars(module).items() if n not in _MODULE and isinstance(v, types)
+            }
+            names.update(*map(vars, kinds))  # what its class has, it may have itself later
             parts = (module._parameters, module._buffers, module._modules)
             self._places += [Place(name, part) for part in parts if part]
+            self._places.append(Place(name, vars(module), names))
         self._places += [Place(label, kind, self._names) for kind in _kinds(whole)]
         self._reads.append(("which weights train", partial(_train, [*whole.parameters()])))
 

@@ -12,11 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Optimizers:
-    """Those of torch.optim that a step was seen to step.
-
-    Args:
-        device: 'cuda' or 'cpu': where the step is captured.
-    """
+    """Those of torch.optim that a step was seen to step on a device."""
 
     def __init__(self, device: str) -> None:
         self._on_cuda = device == "cuda"
@@ -60,8 +56,7 @@ class Optimizers:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def begin(self) -> None:
-        """Move to the device what a capture cannot read on the host: the counters of steps, and the
-        learning rates that can be read there."""
+        """Move counters of steps to the device, and the learning rates that can be read there."""
         for optimizer in self:
             known = len(self._homes)
             for weight, state in optimizer.state.items():

@@ -18,12 +18,12 @@ from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.captured_graph import (
     Buffers,
     CapturedGraph,
+    Recorder,
     StateSnapshot,
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.optimizers import Optimizers
-from advisor.tuners.act.capture.recorder import Recorder
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
 
 _MEND = (
@@ -44,17 +44,16 @@ class StepGraph:
     """A training step that is replayed; called as the step itself, with one batch.
 
     The first CHECKED calls train without a graph. The next CHECKED ones train twice from the same
-    state, with it and without, and keep the latter. From then on a call copies its batch into
-    the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
-    changes between steps is followed; another change of what the step reads captures anew. A replay
-    runs kernels and no Python: a step that changes values in Python, as a schedule or a counter, or
-    that cannot be captured, trains without a graph, and one warning says why.
+    state, with it and without, and keep the latter. From then on a call replays the graph; a batch
+    unlike the example runs without. A learning rate that changes between steps is followed; another
+    change of what the step reads captures anew. A replay runs kernels and no Python: a step that
+    changes values in Python, as a schedule or a counter, or that cannot be captured, trains without
+    a graph, and one warning says why.
 
     Args:
         train_step: takes a batch; returns tensors, such as the loss, in any nesting.
         example: a batch on the device, as those to come.
-        models: the modules that the step trains, for their buffers.
-        recorder: captures and replays.
+        models: the modules that the step trains.
         scaler: of the loss, if the step's own code does not hold it.
 
     Attributes:
@@ -77,7 +76,7 @@ class StepGraph:
         self._buffers = Buffers(example)
         self._done = 0  # steps before a capture, and comparisons after it
         self._wasted = self._others = self._replays = 0
-        self._stepped: list[int] = []
+        self._stepped: list[int] = []  # optimizers by id
         self._captured: CapturedGraph | None = None
         self._written: list[Tensor] = []
         self.failure = ""
@@ -132,10 +131,9 @@ class StepGraph:
         self._others += 1
         if self._others == IN_A_ROW and self._done <= CHECKED:
             warnings.warn(
-                f"advisor: {IN_A_ROW} batches in a row were not like the example that "
-                "advice.capture was given (other shapes, types, or values beside the tensors): "
-                "nothing is replayed, and training is slower than advised. Give it a batch as "
-                "those to come",
+                f"advisor: {IN_A_ROW} batches in a row were unlike advice.capture's example (other "
+                "shapes, types, or values beside the tensors): nothing is replayed, and training "
+                "is slower than advised. Give it a batch like those to come",
                 AdvisorWarning,
                 stacklevel=4,
             )
@@ -157,16 +155,15 @@ class StepGraph:
         versions = [_version(tensor) for tensor in tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
-        obstacle = self._obstacle(objects, before, drawn, stepped)
-        if waits and not obstacle:
-            obstacle = f"it waits for the device ({waits[0]}); {_MEND}"
+        wrong = self._obstacle(objects, before, drawn, stepped)
+        if waits and not wrong:
+            wrong = f"it waits for the device ({waits[0]}); {_MEND}"
+        # Before the capture: one that fails half-way leaves PyTorch's generator in it.
+        if wrong and self._done == CHECKED:
+            raise _Unfit(wrong, output)
         self._stepped = stepped
-        if self._done == CHECKED:
-            # Before the capture: one that fails half-way leaves PyTorch's generator in it.
-            if obstacle:
-                raise _Unfit(obstacle, output)
-            pairs = zip(tensors, versions, strict=True)
-            self._written = [t for t, was in pairs if _version(t) != was or t.nbytes < LARGE]
+        pairs = zip(tensors, versions, strict=True)
+        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes < LARGE]
         return output
 
     def _look(self) -> ObjectGraph:
