@@ -67,9 +67,6 @@ class AtenRecorder:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
-    def host_state(self) -> bytes:
-        return b""  # the host is the device
-
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

@@ -63,10 +63,6 @@ class Recorder:
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state(state[1])
 
-    def host_state(self) -> bytes:
-        """Of torch's random numbers on the host, which a replay does not draw."""
-        return torch.get_rng_state().numpy().tobytes()
-
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
 """By the type of the device; on others a step is never captured."""

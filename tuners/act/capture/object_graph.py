@@ -92,7 +92,7 @@ class ObjectGraph:
     """The objects of `train_step`, as they are when this is made.
 
     Attributes:
-        tensors: those met, each once.
+        tensors: those met that can be written, each once.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ObjectGraph:
         for one in (*modules, *stepped):
             self._add(one, type(one).__name__)
         held = (value for *_at, value in self._entries() if isinstance(value, Tensor))
-        self.tensors = list(dict.fromkeys(held))
+        self.tensors = [value for value in dict.fromkeys(held) if not value.is_inference()]
 
     def _entries(self) -> list[tuple[Place, Any, Any]]:
         return [(place, *entry) for place in self._places for entry in place.read().items()]
@@ -164,6 +164,20 @@ class ObjectGraph:
         self._places += [Place(label, kind, self._names) for kind in _kinds(whole)]
         self._reads.append(("which weights train", partial(_train, [*whole.parameters()])))
 
+    def _add_optimizer(self, value: torch.optim.Optimizer, label: str) -> None:
+        other = id(value) not in self._stepped
+        self._places += [Place(label, group, inside=other) for group in value.param_groups]
+        states = [state for state in value.state.values() if isinstance(state, dict)]
+        self._places += [Place(f"{label}.state", state, inside=True) for state in states]
+        if not other:
+            weights = [one for group in value.param_groups for one in group["params"]]
+            self._reads += [
+                (f"{label}.state", partial(getattr, value, "state")),  # loading replaces it
+                (f"{label}.param_groups", partial(len, value.param_groups)),
+                ("where weights lie", partial(_addresses, weights)),
+                ("which weights train", partial(_train, weights)),
+            ]
+
     def _add(self, value: Any, label: str, *, deeper: bool = False) -> None:
         """What an object holds, and below it what PyTorch's own hold: only these if `deeper`."""
         if id(value) in self._met or not isinstance(value, _TORCH if deeper else object):
@@ -175,24 +189,7 @@ class ObjectGraph:
         elif isinstance(value, torch.amp.GradScaler):
             self._places.append(Place(label, vars(value), _SCALER))
         elif isinstance(value, torch.optim.Optimizer):
-            states = [state for state in value.state.values() if isinstance(state, dict)]
-            self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            other = id(value) not in self._stepped
-            self._places += [Place(label, group, inside=other) for group in value.param_groups]
-            weights = [one for group in value.param_groups for one in group["params"]]
-            self._reads += (
-                ()
-                if other
-                else [
-                    (
-                        f"{label}.state",
-                        partial(getattr, value, "state"),
-                    ),  # a checkpoint replaces it
-                    (f"{label}.param_groups", partial(len, value.param_groups)),
-                    ("where weights lie", partial(_addresses, weights)),
-                    ("which weights train", partial(_train, weights)),
-                ]
-            )
+            self._add_optimizer(value, label)
         elif isinstance(value, _SCHEDULER):
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):

@@ -151,8 +151,7 @@ class StepGraph:
     def _warm_up(self, batch: Any) -> Any:
         self._done += 1
         objects, drawn = self._look(), self._drawn()
-        before, tensors = objects.read(), objects.tensors
-        versions = [_version(tensor) for tensor in tensors]
+        before, versions = objects.read(), [tensor._version for tensor in objects.tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
         wrong = self._obstacle(objects, before, drawn, stepped)
@@ -162,8 +161,8 @@ class StepGraph:
         if wrong and self._done == CHECKED:
             raise _Unfit(wrong, output)
         self._stepped = stepped
-        pairs = zip(tensors, versions, strict=True)
-        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes < LARGE]
+        pairs = zip(objects.tensors, versions, strict=True)
+        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE]
         return output
 
     def _look(self) -> ObjectGraph:
@@ -173,7 +172,8 @@ class StepGraph:
         """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
         drawn = numpy and repr(numpy.random.get_state(legacy=False))
-        return random.getstate(), drawn, self._recorder.host_state()
+        beside = self._recorder.device != "cpu"
+        return random.getstate(), drawn, beside and torch.get_rng_state().numpy().tobytes()
 
     def _obstacle(
         self, objects: ObjectGraph, before: Values, drawn: object, stepped: list[int]
@@ -308,10 +308,6 @@ def _can_be_filled(value: Tensor) -> bool:
         return False
     sizes = zip(value.shape, value.stride(), strict=True)
     return not any(size > 1 and step == 0 for size, step in sizes)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
