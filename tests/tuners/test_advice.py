@@ -594,9 +594,9 @@ def test_every_row_says_which_piece_it_needs() -> None:
     for knob in KNOBS:
         for value in knob.values(wide)[1:]:
             one = Following(advised=((knob, value),), served=Served())
-            assert one.waiting(), knob.name
+            assert one.missing(knob, value), knob.name
             one.used.update(PIECES)
-            assert not one.waiting()
+            assert not one.missing(knob, value)
 
 
 SCRIPT = """

@@ -218,7 +218,7 @@ class Advice:
 
         Args:
             train_step: takes a batch; forward, loss, `advice.step` (or zero_grad, backward and
-                optimizer step); returns tensors, such as the loss.
+                optimizer step); returns tensors in any nesting, such as the loss.
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
@@ -274,10 +274,8 @@ class Advice:
             self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches on the device, in the advised memory format.
-
-        Large pinned batches are copied on a stream of their own, beside the step before.
-        """
+        """The loader's batches on the device, in the advised memory format; large pinned ones are
+        copied on a stream of their own, beside the step before."""
         self._used.add("batches")
         large: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
@@ -301,16 +299,12 @@ class Advice:
         return placed
 
     def place(self, batch: Any) -> Any:
-        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out.
-
-        Other objects are moved by their method `to`, as PackedSequence, or stay as they are.
-        """
+        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out; other
+        objects are moved by their method `to`, as PackedSequence, or stay as they are."""
         self._used.add("batches")
         # This runs at every step: the common types first, and no work for knobs that are off.
         acting = self._acting
         if isinstance(batch, Tensor):
-            if not acting.layouts:
-                return batch.to(self.device, non_blocking=acting.non_blocking)
             layout = torch.preserve_format
             for act, value in acting.layouts:
                 layout = act(batch, value) or layout

@@ -88,11 +88,7 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 class Fetch:
     """Artifacts for a script: found in a thread, loaded in the script's own: PyTorch's modules
-    import each other in circles, so that two threads must not import them at once.
-
-    Attributes:
-        said: what became of them, for people; '' if there is nothing to say.
-    """
+    import each other in circles, so that two threads must not import them at once."""
 
     def __init__(self, find: Callable[[], Found | None]) -> None:
         self._find = find
@@ -100,7 +96,7 @@ class Fetch:
         self._found: Found | None = None
         self._failed = ""
         self._over = False
-        self.said = ""
+        self.said = ""  # what became of them, for people
 
     def begin(self) -> None:
         """Find them, beside whatever the script does next."""

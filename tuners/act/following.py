@@ -30,33 +30,20 @@ PIECES: tuple[Piece, ...] = get_args(Piece)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Where a config comes from, and what is known of it; by default it is yet to be measured.
+    """Where a config comes from, and what is known of it; by default it is yet to be measured."""
 
-    Attributes:
-        status: 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from
-            a similar record), 'miss' or 'disabled'.
-        reason: one line: what was served, or why nothing was.
-        doubt: '; not verified ...', part of the reason, if it was not compared with strict fp32.
-        signed: whether the reader, or their team, signed the record behind it.
-        record: the record behind it, or None.
-        explanation: what was looked for and found, for people with str(); None if this process has
-            not looked it up.
-        use: what the script lets advice do, for which the config was measured.
-        default: torch's own values, which need no acting.
-        flags: what a script that does not `prepare` can follow; None: the config's own.
-        gains: speed-up over torch's default by use, as far as they are known.
-    """
-
+    # 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from a similar
+    # record), 'miss' or 'disabled'.
     status: str = EXACT
-    reason: str = ""
-    doubt: str = ""
-    signed: bool = True
+    reason: str = ""  # one line: what was served, or why nothing was
+    doubt: str = ""  # '; not verified ...', part of the reason: not compared with strict fp32
+    signed: bool = True  # the record, by the reader or their team
     record: Record | None = None
-    explanation: Explanation | None = None
-    use: str = LOOP
-    default: Config = field(default_factory=Config)
-    flags: Config | None = None
-    gains: Mapping[str, float] = field(default_factory=dict)
+    explanation: Explanation | None = None  # None if this process has not looked it up
+    use: str = LOOP  # what the script lets advice do, for which the config was measured
+    default: Config = field(default_factory=Config)  # torch's own values, which need no acting
+    flags: Config | None = None  # for a script without `prepare`; None: the config's own
+    gains: Mapping[str, float] = field(default_factory=dict)  # over torch's default, by use
 
 
 def _needs(knob: Knob, value: Value) -> set[Piece]:

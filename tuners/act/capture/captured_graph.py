@@ -117,18 +117,14 @@ class Gradient(NamedTuple):
 
 
 class CapturedGraph:
-    """Replays a captured step on batches. What the capture did to gradients and Python's values is
-    undone.
+    """Replays a captured step. What the capture did to gradients and Python's values is undone.
 
     Args:
         recording: replays it; and what the step returned.
         buffers: the batch that it reads.
         gradients: weights, with the gradients that the step found.
-        before: all objects that it found: the graph still reads tensors that were replaced.
+        before: all objects that it found.
         followed: ids of the optimizers' groups whose learning rate it reads at each replay.
-
-    Attributes:
-        attached: whether the weights have the gradients that a replay writes.
     """
 
     def __init__(
@@ -148,12 +144,12 @@ class CapturedGraph:
             clears = found is not None and left is not found
             # One that is cleared is not kept alive: it is as large as the weight.
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
-        self.attached = False
+        self.attached = False  # whether the weights have the gradients that a replay writes
         replaced = objects.replaced(before)
         self._replaced = [(place, name) for place, name, _new in replaced]
         leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
         self._output = [detached(leaf) for leaf in leaves]
-        self._alive = before
+        self._alive = before  # the graph still reads tensors that were replaced
         self.objects = objects
         objects.watch(before, followed)
         objects.restore(before)

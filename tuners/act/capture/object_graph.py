@@ -89,11 +89,7 @@ class Place:
 
 
 class ObjectGraph:
-    """The objects of `train_step`, as they are when this is made.
-
-    Attributes:
-        tensors: those met that can be written, each once.
-    """
+    """The objects of `train_step`, as they are when this is made; `tensors` can be written."""
 
     def __init__(
         self,
@@ -209,10 +205,8 @@ class ObjectGraph:
         return [place.read() for place in self._places]
 
     def changed_in_step(self, before: Values) -> str:
-        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing.
-
-        An object in the place of another, as an output that is kept, is no change.
-        """
+        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing. An object in
+        the place of another, as an output that is kept, is no change."""
         for place, old in zip(self._places, before, strict=True):
             now = place.read()
             for name in {**now, **old}:

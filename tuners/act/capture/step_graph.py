@@ -51,13 +51,9 @@ class StepGraph:
     a graph, and one warning says why.
 
     Args:
-        train_step: takes a batch; returns tensors, such as the loss, in any nesting.
         example: a batch on the device, as those to come.
-        models: the modules that the step trains.
+        models: those that the step trains.
         scaler: of the loss, if the step's own code does not hold it.
-
-    Attributes:
-        failure: why it runs without a graph for good; empty while it does not.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class StepGraph:
         self._stepped: list[int] = []  # optimizers by id
         self._captured: CapturedGraph | None = None
         self._written: list[Tensor] = []
-        self.failure = ""
+        self.failure = ""  # why it runs without a graph for good
         if obstacle := _process_group():
             self._give_up(obstacle, level=4)
 
@@ -214,9 +210,8 @@ class StepGraph:
 
     def _check(self, captured: CapturedGraph, batch: Any, leaves: list[Any]) -> Any:
         """Train on a batch without the graph; before it, compare with replays and undo them."""
-        trained = self._trained()
         with _memory("to compare a replay with the step itself"):
-            start = StateSnapshot(self._state(trained), trained, self._recorder, captured.objects)
+            start = self._snapshot(captured.objects)
             try:
                 wrong = self._disagreement(captured, start, leaves)
             finally:
@@ -270,15 +265,14 @@ class StepGraph:
             what = f"what a replay does to {next(own, 'a tensor that it writes')}"
         return f"{what} differs by {share:.2g} of it from the step itself"
 
-    def _trained(self) -> list[Tensor]:
+    def _snapshot(self, objects: ObjectGraph) -> StateSnapshot:
+        """Of weights, buffers, the optimizers' state, and what else a step writes."""
         held = (p for model in self._models for p in model.parameters())
-        return list(dict.fromkeys((*self._optimizers.weights(), *held)))
-
-    def _state(self, trained: list[Tensor]) -> list[Tensor]:
-        """What a step changes: weights, buffers, the optimizers' own, and what else it writes."""
-        found = [*trained, *(b for model in self._models for b in model.buffers())]
-        found += [*self._optimizers.state(), *self._written]
-        return [one for one in dict.fromkeys(found) if _can_be_filled(one)]
+        weights = dict.fromkeys((*self._optimizers.weights(), *held))
+        buffers = (b for model in self._models for b in model.buffers())
+        state = dict.fromkeys((*weights, *buffers, *self._optimizers.state(), *self._written))
+        tensors = [one for one in state if _can_be_filled(one)]
+        return StateSnapshot(tensors, [*weights], self._recorder, objects)
 
     def _give_up(self, reason: str, level: int = 3) -> None:
         self.failure = reason
