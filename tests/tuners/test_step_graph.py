@@ -586,6 +586,19 @@ def test_a_schedule_and_a_counter_outside_cost_no_capture(recorder: AtenRecorder
     assert recorder.recordings == 1 and recorder.replays > 10
 
 
+def test_another_optimizer_s_schedule_costs_no_capture(recorder: AtenRecorder) -> None:
+    """As a discriminator's, beside the generator's captured step."""
+    other = torch.optim.SGD(made().parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
+    others = [other]
+    step, _ = stepping(made(), lambda _loss: len(others))
+    for number in range(16):
+        step(pair(number))
+        other.step()
+        schedule.step()
+    assert isinstance(step, StepGraph) and step.failure == "" and recorder.recordings == 1
+
+
 class Part:
     """Reads of another object bear its attributes' names."""
 

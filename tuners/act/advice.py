@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,6 @@ from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
     from advisor.tuners.act.artifacts import Fetch
-    from advisor.tuners.act.capture.step_graph import StepGraph
 
 
 class Advice:
@@ -64,11 +63,11 @@ class Advice:
         self._compared = False
         self._uncaptured = self._acting.captured
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unscaled = Unscaled(self._models) if self._acting.scaled else None
+        has_scaler = partial(self._used.add, "step")
+        self._unscaled = Unscaled(self._models, has_scaler) if self._acting.scaled else None
         if self._acting.scaled and self._acting.optimizer():
             weakref.finalize(self, register_optimizer_step_pre_hook(make_momentum).remove)
         self._replays = Replays()
-        self._step_graph: StepGraph | None = None
         if served.default:  # in a script, not where it is measured
             tell_at_exit(self._following)
 
@@ -78,20 +77,12 @@ class Advice:
     @property
     def reason(self) -> str:
         """One line: what was served, or why nothing was; no speed-up that is not in force."""
-        return self._now().reason()
+        return self._following.reason()
 
     def report(self) -> str:
         """Lines for a person: what took effect, what did not and why, what the next use gives."""
-        return "\n".join(self._now().lines())
-
-    def _now(self) -> Following:
-        if self._unscaled is not None and self._unscaled.scaled:
-            self._used.add("step")
-        if self._step_graph is not None:
-            self._following.failed = self._step_graph.failure
-        if self.artifacts is not None:
-            self._following.compiled = self.artifacts.said
-        return self._following
+        self._following.compiled = self.artifacts.said if self.artifacts is not None else ""
+        return "\n".join(self._following.lines())
 
     def set_flags(self) -> None:
         """Set the advised flags of the process (`advisor.apply` did this): before `prepare` those
@@ -231,9 +222,14 @@ class Advice:
         if recorder is None:
             return train_step
         self._used.add("capture")
-        scaler = self.scaler if self._acting.scaled else None
-        graph = StepGraph(train_step, self.place(example_batch), self._models, recorder(), scaler)
-        self._step_graph, self._following.failed = graph, graph.failure
+        graph = StepGraph(
+            train_step,
+            self.place(example_batch),
+            self._models,
+            recorder(),
+            scaler=self.scaler if self._acting.scaled else None,
+            failed=partial(setattr, self._following, "failed"),
+        )
         return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:

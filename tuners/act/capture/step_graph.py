@@ -54,6 +54,7 @@ class StepGraph:
         example: a batch on the device, as those to come.
         models: those that the step trains.
         scaler: of the loss, if the step's own code does not hold it.
+        failed: is told why the step is not replayed.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class StepGraph:
         example: Any,
         models: Iterable[nn.Module],
         recorder: Recorder,
-        scaler: torch.amp.GradScaler | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        failed: Callable[[str], None],
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._failed = recorder, failed
         self._scalers = () if scaler is None else (scaler,)
         self._train_step = train_step
         self._models = tuple(models)
@@ -276,6 +279,7 @@ class StepGraph:
 
     def _give_up(self, reason: str, level: int = 3) -> None:
         self.failure = reason
+        self._failed(reason)
         self._captured, self._written, self._buffers = None, [], Buffers(None)
         self._optimizers.end()
         if self._done >= CHECKED:
