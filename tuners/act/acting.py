@@ -10,8 +10,6 @@ import torch
 from advisor.cache.config import BATCH, Config, Value
 from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
-DYNAMIC_SHAPES = "dynamic_shapes"
-
 
 def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
     """The rows whose value in `config` is not torch's own; True and 1 differ."""
@@ -40,7 +38,7 @@ class Acting:
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(own in k.autocast for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
-        self.any_size = any(k.name == DYNAMIC_SHAPES and value for k, value in rows)
+        self.any_size = any(k.name == "dynamic_shapes" and value for k, value in rows)
 
     @property
     def advised(self) -> Iterator[tuple[Knob, Value]]:

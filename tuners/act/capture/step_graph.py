@@ -208,7 +208,7 @@ class StepGraph:
             for weight, gradient in gradients:
                 weight.grad = gradient
             raise _Unfit(_why(exc)) from None
-        followed = self._optimizers.followed()
+        followed = self._optimizers.rates
         return CapturedGraph(recording, self._buffers, gradients, objects, before, followed)
 
     def _check(self, captured: CapturedGraph, batch: Any, leaves: list[Any]) -> Any:
